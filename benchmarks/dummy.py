@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.text.byte_decoder import BYTE_OF
+from inflight.text.detokenizer import BYTE_OF
 
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inflight import SamplingParams
-from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
+from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
 from inflight.execution.sampling.triton import (
     LogprobBuffers,
     RankTokens,

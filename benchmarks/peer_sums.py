@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
+from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
 from inflight.layers.triton.next_norm import NextNorm
 
 SLOT = 1 << 22

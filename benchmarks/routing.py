@@ -20,8 +20,7 @@ from dataclasses import replace
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
 from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver
-from inflight.engine.delta_queue import DeltaQueue, DeltaStream
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
 from inflight.events import Delta, KVUsage, RequestRecord
 from inflight.request import Request
 from inflight.router import Router

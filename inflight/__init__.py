@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.entrypoints.async_engine import AsyncEngine
-    from inflight.entrypoints.async_llm import AsyncEngineArgs, AsyncLLM
+    from inflight.entrypoints.async_engine import AsyncEngine, AsyncEngineArgs, AsyncLLM
     from inflight.entrypoints.beam_search import BeamSearchParams
     from inflight.entrypoints.llm import LLM
     from inflight.errors import InflightError
@@ -22,8 +21,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "inflight.entrypoints.llm",
     "AsyncEngine": "inflight.entrypoints.async_engine",
-    "AsyncEngineArgs": "inflight.entrypoints.async_llm",
-    "AsyncLLM": "inflight.entrypoints.async_llm",
+    "AsyncEngineArgs": "inflight.entrypoints.async_engine",
+    "AsyncLLM": "inflight.entrypoints.async_engine",
     "BeamSearchParams": "inflight.entrypoints.beam_search",
     "CompletionOutput": "inflight.outputs",
     "InflightError": "inflight.errors",
@@ -51,12 +50,12 @@ __all__ = [
 
 # vLLM's names for our objects.
 _ALIASES = {
-    "AsyncLLMEngine": "inflight.entrypoints.async_llm:AsyncLLM",
+    "AsyncLLMEngine": "inflight.entrypoints.async_engine:AsyncLLM",
     "ClassificationOutput": "inflight.outputs:ClassificationOutput",
     "ClassificationRequestOutput": "inflight.outputs:PoolingRequestOutput",
     "EmbeddingOutput": "inflight.outputs:EmbeddingOutput",
     "EmbeddingRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "EngineArgs": "inflight.entrypoints.async_llm:AsyncEngineArgs",
+    "EngineArgs": "inflight.entrypoints.async_engine:AsyncEngineArgs",
     "GuidedDecodingParams": "inflight.structured_outputs:StructuredOutputs",
     "PoolingRequestOutput": "inflight.outputs:PoolingRequestOutput",
     "PromptType": "inflight.frontend.input_processor:Prompt",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.interrupts import interrupts_end_at_once
+from inflight.cli import interrupts_end_at_once
 
 
 def main() -> None:

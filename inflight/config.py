@@ -365,7 +365,7 @@ class RouterConfig:
             raise ConfigError("ray_address is '': allowed is 'auto', or an address")
 
     @property
-    def is_wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether a router is needed."""
         return self.replicas is not None or self.ray_address is not None
 

@@ -33,7 +33,7 @@ class Status(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """The phase that a request spends its time in (`scheduling/attribution.py`)."""
+    """The phase that a request spends its time in (`Attribution` in `scheduling/request_pool.py`)."""
 
     NEW = enum.auto()
     QUEUED = enum.auto()

@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: constraints on the text of an answer. All checks that need no model are done here."""
+"""`StructuredOutputs`: constraints on the text of an answer, with all checks that need no model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StructuredOutputs:
     grammar: str | None = None  # in Lark or GBNF syntax
     json_object: bool | None = None  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # {"structures": [...], "triggers": [...]}
-    # A whole answer with its thoughts and calls, as `constraints/answer_rules.py` has it. Not for users to write.
+    # A whole answer with reasoning and calls, serialized by `constraints/answer_rules.py`. Not for users.
     answer: str | None = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from inflight.errors import ConfigError
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig)
 
 
-def test_flat_options_reach_their_parts() -> None:
+def test_flat_options_reach_their_sections() -> None:
     config = EngineConfig.create(model="m", seed=3, block_size=8, policy="fair", max_queue=5)
     assert config.model == ModelConfig("m", seed=3)
     assert config.cache == CacheConfig(block_size=8)
@@ -28,12 +28,12 @@ def test_defaults_are_those_of_the_parts() -> None:
     assert EngineConfig.create(model="m") == EngineConfig(ModelConfig("m"))
 
 
-def test_unknown_options_are_named_beside_the_known() -> None:
+def test_error_for_unknown_options_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown option colour, size: allowed are .*model, .*block_size"):
         EngineConfig.create(model="m", size=1, colour="red")
 
 
-def test_configurations_do_not_change() -> None:
+def test_configurations_are_immutable() -> None:
     config = EngineConfig.create(model="m")
     for part in (config, config.model, config.cache, config.scheduler):
         name = dataclasses.fields(part)[0].name
@@ -80,7 +80,7 @@ def test_values_out_of_range_are_named(name: str, values: list[Any]) -> None:
         {"policy": dict},
     ],
 )
-def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
+def test_boundary_values_are_accepted(options: dict[str, Any]) -> None:
     config = EngineConfig.create(model="m", **options)
     for name, value in options.items():
         assert [
@@ -101,7 +101,7 @@ def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
         {"log_format": "xml"},
     ],
 )
-def test_how_a_process_is_watched_is_checked(wrong: dict[str, Any]) -> None:
+def test_process_options_are_checked(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ConfigError, match=name):
         ProcessConfig(**wrong)
@@ -115,7 +115,7 @@ def test_a_configuration_is_made_again_from_its_options() -> None:
     assert EngineConfig.create(**EngineConfig.create().options()) == EngineConfig.create() == EngineConfig()
 
 
-def test_options_of_other_engines() -> None:
+def test_options_of_vllm_are_translated() -> None:
     config = EngineConfig.create("m", disable_log_stats=True, trust_remote_code=True, tensor_parallel_size=1)
     assert config == EngineConfig.create("m")
 

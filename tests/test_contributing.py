@@ -94,7 +94,7 @@ def test_a_new_machine_gets_packages_from_where_the_old_one_does(
     assert done.stdout.splitlines() == [configuration, str(home / ".cache/pip"), configuration], done
 
 
-def test_hooks_before_a_commit_are_the_gates() -> None:
+def test_commit_hooks_match_the_gate() -> None:
     (repo,) = _read(".pre-commit-config.yaml")["repos"]
     assert repo["repo"] == "local"  # another repository would bring other versions
     entries = {hook["entry"].replace(" --force-exclude", "") for hook in repo["hooks"]}
@@ -103,7 +103,7 @@ def test_hooks_before_a_commit_are_the_gates() -> None:
     assert entries == {f".venv/bin/{command.replace(' .', '').replace(' --check', '')}" for command in gate}
 
 
-def test_commands_that_contributors_are_told_of_exist() -> None:
+def test_documented_commands_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     targets = set(re.findall(r"(?:`|^    )make (\w+)", text, re.M))
     assert {"setup", "test", "docs"} <= targets <= set(re.findall(r"^(\w+):", MAKEFILE, re.M))

@@ -75,7 +75,7 @@ def metric_names(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_the_dashboard_asks_for_what_is_there(expression: str) -> None:
+def test_dashboard_queries_existing_metrics(expression: str) -> None:
     names = metric_names(expression)
     assert names
     assert names <= set(EXPOSED)
@@ -86,7 +86,7 @@ def test_the_dashboard_asks_for_what_is_there(expression: str) -> None:
         assert labels - ADDED_BY_PROMETHEUS <= EXPOSED[name], f"{name} has no such label"
 
 
-def test_the_dashboard_shows_what_matters() -> None:
+def test_dashboard_shows_the_important_metrics() -> None:
     asked = {name for expression in expressions() for name in metric_names(expression)}
     for name in (
         "num_requests_running",
@@ -112,7 +112,7 @@ def test_counters_are_shown_as_rates_and_histograms_by_bucket() -> None:
                 assert re.search(rf"(rate|increase)\({name}", expression), expression
 
 
-def test_panels_have_their_own_ids_and_places() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
@@ -130,7 +130,7 @@ def test_variables_of_the_dashboard_are_defined() -> None:
     assert used == {item["name"] for item in variables()}
 
 
-def test_the_guide_names_metrics_that_exist() -> None:
+def test_metrics_in_the_guide_exist() -> None:
     assert metric_names(GUIDE) <= set(EXPOSED)
 
 
@@ -214,7 +214,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 @pytest.mark.parametrize(
     "command", [*docker_commands(), *unit_commands(), *pod_commands(), *ray_commands()], ids=" ".join
 )
-def test_commands_are_understood(
+def test_deployed_commands_are_valid(
     command: list[str], options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in re.findall(r"(INFLIGHT_[A-Z_]+)=(\S+)", DOCKERFILE):
@@ -237,7 +237,7 @@ def help_flags(
     return set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
 
 
-def test_the_guide_names_flags_that_exist(
+def test_flags_in_the_guide_exist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving, measuring = GUIDE.split("## Load testing")
@@ -289,7 +289,7 @@ def test_the_pod_lets_streams_finish_and_models_load(
     assert kubernetes()["Service"]["spec"]["selector"].items() <= labels.items()
 
 
-def test_the_pods_of_a_ray_cluster_have_room_for_the_replicas(
+def test_ray_pods_have_gpus_for_all_replicas(
     options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (command,) = ray_commands()
@@ -308,7 +308,7 @@ def test_the_pods_of_a_ray_cluster_have_room_for_the_replicas(
     assert template["spec"]["terminationGracePeriodSeconds"] > options[0].shutdown_timeout
 
 
-def test_the_pods_of_a_ray_cluster_are_like_others() -> None:
+def test_ray_pods_are_hardened_like_the_others() -> None:
     (other,) = pod()["containers"]
     head, worker = ray_head(), ray_worker()
     for name in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "volumeMounts"):

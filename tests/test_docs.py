@@ -43,7 +43,7 @@ def test_every_test_of_a_client_exists() -> None:
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
-def test_the_walk_is_complete() -> None:
+def test_request_walk_lists_every_file() -> None:
     """A request runs through no file that the page does not name. (How the list is found: tools/request_files.py.)"""
     from tools.request_files import FileTrace, files_of, offline
 
@@ -100,7 +100,7 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     assert len(PAGES) > 15
     assert {str(page.relative_to(ROOT)): broken for page in PAGES if (broken := broken_links(page))} == {}
 

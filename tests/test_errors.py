@@ -26,13 +26,13 @@ def drawn() -> dict[str, str]:
     return found
 
 
-def test_the_drawing_is_the_truth() -> None:
+def test_exception_tree_in_the_docstring_is_correct() -> None:
     assert drawn() == {name: value.__bases__[0].__name__ for name, value in CLASSES.items()}
     assert len(CLASSES) > 10
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_error_is_ours_and_says_when(name: str) -> None:
+def test_every_error_is_an_inflight_error_with_a_docstring(name: str) -> None:
     assert issubclass(CLASSES[name], InflightError)
     assert CLASSES[name].__doc__
 

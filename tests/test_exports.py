@@ -28,7 +28,7 @@ EXPORTS = {
 }
 
 
-def test_the_names_are_exactly_these() -> None:
+def test_exported_names_are_exactly_these() -> None:
     assert sorted(inflight.__all__) == sorted(EXPORTS)
     assert len(inflight.__all__) == len(EXPORTS)
     assert dir(inflight) == sorted(EXPORTS)
@@ -45,7 +45,7 @@ def test_every_name_can_be_imported(name: str) -> None:
         assert isinstance(value, str)
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = inflight.Engine
 
@@ -60,7 +60,7 @@ def test_the_root_of_the_errors_is_exported() -> None:
     assert inflight.InflightError is errors.InflightError
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in sorted(Path(inflight.__file__).parent.rglob("*.py")):
         for name in re.findall(r"^\s*class _?(\w+)", path.read_text(), re.MULTILINE):

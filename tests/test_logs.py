@@ -15,7 +15,7 @@ def record(message: str, **extra: Any) -> logging.LogRecord:
     return found
 
 
-def test_a_line_of_json() -> None:
+def test_json_lines_have_time_level_message_and_request_id() -> None:
     token = request_id.set("req-1")
     try:
         line = JsonFormatter().format(record('a "quoted"\nline', status=200))
@@ -33,7 +33,7 @@ def test_a_line_of_json() -> None:
     assert json.loads(JsonFormatter("engine").format(record("x")))["process"] == "engine"
 
 
-def test_a_line_of_text() -> None:
+def test_text_lines_have_time_level_and_request_id() -> None:
     assert TextFormatter().format(record("hello")) == "1970-01-01T00:00:01.250Z INFO    hello"
     assert TextFormatter().format(record("hello", request_id="r")).endswith("[r] hello")
     assert TextFormatter("engine").format(record("hello")) == "1970-01-01T00:00:01.250Z INFO    engine: hello"

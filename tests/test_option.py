@@ -60,7 +60,7 @@ def test_types_come_from_the_field() -> None:
         ("quick", "", "true"),
     ],
 )
-def test_words(name: str, allowed: str, default: str) -> None:
+def test_allowed_values_and_defaults_are_described(name: str, allowed: str, default: str) -> None:
     assert (OPTIONS[name].allowed, OPTIONS[name].default_text) == (allowed, default)
 
 
@@ -76,7 +76,7 @@ def test_words(name: str, allowed: str, default: str) -> None:
         ("depth", [None, 1, 2], [0, 3, "1"]),
     ],
 )
-def test_what_is_allowed(name: str, good: list[Any], bad: list[Any]) -> None:
+def test_values_are_checked(name: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert getattr(Sample(**{name: value}), name) == value
     for value in bad:
@@ -86,6 +86,6 @@ def test_what_is_allowed(name: str, good: list[Any], bad: list[Any]) -> None:
         assert len(str(caught.value)) < 200
 
 
-def test_the_first_field_that_is_wrong_is_named() -> None:
+def test_error_names_the_first_wrong_field() -> None:
     with pytest.raises(ConfigError, match="size is 0"):
         Sample(size=0, count=0, kind="c")

@@ -60,14 +60,14 @@ BAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
 )
-def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+def test_error_names_the_value_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams(**{name: value})
     words = {"stop": "stop", "logit_bias": "logit_bias", "bad_words": "bad_words"}
     assert words.get(name, name) in str(caught.value)
 
 
-def test_a_message_says_what_was_given_and_what_is_allowed() -> None:
+def test_error_has_the_value_and_the_allowed_range() -> None:
     with pytest.raises(ParameterError, match=r"^top_p is 1\.5: it must be in \(0, 1\]$"):
         SamplingParams(top_p=1.5)
     with pytest.raises(ParameterError, match=r"^max_tokens is 0: it must be an integer of at least 1$"):
@@ -85,7 +85,7 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="x", detokenize=False)
 
 
-def test_forms_are_made_one() -> None:
+def test_equivalent_forms_are_normalized() -> None:
     assert SamplingParams(stop="abc").stop_strings == ("abc",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
@@ -118,7 +118,7 @@ def test_assignments_are_checked_and_wrong_ones_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, {3: 1.0}])
-def test_a_clone_goes_its_own_way(bias: dict[int, float] | None) -> None:
+def test_clone_is_independent(bias: dict[int, float] | None) -> None:
     params = SamplingParams(temperature=0.5, logit_bias=bias)
     clone = params.clone()
     assert clone == params
@@ -128,7 +128,7 @@ def test_a_clone_goes_its_own_way(bias: dict[int, float] | None) -> None:
     assert (clone.temperature, clone.logit_bias) == (0.5, bias)
 
 
-def test_what_was_written_into_a_dict_is_checked_by_the_clone() -> None:
+def test_clone_checks_changed_dicts() -> None:
     params = SamplingParams(logit_bias={3: 1.0})
     cast("dict[int, float]", params.logit_bias)[4] = 1000.0
     with pytest.raises(ParameterError, match="logit_bias"):
@@ -142,7 +142,7 @@ def test_what_was_written_into_a_dict_is_checked_by_the_clone() -> None:
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     max_tokens=st.none() | st.integers(1, 10**12),
 )
-def test_all_that_is_in_range_is_taken(**fields: Any) -> None:
+def test_all_values_in_range_are_accepted(**fields: Any) -> None:
     params = SamplingParams(**fields)
     assert params.greedy == (fields["temperature"] == 0)
     assert params.top_k >= 0

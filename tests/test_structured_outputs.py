@@ -1,4 +1,4 @@
-"""What a user may ask of the text of an answer, as far as no model is needed to tell."""
+"""Structured outputs are checked as far as possible without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({}, "has nothing: give exactly one of json, regex, choice"),
         ({"regex": "a", "choice": ["b"]}, "has regex, choice: give exactly one"),
@@ -34,16 +34,17 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
         ({"regex": "\ud800"}, "regex has a lone surrogate"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_fields_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message) as caught:
-        StructuredOutputs(**given)
+        StructuredOutputs(**fields)
     assert caught.value.param == "structured_outputs"
 
 
-def test_sampling_params_take_it_as_an_object_or_as_a_mapping() -> None:
-    asked = StructuredOutputs(json=SCHEMA)
-    assert asked.kind == "json"
-    assert SamplingParams(structured_outputs=asked) == SamplingParams(structured_outputs={"json": SCHEMA})  # type: ignore[arg-type]
+def test_sampling_params_accept_an_object_or_a_mapping() -> None:
+    constraint = StructuredOutputs(json=SCHEMA)
+    assert constraint.kind == "json"
+    mapping: Any = {"json": SCHEMA}
+    assert SamplingParams(structured_outputs=constraint) == SamplingParams(structured_outputs=mapping)
     with pytest.raises(ParameterError, match="structured_outputs has guided, jsn: allowed are json, regex"):
         SamplingParams(structured_outputs={"jsn": SCHEMA, "guided": 1})  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="structured_outputs has answer: allowed are json, regex"):
@@ -53,7 +54,7 @@ def test_sampling_params_take_it_as_an_object_or_as_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"json": SCHEMA},
         {"json": True},
@@ -62,9 +63,9 @@ def test_sampling_params_take_it_as_an_object_or_as_a_mapping() -> None:
         {"structural_tag": SCHEMA},
     ],
 )
-def test_it_travels_to_another_process(given: dict[str, Any]) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputs(**given))
-    there = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    assert there == params
-    assert there.structured_outputs is not None
-    assert there.structured_outputs.text == StructuredOutputs(**given).text
+def test_constraint_can_be_sent_to_another_process(fields: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(**fields))
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert received == params
+    assert received.structured_outputs is not None
+    assert received.structured_outputs.text == StructuredOutputs(**fields).text

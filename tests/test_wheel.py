@@ -89,7 +89,7 @@ def run(environment: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_it_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = ROOT / "inflight"
@@ -99,7 +99,7 @@ def test_it_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
         assert any(name.endswith(suffix) for name in names), suffix
 
 
-def test_what_it_says_of_itself(wheel: Path) -> None:
+def test_wheel_metadata_is_complete(wheel: Path) -> None:
     information = f"inflight_llm-{__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         metadata = message_from_bytes(archive.read(f"{information}/METADATA"))
@@ -111,7 +111,7 @@ def test_what_it_says_of_itself(wheel: Path) -> None:
     assert {"server", "constraints", "pictures", "otel"} <= set(metadata.get_all("Provides-Extra", []))
 
 
-def test_compare_in_an_empty_folder(environment: Path, empty: Path) -> None:
+def test_compare_works_from_the_wheel(environment: Path, empty: Path) -> None:
     where = run(environment, empty, "python", "-c", "import inflight; print(inflight.__file__)")
     assert Path(where.strip()).is_relative_to(environment)
     small = ("--requests", "2", "--batch-size", "2", "--max-tokens", "4", "--strategies", "static,continuous")
@@ -138,7 +138,7 @@ def serving(environment: Path, folder: Path) -> Iterator[str]:
     assert process.returncode == 0
 
 
-def test_serve_in_an_empty_folder(environment: Path, empty: Path) -> None:
+def test_serve_works_from_the_wheel(environment: Path, empty: Path) -> None:
     with serving(environment, empty) as url, httpx.Client(base_url=url, timeout=SECONDS) as http:
         answer = http.post("/v1/completions", json={"prompt": "A fox", "max_tokens": 4})
         assert answer.status_code == 200, answer.text

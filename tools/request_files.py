@@ -112,7 +112,7 @@ def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
 async def _serve_one(trace: FileTrace, device: str, in_process: bool, written: Path) -> list[str]:
     from inflight.server.access.keys import load_keys
     from inflight.server.config import ServerConfig
-    from inflight.server.observability.tracing import NoTracer
+    from inflight.server.observability.request_log import Tracer
     from inflight.server.run import Server, hosts_of, listen, start_state
 
     options = ServerConfig.create(port=0, in_process=in_process, device=device, shutdown_timeout=0.0)
@@ -120,7 +120,7 @@ async def _serve_one(trace: FileTrace, device: str, in_process: bool, written: P
     server = Server(options)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     hosts = hosts_of(options, keys, listener)
-    engine, state = await start_state(options, keys, hosts, NoTracer(), server.loading_app.progress)
+    engine, state = await start_state(options, keys, hosts, Tracer(), server.loading_app.progress)
     server.open(state)
     process_id: int | None = getattr(engine.client, "process_id", None)
     try:

@@ -12,7 +12,9 @@ from inflight.agents.detect import (
     opens_reasoning,
     shows_tools,
 )
-from inflight.agents.events import (
+from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.parser import MessageParser
+from inflight.agents.reading import (
     ArgumentsDelta,
     CalledFunction,
     ContentDelta,
@@ -22,8 +24,6 @@ from inflight.agents.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
-from inflight.agents.parser import MessageParser
 
 __all__ = [
     "REASONING_FORMATS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,14 +134,6 @@ class GrammarWriter:
             for index, tool in enumerate(tools)
         ]
         return self.rule("call", " | ".join(alternatives))
-
-    def call_section(
-        self, call: tuple[str, str], section_end: str, alternatives: Iterable[str], parallel: bool
-    ) -> str:
-        """Return an expression for calls between their markers, up to the end of the section that contains them."""
-        opening, ending = self.terminals(call[0]), self.terminals(call[1])
-        rule = self.rule("call", f"{opening} ({' | '.join(alternatives)}) {ending}")
-        return f"{rule} {f'(GAP {rule})*' if parallel else ''} GAP {self.terminals(section_end)}"
 
     def text(
         self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from inflight.agents.calls import CallEmitter
-from inflight.agents.events import ContentDelta, ParsedMessage, ParserEvent, merge_deltas
 from inflight.agents.formats.base import (
     HARMONY_REASONING,
     REASONING_FORMATS,
     REASONING_MARKERS,
     TOOL_FORMATS,
+    CallEmitter,
     ReasoningMarkers,
     ToolFormat,
-    read_reasoning,
 )
 from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
-from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.reading import (
+    ContentDelta,
+    Markers,
+    ParsedMessage,
+    ParserEvent,
+    Reading,
+    ReasoningDelta,
+    Source,
+    merge_deltas,
+)
 from inflight.errors import ConfigError
 from inflight.text import Tokenizer
 
@@ -112,26 +119,51 @@ def _read(
     reasoning: ReasoningMarkers | None,
     shaped_content: bool,
 ) -> Reading[None]:
+    """Read a whole output."""
     if reasoning is not None:
-        yield from read_reasoning(source, reasoning, tool_format.ends_reasoning)
-    grammar = tool_format.grammar
-    if shaped_content and grammar is not None and not grammar.bare_start:
+        yield from _read_reasoning(source, reasoning, tool_format.ends_reasoning)
+    if tool_format.read_message is not None:
+        yield from tool_format.read_message(source, calls)
+        return
+    openings, grammar = tool_format.openings, tool_format.grammar
+    if grammar is not None and grammar.bare_start:
+        yield from tool_format.read_calls(source, calls, "")
+    elif grammar is not None and shaped_content:
         opening = yield from source.accept_after_space(grammar.opening)
+        source.unread(len(opening or ""))
         if opening is None:
-            yield from _read_content(source, calls)
-            return
-        source.unread(len(opening))
-    yield from tool_format.read(source, calls)
+            openings = Markers()
+    while (opening := (yield from source.emit_until(openings, ContentDelta, trim=True))) is not None:
+        if not (yield from tool_format.read_calls(source, calls, opening.lstrip())):
+            yield ContentDelta(opening)
 
 
-def _read_content(source: Source, _: CallEmitter) -> Reading[None]:
-    yield from source.emit_until(Markers(), ContentDelta)
+def _read_reasoning(source: Source, markers: ReasoningMarkers, also_ends: tuple[str, ...]) -> Reading[None]:
+    """Read the block of reasoning at the start of an output, if there is one, without surrounding white space.
+
+    Later in the output the markers are text: an answer may be about them. The markers in `also_ends` end the block too,
+    and are left for the next reader.
+    """
+    source.hold()
+    yield from source.skip_space()
+    if not (yield from source.accept(markers.open)):
+        source.rewind()
+        return
+    source.release()
+    source.in_reasoning = True
+    yield from source.accept_after_space(markers.open)  # some models repeat the opening marker of the prompt
+    yield from source.skip_space()
+    ending = yield from source.emit_until(Markers(markers.close, *also_ends), ReasoningDelta, trim=True)
+    source.in_reasoning = False
+    if ending is not None and not ending.endswith(markers.close):
+        source.unread(len(ending.lstrip()))
+    yield from source.skip_space()
 
 
 def _tool_format(name: str | None, reasoning_format: str | None) -> ToolFormat:
     if name is not None:
         return TOOL_FORMATS.get(name)
-    return HARMONY_WITHOUT_CALLS if reasoning_format == HARMONY_REASONING else ToolFormat(_read_content, ())
+    return HARMONY_WITHOUT_CALLS if reasoning_format == HARMONY_REASONING else ToolFormat()
 
 
 def _reasoning_markers(name: str | None) -> ReasoningMarkers | None:

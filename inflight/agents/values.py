@@ -1,4 +1,4 @@
-"""Argument values: which JSON types a schema allows, and how text that is not JSON becomes JSON.
+"""Argument values: JSON as it arrives, the types that a schema allows, and text that is converted to JSON.
 
 Some models write Python literals where JSON was meant, and some write bare text between tags, whose JSON depends on the
 schema of the parameter.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from inflight.agents.reading import ParserEvent, Reading, Source
 
 NOT_JSON = object()  # returned by `parse_json`
 _MAX_DEPTH = 8  # of nested alternatives in a schema, and of references to references
@@ -31,6 +33,15 @@ _TOKEN = re.compile(
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n)|(.))", re.DOTALL)
 _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+
+# The characters that matter outside strings. Valid JSON has no `<` or underscore there, but the markers of formats do.
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_OUTSIDE_STRICT = re.compile(r'["{}\[\]<_]')
+_SCALAR_END = re.compile(r"[\s,}\]<]")
+_IN_STRING = re.compile(r'["\\]')
+_PLAIN = re.compile(r'[^"\\]*')
+_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_HEX_DIGITS = "0123456789abcdefABCDEF"
 
 
 def json_type(value: object) -> str:
@@ -148,3 +159,138 @@ def _unescape(escape: re.Match[str]) -> str:
     if newline:
         return ""
     return _LETTERS.get(letter) or (letter if letter in "'\"\\" else f"\\{letter}")
+
+
+class JsonScanner:
+    """Finds the end of the value at the start of a text. The value only needs to be balanced, not valid."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self._outside = _OUTSIDE_STRICT if strict else _OUTSIDE
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._scalar = False  # neither a string nor a container
+        self._begun = False
+        self.done = False
+        self.whole = False  # done, and not cut short by something that is not JSON
+
+    def advance(self, text: str) -> int:
+        """Return how many of the next characters belong to the value."""
+        at = 0
+        if text and not self._begun:
+            self._begun = True
+            self._scalar = text[0] not in '"{['
+        while at < len(text) and not self.done:
+            if self._escaped:
+                self._escaped, at = False, at + 1
+            elif self._in_string:
+                at = self._scan_string(text, at)
+            elif self._scalar:
+                end = _SCALAR_END.search(text, at)
+                self.done = self.whole = end is not None
+                at = len(text) if end is None else end.start()
+            else:
+                at = self._scan_structure(text, at)
+        return at
+
+    def _scan_string(self, text: str, at: int) -> int:
+        match = _IN_STRING.search(text, at)
+        if match is None:
+            return len(text)
+        self._escaped = match.group() == "\\"
+        if not self._escaped:
+            self._in_string = False
+            self.done = self.whole = self._depth == 0
+        return match.end()
+
+    def _scan_structure(self, text: str, at: int) -> int:
+        match = self._outside.search(text, at)
+        if match is None:
+            return len(text)
+        character = match.group()
+        if character in "<_":
+            self.done = True
+            return match.start()
+        if character == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if character in "{[" else -1
+            self.done = self.whole = self._depth <= 0
+        return match.end()
+
+
+def emit_value(source: Source, event: Callable[[str], ParserEvent]) -> Reading[bool]:
+    """Emit the text of a value as it arrives. Return False if it is cut short."""
+    scanner = JsonScanner()
+    while not scanner.done:
+        if not (yield from source.peek()):
+            return False
+        text = source.take(scanner.advance(source.available()))
+        if text:
+            yield event(text)
+    return scanner.whole
+
+
+def take_value(source: Source) -> Reading[str | None]:
+    """Return the text of a whole value, or None if it is cut short.
+
+    This reads speculatively, hence strictly: an attempt at each marker of a text must not run to the text's end.
+    """
+    scanner = JsonScanner(strict=True)
+    parts = []
+    while not scanner.done:
+        if not (yield from source.peek()):
+            return None
+        parts.append(source.take(scanner.advance(source.available())))
+    return "".join(parts) if scanner.whole else None
+
+
+def take_string(source: Source) -> Reading[str | None]:
+    """Return the contents of a string, or None if no valid string comes next."""
+    if (yield from source.peek()) != '"':
+        return None
+    text = yield from take_value(source)
+    try:
+        string = json.loads(text or "", strict=False)
+        string.encode()  # fails on lone surrogates
+    except ValueError:
+        return None
+    assert isinstance(string, str)
+    return string
+
+
+def emit_string(source: Source, event: Callable[[str], ParserEvent]) -> Reading[bool]:
+    """Emit the contents of a string as it arrives. Return False if it is cut short."""
+    source.take(1)  # the quote
+    while character := (yield from source.peek()):
+        if character == '"':
+            source.take(1)
+            return True
+        if character == "\\":
+            text = yield from _take_escape(source)
+        else:
+            plain = _PLAIN.match(source.available())
+            assert plain is not None
+            text = source.take(plain.end())
+        yield event(text)
+    return False
+
+
+def _take_escape(source: Source) -> Reading[str]:
+    source.take(1)  # the backslash
+    letter = yield from source.peek()
+    source.take(len(letter))
+    if letter != "u":
+        return _ESCAPES.get(letter, letter)
+    code = yield from _take_four_digits(source)
+    if 0xD800 <= code < 0xDC00 and (yield from source.accept("\\u")):
+        low = yield from _take_four_digits(source)
+        code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) if 0xDC00 <= low < 0xE000 else 0xD800
+    return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
+
+
+def _take_four_digits(source: Source) -> Reading[int]:
+    digits = ""
+    while len(digits) < 4 and (digit := (yield from source.peek())) and digit in _HEX_DIGITS:
+        digits += source.take(1)
+    return int(digits, 16) if digits else 0xD800

@@ -2,11 +2,11 @@
 
 A plan runs in this process, or is split over worker processes so that each has a core of its own:
 
-parent                          worker (python -m inflight.bench.load_generator)
-plan ────────────────────────►  decodes it
-     ◄──────────────────── ready
-common start time ───────────►  sends its share of the requests
-     ◄─────────────────── result
+parent                worker (python -m inflight.bench.load_generator)
+RunPlan ───────────►  decodes its share of the requests
+        ◄──────── PlanReady
+StartAt ───────────►  sends them, from a start time that all workers have in common
+        ◄──────── Measured
 
 Times are those of `time.perf_counter`, which all processes of a machine share.
 """
@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
-from typing import IO
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import msgspec
 
 from inflight.bench.client import ConnectionPool, EventReader, StreamError, Target
 from inflight.bench.workload import PlannedRequest
 from inflight.errors import EngineError
+from inflight.processes.channel import ChildSockets, ConnectionInfo, Message
+from inflight.processes.child import ChildHost, run_child
+from inflight.processes.connected_process import ConnectedProcess
 
 HEARTBEAT = 0.02  # seconds between two measurements of the event loop's lag
 START_DELAY = 0.05  # seconds between sending the start time to the workers and the start
-READY = b"ready\n"
 
 Progress = Callable[[], None]  # called when a request has ended
 
@@ -191,21 +191,61 @@ class _Driver:
 # ---- worker processes ----
 
 
+class RunPlan(Message, frozen=True):
+    plan: LoadPlan
+
+
+class PlanReady(Message, frozen=True):
+    """The worker has decoded its plan."""
+
+
+class StartAt(Message, frozen=True):
+    time: float
+
+
+class Measured(Message, frozen=True):
+    result: LoadResult
+
+
+FromWorker = PlanReady | Measured
+ToWorker = RunPlan | StartAt
+FromWorkerT = TypeVar("FromWorkerT", PlanReady, Measured)
+
+
 def measure_with_workers(num_workers: int, plan: LoadPlan, progress: Progress | None = None) -> LoadResult:
     """Run a plan in `num_workers` processes. With one, that is this process."""
     if num_workers == 1:
         return measure(plan, progress=progress)
-    plans = split_plan(plan, num_workers)
+    return asyncio.run(_run_workers(split_plan(plan, num_workers)))
+
+
+async def _run_workers(plans: list[LoadPlan]) -> LoadResult:
+    host = ChildHost("load generator worker", (sys.executable, "-P", "-m", "inflight.bench.load_generator"))
+    workers: list[ConnectedProcess[FromWorker]] = []
     try:
-        with ExitStack() as stack:
-            workers = [stack.enter_context(_start_worker()) for _ in plans]
-            try:
-                return _run_workers(workers, plans)
-            finally:
-                for worker in workers:
-                    worker.kill()
-    except (OSError, EOFError):  # closing the pipe to a dead worker fails just as writing to it does
-        raise EngineError("a load generator worker exited early") from None
+        for _ in plans:
+            workers.append(ConnectedProcess(host, FromWorker, "text"))
+        for worker, plan in zip(workers, plans, strict=True):
+            await worker.send_first(partial(RunPlan, plan))
+        for worker in workers:
+            await _receive(worker, PlanReady)
+        start = StartAt(time.perf_counter() + START_DELAY)
+        for worker in workers:
+            worker.send(start)
+        return join_results([(await _receive(worker, Measured)).result for worker in workers])
+    finally:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            await worker.exited.wait()
+
+
+async def _receive(worker: ConnectedProcess[FromWorker], kind: type[FromWorkerT]) -> FromWorkerT:
+    while not worker.exited.is_set() or worker.unread:
+        message = await worker.receive()
+        if isinstance(message, kind):
+            return message
+    raise EngineError(f"a load generator worker exited early: {worker.reason}")
 
 
 def split_plan(plan: LoadPlan, num_workers: int) -> list[LoadPlan]:
@@ -223,24 +263,6 @@ def split_plan(plan: LoadPlan, num_workers: int) -> list[LoadPlan]:
     ]
 
 
-def _start_worker() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "inflight.bench.load_generator"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _run_workers(workers: list[subprocess.Popen[bytes]], plans: list[LoadPlan]) -> LoadResult:
-    for worker, plan in zip(workers, plans, strict=True):
-        _write(worker.stdin, msgspec.msgpack.encode(plan))
-    for worker in workers:
-        assert worker.stdout is not None
-        if worker.stdout.readline() != READY:
-            raise EOFError
-    start = msgspec.msgpack.encode(time.perf_counter() + START_DELAY)
-    for worker in workers:
-        _write(worker.stdin, start)
-    return join_results([msgspec.msgpack.decode(_read(worker.stdout), type=LoadResult) for worker in workers])
-
-
 def join_results(parts: list[LoadResult]) -> LoadResult:
     """Merge the workers' results, with the records in the order of the plan."""
     records = [record for part in parts for record in part.records]
@@ -251,28 +273,17 @@ def join_results(parts: list[LoadResult]) -> LoadResult:
     )
 
 
-def _write(pipe: IO[bytes] | None, message: bytes) -> None:
-    assert pipe is not None
-    pipe.write(struct.pack("<Q", len(message)) + message)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes] | None) -> bytes:
-    assert pipe is not None
-    header = pipe.read(8)
-    if len(header) < 8:
-        raise EOFError
-    return pipe.read(*struct.unpack("<Q", header))
-
-
-def main() -> None:
-    """Run a worker process."""
-    plan = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=LoadPlan)
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    start = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=float)
-    _write(sys.stdout.buffer, msgspec.msgpack.encode(measure(plan, start)))
+def _work(connection: ConnectionInfo) -> NoReturn:
+    """Run a worker process until the parent kills it."""
+    sockets: ChildSockets[ToWorker] = ChildSockets(connection, ToWorker)
+    plan: LoadPlan
+    while True:
+        match sockets.receive(wait=True):
+            case RunPlan(plan):
+                sockets.send(PlanReady())
+            case StartAt(start):
+                sockets.send(Measured(measure(plan, start)))
 
 
 if __name__ == "__main__":
-    main()
+    run_child(ConnectionInfo, _work)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.command import InflightCommand, check_writable, progress_bar
 from inflight.cli.option_sources import argument
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError, ParameterError
-from inflight.interrupts import interrupts_end_at_once
 from inflight.vllm_compat.cli_flags import SERVE_RULES
 from inflight.vllm_compat.rules import ANY, CompatRule, CompatRules
 

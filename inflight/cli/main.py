@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight import __version__
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.bench import app as bench_app
 from inflight.cli.command import InflightCommand, InflightGroup
 from inflight.cli.compare import CompareCommand, compare
@@ -22,7 +23,6 @@ from inflight.cli.scoring import embed, rerank
 from inflight.cli.serve import ServeCommand, serve
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
-from inflight.interrupts import interrupts_end_at_once
 from inflight.outputs import RequestOutput
 
 app = typer.Typer(

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.option_sources import argument, with_flags
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.interrupts import interrupts_end_at_once
 
 PLAN_OPTIONS = (
     *("revision", "dtype", "max_model_len", "block_size", "kv_cache_memory", "gpu_memory_utilization"),

@@ -12,10 +12,10 @@ import typer
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.option_sources import with_flags
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
-from inflight.interrupts import interrupts_end_at_once
 from inflight.option import Option, option_kind
 from inflight.outputs import RerankResult
 from inflight.scoring import EmbedParams, Scale, ScoreParams, parameter_help, parameter_types

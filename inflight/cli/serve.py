@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.command import NOTES, InflightCommand, needs_extra
 from inflight.cli.option_sources import argument, gather, unused_variables, with_flags
-from inflight.interrupts import interrupts_end_at_once
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 from inflight.vllm_compat.cli_flags import SERVE_RULES
 
@@ -40,7 +40,7 @@ def serve(
     with needs_extra("server"):
         options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_RULES))
         with interrupts_end_at_once():
-            if not options.in_process and not options.router.is_wanted:
+            if not options.in_process and not options.router.is_enabled:
                 # The engine imports torch while this process imports the server.
                 from inflight.engine.remote.supervisor import start_spare_engine
 

@@ -1,7 +1,7 @@
-"""The grammar of a whole answer: rules in Lark that a writer of formats made, and the users' schemas in them.
+"""The grammar of a whole answer: Lark rules for its format, and the users' schemas within it.
 
-A schema stands apart from the rules, so that it can be checked like any other, and so that one that cannot be used is
-found. A strict one is then refused by its name; one that is not is loosened, and the model is trusted with the rest.
+Schemas are kept apart from the rules, so each can be checked like any other and an unusable one can be identified. A
+strict schema that cannot be used is rejected by name; any other is loosened, and the model is trusted to follow it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from inflight.constraints.schema import check_schema, rewritten
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
-CONTENT = "content"  # the rule of what is no call and no thought, where that has a shape
+CONTENT = "content"  # the rule of the text outside of calls and reasoning, if that is constrained
 
 
 @dataclass(frozen=True, slots=True)
 class RuleSchema:
-    """A rule that is JSON. With a `key` it is a call, `{"name": function, key: what the schema allows}`."""
+    """The schema of a rule that is JSON. With a `key`, the JSON is a call: `{"name": function, key: arguments}`."""
 
     schema: Any
-    param: str  # where a request has it
+    param: str  # the request's parameter that it comes from
     strict: bool = True
-    loose: Any = True  # the schema that stands in for one that cannot be used
+    loose: Any = True  # replaces a schema that cannot be used
     function: str = ""
     key: str = ""
 
     def check(self) -> None:
-        """Raises ParameterError that names a keyword that is not supported."""
+        """Raise ParameterError if the schema has a keyword that is not supported."""
         check_schema(self.schema, self.param, self.param)
 
     def whole(self, loosened: bool) -> Any:
+        """Return the schema of all the JSON, including the call around the arguments."""
         schema = self.loose if loosened else self.schema
         if not self.key:
             return schema
@@ -48,25 +49,25 @@ class RuleSchema:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """`start` is among the rules."""
+    """The rules of an answer. One of them is `start`."""
 
     rules: tuple[str, ...]
     tokens: Mapping[str, int] = field(default_factory=dict)  # rules that are one token each
     schemas: Mapping[str, RuleSchema] = field(default_factory=dict)
-    # What a user asked for in a language of its own, as kind and text: the rules refer to it as @content.
+    # Kind and text of a user's constraint in another language, which the rules refer to as @content.
     content: tuple[str, str] | None = None
 
     @property
     def param(self) -> str:
-        """The parameter to name in an error if every schema is usable but the whole is not."""
+        """The parameter to blame if every schema is usable but the whole is not."""
         return next((schema.param.partition("[")[0] for schema in self.schemas.values()), PARAM)
 
     @property
     def name(self) -> str:
-        return f"{self.param}, with all else that shapes the answer,"
+        return f"{self.param}, together with the other constraints on the answer,"
 
     def text(self) -> str:
-        """For `StructuredOutputs.answer`."""
+        """Serialize the rules for `StructuredOutputs.answer`."""
         schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
         data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
         return json.dumps(data, separators=(",", ":"))
@@ -79,16 +80,16 @@ class AnswerRules:
         return cls(tuple(data["rules"]), data["tokens"], schemas, content)
 
     def unsupported(self) -> frozenset[str]:
-        """Schemas to loosen. Raises ParameterError if one of these is strict."""
-        found = set()
+        """Return the names of the schemas to loosen. Raises ParameterError if one of these is strict."""
+        names = set()
         for name, schema in self.schemas.items():
             try:
                 schema.check()
             except ParameterError:
                 if schema.strict:
                     raise
-                found.add(name)
-        return frozenset(found)
+                names.add(name)
+        return frozenset(names)
 
     def token_rules(self) -> list[str]:
         return [f"{name}: <[{token_id}]>" for name, token_id in self.tokens.items()]
@@ -101,15 +102,15 @@ class AnswerRules:
         if self.content is None:
             return None
         kind, text = self.content
-        asked: Any = {kind: text}
-        return StructuredOutputs(**asked)
+        field_value: Any = {kind: text}
+        return StructuredOutputs(**field_value)
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A copy of a schema that stands at a place in another, with references to its own parts."""
+def _moved(schema: Any, pointer: str) -> Any:
+    """Return a copy of a schema for use at `pointer` in another, with its references to its own parts adjusted."""
 
     def change(keyword: str, value: Any) -> Any:
         is_own = keyword == "$ref" and isinstance(value, str) and value.startswith("#")
-        return place + value[1:] if is_own else value
+        return pointer + value[1:] if is_own else value
 
     return rewritten(schema, change)

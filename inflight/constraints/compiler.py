@@ -1,115 +1,43 @@
-"""Compiles grammars in this process, once per constraint, after `validator.py` has tried them."""
+"""Compiles constraints to grammars in this process, once per constraint, after `validator.py` has tried them.
+
+`first_success` decides which grammars are attempted for a constraint and turns llguidance's errors into messages about
+what the user wrote. The validator's sandboxed process and the engine both use it, so they attempt the same grammars and
+reach the same outcome.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from inflight.constraints.attempts import first_success
-from inflight.constraints.fair_threads import FairThreads
+from inflight.constraints.answer_rules import AnswerRules
+from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar
 from inflight.constraints.matcher import Matcher, is_lexer_full
+from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
-from inflight.structured_outputs import StructuredOutputs
+from inflight.processes.fair_threads import FairThreads
+from inflight.structured_outputs import PARAM, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CHARACTERS = 4 << 20  # of the constraints kept in one place
-
-T = TypeVar("T")
-
-
-class KeptOutcomes(Generic[T]):
-    """Refusals are outcomes too. For any thread."""
-
-    def __init__(self, max_kept: int) -> None:
-        self._max_kept = max_kept
-        self._lock = threading.Lock()
-        self._outcomes: OrderedDict[tuple[str, str], Future[T]] = OrderedDict()
-        self._num_characters = 0
-
-    def known(self, asked: StructuredOutputs) -> Future[T] | None:
-        """The outcome, if it is there already."""
-        key = asked.kind, asked.text
-        with self._lock:
-            found = self._outcomes.get(key)
-            if found is not None:
-                self._outcomes.move_to_end(key)
-        return found if found is not None and found.done() else None
-
-    def get(self, asked: StructuredOutputs, find: Callable[[StructuredOutputs], T]) -> T:
-        """The outcome, which the first one to ask finds. Raises ParameterError, and what else finding it does."""
-        key = asked.kind, asked.text
-        with self._lock:
-            found = self._outcomes.get(key)
-            if found is not None:
-                self._outcomes.move_to_end(key)
-            else:
-                future: Future[T] = Future()
-                self._keep(key, future)
-        if found is not None:
-            return result_of(found)
-        try:
-            future.set_result(find(asked))
-        except BaseException as error:
-            if not isinstance(error, ParameterError):
-                self._forget(key, future)  # another time it may go well
-            future.set_exception(error)
-        return result_of(future)
-
-    def put(self, asked: StructuredOutputs, outcome: Future[T]) -> None:
-        """Keep an outcome that is there, in place of any other."""
-        key = asked.kind, asked.text
-        with self._lock:
-            if self._outcomes.pop(key, None) is not None:
-                self._num_characters -= len(key[1])
-            self._keep(key, outcome)
-
-    def forget(self, asked: StructuredOutputs, outcome: T) -> None:
-        """Find it anew for the next one to ask, unless another has taken its place already."""
-        key = asked.kind, asked.text
-        with self._lock:
-            future = self._outcomes.get(key)
-        if future is not None and future.done() and future.exception() is None and future.result() is outcome:
-            self._forget(key, future)
-
-    def _keep(self, key: tuple[str, str], future: Future[T]) -> None:
-        self._outcomes[key] = future
-        self._num_characters += len(key[1])
-        while len(self._outcomes) > self._max_kept or self._num_characters > MAX_CHARACTERS:
-            oldest, _ = self._outcomes.popitem(last=False)
-            self._num_characters -= len(oldest[1])
-
-    def _forget(self, key: tuple[str, str], future: Future[T]) -> None:
-        with self._lock:
-            if self._outcomes.get(key) is future:
-                del self._outcomes[key]
-                self._num_characters -= len(key[1])
-
-
-def result_of(future: Future[T]) -> T:
-    """Everyone gets an exception of their own: tracebacks would pile up on a shared one."""
-    error = future.exception()
-    if isinstance(error, ParameterError):
-        raise ParameterError(*error.args, param=error.param, code=error.code)
-    return future.result()
-
-
-MAX_KEPT = 128  # grammars, and refusals
-MAX_KEPT_LARGE = 8  # grammars with room for the lexer states of MAX_LARGE_STATES
+MAX_CACHED = 128  # grammars and rejections
+MAX_CACHED_LARGE = 8  # grammars whose lexers may have MAX_LARGE_STATES states
+MAX_CACHED_CHARACTERS = 4 << 20  # of the constraints in one cache
 NUM_THREADS = 2
 # All matchers of one compiled grammar share its lexer, which remembers every state that any of them has reached: about
-# a kilobyte each. So these bound the memory of the grammars that are kept, and the second what one request may need.
+# a kilobyte each. So these limits bound the memory of the cached grammars, and the second what one request may use.
 MAX_STATES = 2_048
 MAX_LARGE_STATES = 20_000
-# llguidance's "fuel" for one grammar and for one mask, of which it burns some ten thousands in a millisecond.
+# llguidance's "fuel" for one grammar and for one mask: it burns some ten thousand units per millisecond.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -119,77 +47,81 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
 }
 
+T = TypeVar("T")
+
 
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
     def __init__(self, state: LLMatcher, is_large: bool) -> None:
         self._state = state
-        self.is_large = is_large  # its lexer has room for as many states as any may have
+        self.is_large = is_large  # its lexer may have MAX_LARGE_STATES states
 
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of a text. It costs a few microseconds and shares what others have worked out."""
+        """Return a matcher at the beginning of a text. It takes microseconds and shares the lexer's states."""
         return Matcher(self._state.deep_copy())
 
 
 class GrammarCompiler:
-    """For one vocabulary. Any thread may use it; compiling leaves Python's lock to others."""
+    """Compiles grammars for one vocabulary. Any thread may use it; compiling releases the GIL."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
-        self._kept: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT)
-        self._large: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT_LARGE)
+        self._cache: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED)
+        self._large: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED_LARGE)
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
 
-    def compile(self, asked: StructuredOutputs) -> Grammar:
+    def compile(self, constraint: StructuredOutputs) -> Grammar:
         """Return the compiled grammar. Untrusted constraints must be validated first. Raises ParameterError."""
-        return self._kept.get(asked, partial(self._compile, False))
+        return self._cache.get(constraint, partial(self._compile, False))
 
-    def compile_larger(self, asked: StructuredOutputs, full: Grammar) -> Grammar:
-        """Compile a constraint anew for a request whose matcher needs a state that the lexer of `full` has no room for.
+    def compile_larger(self, constraint: StructuredOutputs, full: Grammar) -> Grammar:
+        """Compile a constraint again for a request whose matcher needs a state that does not fit into `full`'s lexer.
 
-        Most states of that lexer may be due to others, and what a request gets must not depend on them. So it goes on
-        with a lexer that has more room, which is kept for others too, and where that is full with one of its own.
+        Other requests may have caused most states of that lexer, and a request's output must not depend on them. So it
+        continues with a larger lexer, which is cached for others too, or, if that is full, with one of its own.
         """
         if not full.is_large:
-            return self._large.get(asked, partial(self._compile, True))
-        self._large.forget(asked, full)
-        return self._compile(True, asked)
+            return self._large.get(constraint, partial(self._compile, True))
+        self._large.remove(constraint, full)
+        return self._compile(True, constraint)
 
-    def begin(self, asked: StructuredOutputs, owner: str = "") -> Future[Grammar]:
-        """Compile beside what the caller does, one grammar of an owner at a time. What was compiled before is there at
-        once. Cancelling the future gives up the place in the queue."""
-        known = self._kept.known(asked)
-        return self._threads.submit(owner, partial(self.compile, asked)) if known is None else known
+    def begin(self, constraint: StructuredOutputs, owner: str = "") -> Future[Grammar]:
+        """Compile in the background, one grammar of an owner at a time. Cached grammars are returned at once.
 
-    def is_compiled(self, asked: StructuredOutputs) -> bool:
-        """Whether `compile` would answer at once."""
-        return self._kept.known(asked) is not None
+        Cancelling the future removes it from the queue.
+        """
+        outcome = self._cache.outcome(constraint)
+        return self._threads.submit(owner, partial(self.compile, constraint)) if outcome is None else outcome
+
+    def is_compiled(self, constraint: StructuredOutputs) -> bool:
+        """Whether `compile` would return at once."""
+        return self._cache.outcome(constraint) is not None
 
     def warm_up(self) -> None:
-        """Make what the first constraint would wait for, if constraints can be had at all. Nothing else runs in this
-        process meanwhile: llguidance keeps Python's lock."""
+        """Prepare what the first constraint would wait for, if constraints are available at all.
+
+        Nothing else runs in this process meanwhile: llguidance holds the GIL.
+        """
         with contextlib.suppress(ImportError, ParameterError):
             self.compile(StructuredOutputs(choice=["a"]))
 
-    def _compile(self, is_large: bool, asked: StructuredOutputs) -> Grammar:
-        return first_success(asked, self._special_texts, partial(self._attempt, is_large))
+    def _compile(self, is_large: bool, constraint: StructuredOutputs) -> Grammar:
+        return first_success(constraint, self._special_texts, partial(self._attempt, is_large))
 
     def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
-        """As in `trial_worker.py`, with the same outcome."""
+        """Compile a grammar and take its first steps, as `trial_worker.py` does."""
         from llguidance import LLMatcher, LLParserLimits
 
         max_states = MAX_LARGE_STATES if is_large else MAX_STATES
         limits = LLParserLimits(**{**LIMITS, "max_lexer_states": max_states}, verbose_errors=False)
         try:
             state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-            error = first_error(
-                state.deep_copy(), self._tokenizer.eos_token
-            )  # the first masks are known then
+            error = first_error(state.deep_copy(), self._tokenizer.eos_token)  # caches the first masks
         except BaseException as panic:
             if isinstance(panic, Exception | KeyboardInterrupt | SystemExit):
                 raise
-            return f"llguidance panicked: {panic}"  # which is no Exception, and would end the engine's loop
+            return f"llguidance panicked: {panic}"  # not an Exception: it would end the engine's loop
         if error and (is_large or not is_lexer_full(error)):
             return error
         return Grammar(state, is_large)
@@ -205,3 +137,223 @@ class GrammarCompiler:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return self._vocabulary.tokenizer()
+
+
+class OutcomeCache(Generic[T]):
+    """The most recently used outcomes by constraint, rejections included. Thread-safe."""
+
+    def __init__(self, max_outcomes: int) -> None:
+        self._max_outcomes = max_outcomes
+        self._lock = threading.Lock()
+        self._outcomes: OrderedDict[tuple[str, str], Future[T]] = OrderedDict()
+        self._num_characters = 0
+
+    def outcome(self, constraint: StructuredOutputs) -> Future[T] | None:
+        """Return the outcome if it is cached and done."""
+        with self._lock:
+            future = self._lookup(_key(constraint))
+        return future if future is not None and future.done() else None
+
+    def get(self, constraint: StructuredOutputs, compute: Callable[[StructuredOutputs], T]) -> T:
+        """Return the outcome, which the first caller computes. Raises ParameterError and what `compute` raises."""
+        key = _key(constraint)
+        with self._lock:
+            cached = self._lookup(key)
+            if cached is None:
+                future: Future[T] = Future()
+                self._insert(key, future)
+        if cached is not None:
+            return result_of(cached)
+        try:
+            future.set_result(compute(constraint))
+        except BaseException as error:
+            if not isinstance(error, ParameterError):
+                self._remove(key, future)  # the next attempt may succeed
+            future.set_exception(error)
+        return result_of(future)
+
+    def put(self, constraint: StructuredOutputs, outcome: Future[T]) -> None:
+        """Cache an outcome that is done, replacing any other."""
+        key = _key(constraint)
+        with self._lock:
+            if self._outcomes.pop(key, None) is not None:
+                self._num_characters -= len(key[1])
+            self._insert(key, outcome)
+
+    def remove(self, constraint: StructuredOutputs, outcome: T) -> None:
+        """Remove an outcome, unless another has replaced it already."""
+        key = _key(constraint)
+        with self._lock:
+            future = self._outcomes.get(key)
+        if future is not None and future.done() and future.exception() is None and future.result() is outcome:
+            self._remove(key, future)
+
+    def _lookup(self, key: tuple[str, str]) -> Future[T] | None:
+        future = self._outcomes.get(key)
+        if future is not None:
+            self._outcomes.move_to_end(key)
+        return future
+
+    def _insert(self, key: tuple[str, str], future: Future[T]) -> None:
+        self._outcomes[key] = future
+        self._num_characters += len(key[1])
+        while len(self._outcomes) > self._max_outcomes or self._num_characters > MAX_CACHED_CHARACTERS:
+            oldest, _ = self._outcomes.popitem(last=False)
+            self._num_characters -= len(oldest[1])
+
+    def _remove(self, key: tuple[str, str], future: Future[T]) -> None:
+        with self._lock:
+            if self._outcomes.get(key) is future:
+                del self._outcomes[key]
+                self._num_characters -= len(key[1])
+
+
+def _key(constraint: StructuredOutputs) -> tuple[str, str]:
+    return constraint.kind, constraint.text
+
+
+def result_of(future: Future[T]) -> T:
+    """Return the result, or raise a copy of its ParameterError: tracebacks would pile up on a shared one."""
+    error = future.exception()
+    if isinstance(error, ParameterError):
+        raise ParameterError(*error.args, param=error.param, code=error.code)
+    return future.result()
+
+
+# ---- attempts to compile ----
+
+
+# Returns the compiled grammar, or why it cannot be used. Raises AttemptDiedError.
+Attempt = Callable[[str], T | str]
+
+
+class AttemptDiedError(Exception):
+    """A grammar exceeded a limit of the process that attempted it. The message says which."""
+
+
+class BudgetSpentError(AttemptDiedError):
+    """All attempts of one request together have taken too long."""
+
+
+def first_success(constraint: StructuredOutputs, special_texts: Collection[str], attempt: Attempt[T]) -> T:
+    """Attempt the grammars of a constraint until one compiles.
+
+    Raises ParameterError if the constraint is invalid, not supported or too complex.
+    """
+    name, param = f"{PARAM}.{constraint.kind}", PARAM
+    try:
+        if constraint.kind == "answer":
+            answer = AnswerRules.read(constraint.text)
+            name, param = answer.name, answer.param
+            return _attempt_answer(answer, special_texts, attempt)
+        return _checked(name, param, attempt(lark_grammar(constraint, special_texts)))
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except AttemptDiedError as error:
+        reason = str(error)
+    raise ParameterError(f"{name} is too complex: {reason}", param=param, code="constraint_too_complex")
+
+
+def _attempt_answer(answer: AnswerRules, special_texts: Collection[str], attempt: Attempt[T]) -> T:
+    """Reject strict schemas that cannot be used, and loosen the others."""
+    loosened = answer.unsupported()
+    outcome = attempt(answer_lark(answer, loosened, special_texts))
+    if isinstance(outcome, str):
+        try:
+            unusable = _unusable(answer, loosened, attempt)
+        except BudgetSpentError as error:
+            raise _rejection_as_a_whole(answer, outcome) from error
+        if unusable:
+            outcome = attempt(answer_lark(answer, loosened | unusable, special_texts))
+    return _checked(answer.name, answer.param, outcome)
+
+
+def _unusable(answer: AnswerRules, loosened: frozenset[str], attempt: Attempt[T]) -> frozenset[str]:
+    """Return the schemas that do not even compile alone. Raises ParameterError if one of these is strict."""
+    names = set()
+    for name, whole in answer.whole_schemas(loosened).items():
+        outcome, schema = attempt(f"start: {json_rule(whole)}"), answer.schemas[name]
+        if isinstance(outcome, str):
+            if schema.strict:
+                raise _rejection(schema.param, schema.param, outcome)
+            names.add(name)
+    return frozenset(names)
+
+
+def _checked(name: str, param: str, outcome: T | str) -> T:
+    if isinstance(outcome, str):
+        raise _rejection(name, param, outcome)
+    return outcome
+
+
+def _rejection_as_a_whole(answer: AnswerRules, message: str) -> ParameterError:
+    """Return the error for schemas that cannot be used together, if there was no time to try each alone."""
+    rejection = _rejection(answer.name, answer.param, message)
+    return ParameterError(
+        f"{rejection}; which of the {len(answer.schemas)} schemas is to blame could not be determined in time",
+        param=rejection.param,
+        code=rejection.code,
+    )
+
+
+# ---- llguidance's messages ----
+
+MAX_MESSAGE = 400  # characters
+# Characters that are read at each end of a message. It quotes all that a user wrote, and the patterns below take
+# quadratic time.
+MAX_READ = 2000
+
+# Patterns and their replacements. All that match are applied, in this order.
+_REPLACEMENTS = [
+    (r"invalid regex \".*?\" \(in regex\): (?=regex parse error|lookarounds)", ""),
+    (r"\s\^+ error: ", ": "),
+    (
+        r"lookarounds not supported yet; \w+ in regex",
+        "word boundaries and other look-around are not supported:",
+    ),
+    (r"; following special tokens are available: .*", ""),
+    (r"NoExtensionBias", "a rule refers to itself before it matches any text, so nothing can match it"),
+    (
+        r"oneOf constraints are not supported\. Enable 'coerce_one_of' .*",
+        "alternatives of oneOf overlap, and it cannot be decided token by token whether exactly one matches: use anyOf",
+    ),
+]
+_TOO_COMPLEX = [
+    (r".*fuel exhausted.*", "it takes too many steps to compile"),
+    (r".*Current row has \d+ items; max is \d+.*", "too many alternatives are possible at one point"),
+    (r"Unable to determine if regex is empty.*", "its patterns and lengths are too hard to satisfy at once"),
+    (r".*(?:step|lexer|parser|items?|states?).*(?:limit|too many).*", "it has too many states"),
+    (r"(?!Token range).*too (?:many|large|complex|deep).*", r"\g<0>"),
+]
+
+
+def _rejection(name: str, param: str, message: str) -> ParameterError:
+    """Return the error for a message of llguidance, without the grammar around it that the user never saw."""
+    text = message.split("<non-verbose/>")[0]
+    text = text.split("failed to compile JSON schema: ", 1)[-1]
+    text = _shortened(re.split(r"\n[ \t]++\d++ \| ", text, maxsplit=1)[0], 2 * MAX_READ)
+    text = as_written(re.sub(r"^at \d+\(\d+\): ", "", " ".join(text.split())))
+    unsupported = re.search(r"Unimplemented keys: \[(.*)\]", text)
+    if unsupported:
+        keywords = unsupported[1].replace('"', "'")
+        return ParameterError(
+            f"{name}: the keyword {keywords} is not supported", param=param, code="unsupported_keyword"
+        )
+    for pattern, replacement in _TOO_COMPLEX:
+        match = re.fullmatch(pattern, text, re.IGNORECASE)
+        if match:
+            reason = _shortened(match.expand(replacement), MAX_MESSAGE)
+            return ParameterError(
+                f"{name} is too complex: {reason}", param=param, code="constraint_too_complex"
+            )
+    for pattern, replacement in _REPLACEMENTS:
+        text = re.sub(pattern, replacement, text)
+    return ParameterError(
+        f"{name} cannot be used: {_shortened(text, MAX_MESSAGE)}", param=param, code="invalid_constraint"
+    )
+
+
+def _shortened(text: str, length: int) -> str:
+    """Cut out the middle of a long text: the reason is often at its end."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"

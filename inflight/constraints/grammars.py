@@ -1,142 +1,58 @@
-"""Translates structured output constraints to one grammar in llguidance's Lark.
-
-Patterns of JSON schemas are made safe to quote. In JSON a string's `"` is written `\\"`. llguidance rewrites a pattern
-so that it matches the written form, and if a character class holds many control characters it takes all escapes for
-members: `[^"]` would let `\\"` through. Without the control characters, which cannot be written here anyway, the
-rewriting is exact, so they are removed from every class.
-"""
+"""Translates constraints to grammars in llguidance's Lark."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from inflight.constraints.answer_rules import CONTENT, AnswerRules
-from inflight.constraints.schema import (
-    FAR,
-    OMIT,
-    OUTWARD,
-    changes_nothing,
-    check_schema,
-    read_schema,
-    rewritten,
-)
+from inflight.constraints.schema import check_schema, read_schema
+from inflight.constraints.schema_rewriting import exact_schema
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
-# Those without an escape of their own (\b, \t, \n, \f, \r).
-_OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
-_TINY, _SMALL = 1e-9, 1 << 20  # whose sum is exact enough
-_PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,64}\}|[A-Za-z])")  # no name is longer
-# What `safe_pattern` makes of a class, also where a message has quoted it.
-_MADE_SAFE = re.compile(
-    rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern})" + re.escape(_OUT).replace(r"\\", r"\\+") + r"\]"
-)
-
-
-def safe_pattern(pattern: str) -> str:
-    """The same but for control characters. What is no expression stays none."""
-    parts, at = [], 0
-    while at < len(pattern):
-        end = at + 1
-        if pattern[at] == "[":
-            end = _end_of_class(pattern, at)
-        elif pattern[at] == "\\":
-            found = _PROPERTY.match(pattern, at)
-            end = found.end() if found else at + 2
-        is_class = end > at + 2
-        parts.append(f"[{pattern[at:end]}{_OUT}]" if is_class else pattern[at:end])
-        at = end
-    return "".join(parts)
-
-
-def as_written(text: str) -> str:
-    """A text in which patterns are again what they were before they were made safe."""
-    return _MADE_SAFE.sub(r"\1", text)
-
-
-def _end_of_class(pattern: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`; classes may hold others. If there is none: start + 1."""
-    depth, at = 0, start
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "\\":
-            at += 1
-        elif character == "[":
-            depth += 1
-            at += pattern.startswith("^", at + 1)
-            at += pattern.startswith("]", at + 1)  # which stands for itself there
-        elif character == "]":
-            depth -= 1
-            if depth == 0:
-                return at + 1
-        at += 1
-    return start + 1
-
-
-def with_safe_patterns(schema: Any) -> Any:
-    """A copy of a schema, wherever its patterns are. Bounds that are far away are nearer, and what changes nothing is
-    left out."""
-    return rewritten(schema, _safe)
-
-
-def _safe(keyword: str, value: Any) -> Any:
-    if changes_nothing(keyword, value):
-        return OMIT
-    if keyword == "pattern" and isinstance(value, str):
-        return safe_pattern(value)
-    if keyword == "patternProperties" and isinstance(value, dict):
-        return {safe_pattern(name): inner for name, inner in value.items()}
-    if keyword in OUTWARD and isinstance(value, int | float) and value * OUTWARD[keyword] > FAR:
-        return FAR * OUTWARD[keyword]  # as far as numbers are written at all
-    if keyword.startswith("exclusiveM") and isinstance(value, int | float) and abs(value) < _SMALL:
-        # Between bounds that are less than 1 apart, llguidance takes an exclusive integer for an inclusive one.
-        return value - OUTWARD[keyword] * _TINY if value == int(value) else value
-    return value
-
-
-# Any token that fits may come, rather than the one way in which a tokenizer would spell what must follow: models know
-# best how they spell, and nothing need be tokenized to compute a mask.
+# Allow any token that fits, instead of only the tokenizer's own spelling of a text that must follow: the model knows
+# best how it spells, and computing a mask need not tokenize.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# As much as it takes to write JSON over several lines. Some models would never stop to indent.
+# Enough for JSON over several lines. Without a limit some models would indent forever.
 _WHITESPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,40}"
-_SPACE = r"\x20"  # in calls, which nobody writes over several lines
+_SPACE = r"\x20"  # in calls, which models write on one line
 _JSON_OPTIONS = {
     "whitespace_flexible": True,
     "lenient": False,
-    # No \u0061: a key that is spelled so would not be known for the property that it is.
+    # No \u0061: the grammar would not recognize a property whose name is spelled like this.
     "json_allowed_escapes": '"\\bfnrt',
     "json_allow_general_unicode_escapes": False,
 }
 _LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
-# Where a grammar has a schema, and where it only seems to: in texts, expressions and comments. None is read twice, also
-# where one has no end.
+# A schema in a grammar, or a string, regex or comment that may contain what looks like one. The quantifiers are
+# possessive so that an unclosed one is not read twice.
 _LARK_TOKEN = re.compile(
-    r'"(?:\\.|[^"\\\n])*+(?:"|(?P<open_text>))|//[^\n]*|/(?:\\(?s:.)|[^/\\])*+(?:/|(?P<open_regex>))'
+    r'"(?:\\.|[^"\\\n])*+(?:"|(?P<open_string>))|//[^\n]*|/(?:\\(?s:.)|[^/\\])*+(?:/|(?P<open_regex>))'
     r"|\#[^\n]*|(?P<json>%json\b\s*)"
 )
-# As llguidance tells it from GBNF, but in a time that does not grow with the square of the blank lines.
+# Distinguishes Lark from GBNF as llguidance does, but not in time quadratic in the number of blank lines.
 _LARK = re.compile(r"(?m)^[^\S\n]*+(?:%llguidance\b|start\s*+:)")
 _JSON = json.JSONDecoder()
-# Rules times characters. GBNF is read in a time that grows with both, in Python: a third of a second for so much.
+# Rules times characters. The GBNF parser is in Python and its time grows with both: a third of a second for this many.
 MAX_GBNF = 8_000_000
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
-def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> str:
-    """Raises ParameterError where it is no grammar at all; most mistakes are found when it is compiled."""
+def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str]) -> str:
+    """Return the grammar of a constraint. Raises ParameterError; most mistakes surface when it is compiled."""
     makers: dict[str, Callable[[str], str]] = {
         "json": lambda text: f"start: {json_rule(read_schema(text))}",
         "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
         "regex": lambda text: f"start: {_regex(text)}",
-        # As one terminal: a parser could not follow thousands of rules at a time.
+        # As one terminal: the parser cannot follow thousands of rules at once.
         "choice": lambda text: "start: CHOICE\nCHOICE: " + " | ".join(map(literal, json.loads(text))),
         "grammar": _user_grammar,
         "structural_tag": lambda text: _structural_tag(text, special_tokens),
     }
-    return f"{makers[asked.kind](asked.text)}\n{_OPTIONS}"
+    return f"{makers[constraint.kind](constraint.text)}\n{_OPTIONS}"
 
 
 def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str]) -> str:
@@ -145,19 +61,20 @@ def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: 
     for name, schema in answer.whole_schemas(loosened).items():
         rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
     grammar = "\n".join([*rules, _OPTIONS])
-    asked = answer.user_content
-    if asked is None:
+    constraint = answer.user_content
+    if constraint is None:
         return grammar
-    content = lark_grammar(asked, special_tokens)
+    content = lark_grammar(constraint, special_tokens)
     return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": CONTENT, "lark_grammar": content}]})
 
 
 def json_rule(schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None) -> str:
+    """Return the right side of a rule for JSON that a checked schema allows."""
     options = {**_JSON_OPTIONS, **(layout or {})}
     if options["whitespace_flexible"]:
         options.setdefault("whitespace_pattern", whitespace)
     if isinstance(schema, dict):
-        schema = {"x-guidance": options, **with_safe_patterns(schema)}
+        schema = {"x-guidance": options, **exact_schema(schema)}
     elif schema:
         schema = {"x-guidance": options}
     return "%json " + json.dumps(schema)
@@ -170,7 +87,7 @@ def _regex(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A text in Lark's quotes."""
+    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -180,14 +97,14 @@ def _user_grammar(text: str) -> str:
     num_rules = text.count("::=")
     if num_rules * len(text) > MAX_GBNF:
         raise ParameterError(
-            f"{PARAM}.grammar has {num_rules} rules of GBNF in {len(text)} characters, which takes too long to read: "
+            f"{PARAM}.grammar has {num_rules} GBNF rules in {len(text)} characters, which takes too long to parse: "
             "write it in Lark",
             param=PARAM,
             code="constraint_too_complex",
         )
     try:
         grammar = text if _LARK.search(text) else gbnf_to_lark(text)
-    except (Exception, RecursionError) as error:  # the package raises bare ones
+    except (Exception, RecursionError) as error:  # the package raises bare Exceptions
         reason = " ".join(str(error).split())[:300]
         raise ParameterError(
             f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
@@ -196,25 +113,25 @@ def _user_grammar(text: str) -> str:
 
 
 def _with_checked_schemas(grammar: str) -> str:
-    """Schemas in a grammar are schemas like any other."""
+    """Check and rewrite the schemas in a grammar like any other schema."""
     parts, at = [], 0
-    for found in _LARK_TOKEN.finditer(grammar):
-        if found.start() < at:
+    for token in _LARK_TOKEN.finditer(grammar):
+        if token.start() < at:
             continue
-        if found["open_text"] is not None or found["open_regex"] is not None:
+        if token["open_string"] is not None or token["open_regex"] is not None:
             raise ParameterError(
-                f"{PARAM}.grammar has a text or an expression without an end: {found[0]:.100}",
+                f"{PARAM}.grammar has a string or a regex that is not closed: {token[0]:.100}",
                 param=PARAM,
                 code="invalid_constraint",
             )
-        if found["json"] is None:
+        if token["json"] is None:
             continue
-        parts.append(grammar[at : found.start()])
+        parts.append(grammar[at : token.start()])
         try:
-            schema, at = _JSON.raw_decode(grammar, found.end())
+            schema, at = _JSON.raw_decode(grammar, token.end())
         except (ValueError, RecursionError) as error:
             raise ParameterError(
-                f"{PARAM}.grammar: what follows %json is no JSON: {error}",
+                f"{PARAM}.grammar: the text after %json is not JSON: {error}",
                 param=PARAM,
                 code="invalid_constraint",
             ) from None
@@ -223,30 +140,29 @@ def _with_checked_schemas(grammar: str) -> str:
 
 
 def _checked_rule(schema: Any) -> str:
-    """Return the rule of a schema in a user's grammar, which may also set the layout of the JSON."""
+    """Return the rule of a schema in a user's grammar, which may also set the JSON's layout."""
     layout: Any = {}
     if isinstance(schema, dict):
         schema = dict(schema)
         layout = schema.pop("x-guidance", {})
     if not isinstance(layout, dict) or not layout.keys() <= _LAYOUT:
         raise ParameterError(
-            f"{PARAM}.grammar: x-guidance behind %json may have {', '.join(sorted(_LAYOUT))} and nothing else",
+            f"{PARAM}.grammar: x-guidance after %json may only have {', '.join(sorted(_LAYOUT))}",
             param=PARAM,
             code="invalid_constraint",
         )
-    check_schema(schema, f"{PARAM}.grammar, behind %json")
+    check_schema(schema, f"{PARAM}.grammar, after %json")
     return json_rule(schema, layout=layout)
 
 
 def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
-    """Free text in which whatever begins with a trigger goes on as one of the structures."""
+    """Return rules for free text in which a trigger must begin one of the structures."""
     try:
         tags = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"{PARAM}.structural_tag is no JSON: {error}", param=PARAM) from None
-    given = tags if isinstance(tags, dict) else {}
-    structures: Any = given.get("structures")
-    triggers: Any = given.get("triggers")
+        raise ParameterError(f"{PARAM}.structural_tag is not JSON: {error}", param=PARAM) from None
+    structures = tags.get("structures") if isinstance(tags, dict) else None
+    triggers = tags.get("triggers") if isinstance(tags, dict) else None
     if not _are_structures(structures) or not _are_texts(triggers):
         raise ParameterError(
             f'{PARAM}.structural_tag must be {{"structures": [{{"begin", "schema", "end"}}, ...], '
@@ -258,20 +174,20 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
         "rest: TEXT",
         r"TEXT: /(.|\n)*/",
     ]
-    ways: list[list[str]] = [[] for _ in triggers]
+    bodies: list[list[str]] = [[] for _ in triggers]
     for structure in structures:
         begin = structure["begin"]
         index = next((i for i, trigger in enumerate(triggers) if begin.startswith(trigger)), None)
         if index is None:
             raise ParameterError(
-                f"{PARAM}.structural_tag: no trigger begins the structure {begin!r}", param=PARAM
+                f"{PARAM}.structural_tag: the structure {begin!r} begins with no trigger", param=PARAM
             )
         check_schema(structure["schema"], f"{PARAM}.structural_tag")
         parts = (begin[len(triggers[index]) :], structure["end"])
         before, after = (literal(part) if part else "" for part in parts)
-        ways[index].append(f"{before} {json_rule(structure['schema'])} {after}")
-    for index, (trigger, bodies) in enumerate(zip(triggers, ways, strict=True)):
-        if not bodies:
+        bodies[index].append(f"{before} {json_rule(structure['schema'])} {after}")
+    for index, (trigger, alternatives) in enumerate(zip(triggers, bodies, strict=True)):
+        if not alternatives:
             raise ParameterError(
                 f"{PARAM}.structural_tag: no structure begins with the trigger {trigger!r}", param=PARAM
             )
@@ -282,18 +198,18 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
                 f"head_{index}[lazy]: TEXT {literal(trigger)}",
                 f"tag_{index}: head_{index} body_{index}",
             ]
-        rules.append(f"body_{index}: " + " | ".join(bodies))
+        rules.append(f"body_{index}: " + " | ".join(alternatives))
     return "\n".join(rules)
 
 
-def _are_texts(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(text, str) and text for text in given)
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
 
 
-def _are_structures(given: Any) -> bool:
+def _are_structures(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return (
-        isinstance(given, list)
-        and bool(given)
-        and all(isinstance(item, dict) and set(item) == _TAG_KEYS for item in given)
-        and all(isinstance(item["begin"], str) and isinstance(item["end"], str) for item in given)
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and set(item) == _TAG_KEYS for item in value)
+        and all(isinstance(item["begin"], str) and isinstance(item["end"], str) for item in value)
     )

@@ -1,4 +1,4 @@
-"""Where a text is in its grammar, and which tokens may come next: one bit per token."""
+"""The state of a text in its grammar, and masks of the tokens that may come next: one bit per token."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-MAX_MASK_THREADS = 12  # that fill the masks of one step
-# Tokens that are replayed between two masks: each mask brings new fuel for the lexer, of which tokens use some too.
+MAX_MASK_THREADS = 12  # for the masks of one step
+# Tokens replayed between two masks: tokens use up some of the lexer's fuel, and computing a mask renews it.
 MAX_TOKENS_PER_MASK = 64
 
 
 class Matcher:
-    """The state of one request. For one thread at a time."""
+    """The state of one request. Not thread-safe."""
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
-        self._derailed = False  # a token came that the grammar forbids
+        self._is_derailed = False  # a token was not allowed by the grammar
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These tokens came next. What comes behind the end of the text is passed over."""
+        """Consume the next tokens of the text. Tokens after its end are ignored."""
         for start in range(0, len(token_ids), MAX_TOKENS_PER_MASK):
             if self.state.is_stopped():
                 return
             if start:
                 self.state.compute_bitmask()
-            some = token_ids[start : start + MAX_TOKENS_PER_MASK]
-            num_taken = self.state.try_consume_tokens(list(some))
-            self._derailed |= num_taken < len(some) and not self.state.is_stopped()
+            chunk = token_ids[start : start + MAX_TOKENS_PER_MASK]
+            num_consumed = self.state.try_consume_tokens(list(chunk))
+            self._is_derailed |= num_consumed < len(chunk) and not self.state.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """Why no mask can be had any more."""
+        """Why no mask can be computed any more, or None."""
         if self.state.is_error():
             return self.state.get_error().split("\n", 1)[0][:200] or "it failed"
-        return "a token came that it forbids" if self._derailed else None
+        return "it does not allow a token that was sampled" if self._is_derailed else None
 
     @property
     def is_lexer_full(self) -> bool:
-        """Whether the error is that the lexer, which others share, has no room for a state that this text needs."""
+        """Whether the error is that the lexer, which other matchers share, has reached its limit of states."""
         return self.state.is_error() and is_lexer_full(self.state.get_error())
 
 
@@ -53,14 +53,16 @@ def is_lexer_full(error: str) -> bool:
 
 
 class MaskFiller:
-    """Masks for the rows of a step, several at a time and without Python's lock."""
+    """Fills the masks of a step's rows in parallel, with the GIL released."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
     def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        """masks [len(matchers), words]: the tokens that each may have next, the lowest bit of a word first. None at
-        all for one with an error; where a text must end, the tokens that end it."""
+        """Set the bits of the tokens that may come next in masks [len(matchers), words], lowest bit of a word first.
+
+        A matcher with an error allows none; a text that must end allows the end-of-text tokens.
+        """
         if len(matchers) == 1:
             matchers[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         elif matchers:

@@ -1,4 +1,4 @@
-"""The keywords that a JSON schema may have here, and schemas that no finite value can satisfy.
+"""Checks JSON schemas: every keyword must be supported, and a finite value must exist.
 
 By the standard unknown keywords are annotations, and llguidance ignores them. But a user who writes `nullable` or
 `requried` expects an effect, so a keyword that has none here and is no known annotation is rejected by name.
@@ -15,244 +15,128 @@ from urllib.parse import unquote
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 
-_DATA_KEYWORDS = {"const", "enum", "default", "example", "examples"}
-_PARTS_BY_NAME = ("/properties", "/patternProperties", "/$defs", "/definitions")  # in these, keys are names
-MAX_PASSES = 32  # over a schema; what is not decided then is left to others
+MAX_OPTIONAL = 500  # properties of one object: any of them may be next, and the grammar must consider all
 
-
-def endless_place(schema: Any) -> str | None:
-    """A place in a schema for which there is no finite value; None if there is none, as far as can be told.
-
-    A part is finite if what it must hold is; all are taken for endless until that is known.
-    """
-    parts = dict(_parts(schema, "#"))
-    finite: set[str] = set()
-    places = list(parts)
-    for _ in range(MAX_PASSES):
-        num_finite = len(finite)
-        places.reverse()  # references lead both ways
-        finite.update(place for place in places if _is_finite(parts[place], place, parts, finite))
-        if len(finite) == num_finite:
-            return next((place for place in parts if place not in finite), None)
-    return None
-
-
-def _is_finite(part: dict[str, Any], place: str, parts: dict[str, dict[str, Any]], finite: set[str]) -> bool:
-    def holds(at: str) -> bool:
-        return at not in parts or at in finite
-
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#") and not holds(unquote(reference)):
-        return False
-    if not all(holds(f"{place}/allOf/{index}") for index in range(_length(part.get("allOf")))):
-        return False
-    for keyword in ("anyOf", "oneOf"):
-        num_ways = _length(part.get(keyword))
-        if num_ways and not any(holds(f"{place}/{keyword}/{index}") for index in range(num_ways)):
-            return False
-    return all(map(holds, _needed(part, place)))
-
-
-def _needed(part: dict[str, Any], place: str) -> Iterator[str]:
-    """The places of what a value must have in it. If it may be of another type, it need not have anything."""
-    if part.get("type") == "object" and isinstance(part.get("required"), list):
-        for name in part["required"]:
-            yield f"{place}/properties/{_escaped(str(name))}"
-    least = part.get("minItems")
-    if part.get("type") == "array" and isinstance(least, int):
-        num_first = _length(part.get("prefixItems"))
-        yield from (f"{place}/prefixItems/{index}" for index in range(min(least, num_first)))
-        if least > num_first:
-            yield f"{place}/items"
-
-
-def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects in a schema but for constants, by the pointer that a reference to them has."""
-    if isinstance(schema, dict):
-        yield place, schema
-        for name, inner in schema.items():
-            if name not in _DATA_KEYWORDS or place.endswith(_PARTS_BY_NAME):
-                yield from _parts(inner, f"{place}/{_escaped(name)}")
-    elif isinstance(schema, list):
-        for index, inner in enumerate(schema):
-            yield from _parts(inner, f"{place}/{index}")
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
-
-
-# The values of these are schemas, lists of schemas, or schemas by name.
-_ONE = {"additionalItems", "additionalProperties", "items"}
-_SEVERAL = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
-_NAMED = {"$defs", "definitions", "patternProperties", "properties"}
-
+# Keywords whose values are one schema, a list of schemas, or schemas by name.
+_SCHEMA = {"additionalItems", "additionalProperties", "items"}
+_SCHEMA_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+_NAMED_SCHEMAS = {"$defs", "definitions", "patternProperties", "properties"}
 _ASSERTIONS = {
     *("$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength"),
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf"),
     *("pattern", "required", "type"),
 }
+_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _NAMED_SCHEMAS | _ASSERTIONS
 _ANNOTATIONS = {
     *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema"),
     *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
     *("readOnly", "strict", "title", "writeOnly", "xml"),
 }
-# These need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
-_UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_CONSTANTS = {"const", "enum", "default", "example", "examples", "x-guidance"}
-# Bounds are counted in floats and in 64-bit integers, where those near the ends are inexact, or crash the process.
-_LARGEST_EXACT, FAR = 1 << 53, 1 << 62
-OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-# Patterns without intersections and the like in a class of characters, which not all readers of patterns know.
-_CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
-_PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
-OMIT = object()
-MAX_OPTIONAL = (
-    500  # properties of one object: every one of them may be next, and a grammar has to look at all
-)
-# Keywords that are not supported, but for the one value with which they say nothing.
+# Keywords that are not supported, except for the one value that has no effect.
 _WITHOUT_EFFECT = {
     "uniqueItems": False,
     "nullable": False,
     "unevaluatedItems": True,
     "unevaluatedProperties": True,
 }
-_KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
+_DATA_KEYWORDS = {
+    "const",
+    "enum",
+    "default",
+    "example",
+    "examples",
+    "x-guidance",
+}  # no schemas in their values
+# Control characters that need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# llguidance computes bounds in floats and 64-bit integers: values near the limits are inexact or crash the process.
+_LARGEST_EXACT, FAR = 1 << 53, 1 << 62
+OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+# Patterns whose character classes have no intersections and the like, which not all regex dialects have.
+_CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
+_PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
+OMIT = object()
 
 
 def is_annotation(keyword: str) -> bool:
-    """Whether a keyword says something about a value without forbidding any."""
+    """Whether a keyword describes values without forbidding any."""
     return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
 
 
-def changes_nothing(keyword: str, value: Any) -> bool:
-    """Whether a schema allows the same without this, though the keyword is not supported."""
+def has_no_effect(keyword: str, value: Any) -> bool:
+    """Whether a keyword that is not supported has the one value with which it forbids nothing."""
     return isinstance(value, bool) and _WITHOUT_EFFECT.get(keyword) is value
 
 
 def read_schema(text: str) -> Any:
-    """The schema, all of whose keywords are known. Raises ParameterError that names one that is not."""
+    """Parse and check a schema. Raises ParameterError."""
     name = f"{PARAM}.json"
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"{name} is no JSON: {error}", param=PARAM) from None
+        raise ParameterError(f"{name} is not JSON: {error}", param=PARAM) from None
     check_schema(schema, name)
     return schema
 
 
 def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
-    """`name` is what a refusal calls the schema, `param` the parameter that it blames."""
+    """Raise ParameterError if a schema cannot be used. `name` is what the message calls it, `param` the parameter."""
     if not isinstance(schema, bool | dict):
         raise ParameterError(
-            f"{name} is a {type(schema).__name__}: a JSON schema is an object, true or false", param=param
+            f"{name} is of type {type(schema).__name__}: a JSON schema is an object, true or false",
+            param=param,
         )
     try:
-        if any(map(_UNSPEAKABLE.search, _texts(schema))):
-            raise ParameterError(
-                f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
-                param=param,
-                code="invalid_constraint",
-            )
-        for keyword, path, owner in _keywords(schema, "#"):
-            if changes_nothing(keyword, owner[keyword]):
-                continue
-            if keyword not in _KEYWORDS and not is_annotation(keyword):
-                raise _unsupported(name, param, keyword, path)
-            if keyword == "properties":
-                _check_optional(owner, name, param, path)
-            if keyword == "multipleOf" and not _is_positive(owner[keyword]):
-                raise ParameterError(
-                    f"{name}: multipleOf, at {path}, must be a number above 0",
-                    param=param,
-                    code="invalid_constraint",
-                )
-            if keyword == "minProperties" and _may_repeat_names(owner):
-                reason = ": more than one property beyond the required ones"
-                raise _unsupported(name, param, keyword, path, reason)
-            if _is_inexact(keyword, owner[keyword]):
-                raise ParameterError(
-                    f"{name}: {keyword}, at {path}, has a number beyond 2^53, or is none, and cannot be kept exactly",
-                    param=param,
-                    code="invalid_constraint",
-                )
-            if not all(map(_PLAIN_PATTERN.fullmatch, _patterns(keyword, owner[keyword]))):
-                raise ParameterError(
-                    f"{name}: {keyword}, at {path}, has a class of characters that is not closed, or that has "
-                    "[, &&, -- or ~~ in it: write these with \\",
-                    param=param,
-                    code="invalid_constraint",
-                )
-        endless = (
-            endless_place(schema)
-            if any(keyword == "$ref" for keyword, _, _ in _keywords(schema, "#"))
-            else None
-        )
+        if any(map(_CONTROL.search, _texts(schema))):
+            raise _invalid(f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t", param)
+        for keyword, pointer, owner in _keywords(schema, "#"):
+            _check_keyword(keyword, owner, name, param, pointer)
+        has_references = any(keyword == "$ref" for keyword, _, _ in _keywords(schema, "#"))
+        endless = _endless_part(schema) if has_references else None
     except RecursionError:
         raise ParameterError(f"{name} is nested too deeply", param=param) from None
     if endless is not None:
-        raise ParameterError(
-            f"{name}: {endless} leads back to itself for ever, so no value of it would ever be complete",
-            param=param,
-            code="invalid_constraint",
+        raise _invalid(
+            f"{name}: {endless} refers back to itself, so that no finite value can match it", param
         )
 
 
-def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A copy of a schema, in which every keyword has the value that `change` says, or is left out if that is OMIT.
-
-    Names of properties are no keywords, and neither is what only looks like one in a constant.
-    """
-    if isinstance(schema, list):
-        return [rewritten(item, change) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for keyword, value in schema.items():
-        value = change(keyword, value)
-        if keyword in _NAMED and isinstance(value, dict):
-            value = {name: rewritten(inner, change) for name, inner in value.items()}
-        elif keyword not in _CONSTANTS:
-            value = rewritten(value, change)
-        if value is not OMIT:
-            copy[keyword] = value
-    return copy
-
-
-def without_annotations(schema: Any) -> Any:
-    """A copy that allows the same: grammars have no use for descriptions."""
-    kept = ("$id", "$anchor", "id")  # to which others may refer
-    return rewritten(
-        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
-    )
+def _check_keyword(keyword: str, owner: dict[str, Any], name: str, param: str, pointer: str) -> None:
+    value = owner[keyword]
+    if has_no_effect(keyword, value):
+        return
+    if keyword not in _KEYWORDS and not is_annotation(keyword):
+        raise _unsupported(name, param, keyword, pointer)
+    if keyword == "properties":
+        _check_optional(owner, name, param, pointer)
+    if keyword == "multipleOf" and not _is_positive(value):
+        raise _invalid(f"{name}: multipleOf, at {pointer}, must be a number above 0", param)
+    if keyword == "minProperties" and _may_repeat_names(owner):
+        reason = ": it requires more than one property beyond the required ones"
+        raise _unsupported(name, param, keyword, pointer, reason)
+    if _is_inexact(keyword, value):
+        raise _invalid(f"{name}: {keyword}, at {pointer}, must be a number of at most 2^53", param)
+    if not all(map(_PLAIN_PATTERN.fullmatch, _patterns(keyword, value))):
+        raise _invalid(
+            f"{name}: {keyword}, at {pointer}, has a character class that is not closed or contains [, &&, -- or ~~: "
+            "escape these with \\",
+            param,
+        )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in JSON data, names included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _texts(item)
+def _invalid(message: str, param: str) -> ParameterError:
+    return ParameterError(message, param=param, code="invalid_constraint")
 
 
-def _unsupported(name: str, param: str, keyword: str, path: str, reason: str = "") -> ParameterError:
+def _unsupported(name: str, param: str, keyword: str, pointer: str, reason: str = "") -> ParameterError:
     return ParameterError(
-        f"{name}: the keyword {keyword!r}, at {path}, is not supported{reason}",
+        f"{name}: the keyword {keyword!r}, at {pointer}, is not supported{reason}",
         param=param,
         code="unsupported_keyword",
     )
 
 
-def _check_optional(schema: dict[str, Any], name: str, param: str, path: str) -> None:
+def _check_optional(schema: dict[str, Any], name: str, param: str, pointer: str) -> None:
     properties, required = schema["properties"], schema.get("required")
     if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL:
         return
@@ -260,8 +144,8 @@ def _check_optional(schema: dict[str, Any], name: str, param: str, path: str) ->
     num_optional = len(properties.keys() - set(texts))
     if num_optional > MAX_OPTIONAL:
         raise ParameterError(
-            f"{name}: properties, at {path}, has {num_optional} that are not required: at most {MAX_OPTIONAL} can be "
-            "followed",
+            f"{name}: properties, at {pointer}, has {num_optional} that are not required: at most {MAX_OPTIONAL} are "
+            "allowed",
             param=param,
             code="constraint_too_complex",
         )
@@ -276,7 +160,7 @@ def _is_inexact(keyword: str, value: Any) -> bool:
         return any(abs(number) > _LARGEST_EXACT for number in _integers(value))
     if keyword not in OUTWARD or not isinstance(value, int | float):
         return False
-    is_far = value * OUTWARD[keyword] > FAR  # which `patterns.py` makes nearer
+    is_far = value * OUTWARD[keyword] > FAR  # replaced by FAR when the schema is rewritten
     return isinstance(value, bool) or (abs(value) > _LARGEST_EXACT and not is_far)
 
 
@@ -284,6 +168,13 @@ def _patterns(keyword: str, value: Any) -> list[str]:
     if keyword == "patternProperties" and isinstance(value, dict):
         return list(value)
     return [value] if keyword == "pattern" and isinstance(value, str) else []
+
+
+def _may_repeat_names(schema: dict[str, Any]) -> bool:
+    """Whether an object could reach `minProperties` by repeating a name, which a grammar does not notice."""
+    least, required = schema["minProperties"], schema.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    return isinstance(least, int | float) and least > num_required + 1
 
 
 def _integers(value: Any) -> Iterator[int]:
@@ -294,25 +185,137 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(item)
 
 
-def _may_repeat_names(schema: dict[str, Any]) -> bool:
-    """Whether an object could seem to have enough properties because one name comes twice, which no grammar sees."""
-    least, required = schema["minProperties"], schema.get("required")
-    num_required = len(required) if isinstance(required, list) else 0
-    return isinstance(least, int | float) and least > num_required + 1
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings in JSON data, including names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _texts(item)
 
 
-def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every keyword of a schema and of those in it, with the place of the schema that has it, and that schema."""
+# ---- traversal ----
+
+
+def _keywords(schema: Any, pointer: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield every keyword of a schema and its subschemas, with the pointer to its schema and that schema."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        yield keyword, path, schema
-        place = f"{path}/{keyword}"
-        if keyword in _NAMED and isinstance(value, dict):
+        yield keyword, pointer, schema
+        inner_pointer = f"{pointer}/{keyword}"
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
             for name, inner in value.items():
-                yield from _keywords(inner, f"{place}/{name}")
-        elif keyword in _SEVERAL and isinstance(value, list):
+                yield from _keywords(inner, f"{inner_pointer}/{name}")
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
             for index, inner in enumerate(value):
-                yield from _keywords(inner, f"{place}/{index}")
-        elif keyword in _ONE:
-            yield from _keywords(value, place)
+                yield from _keywords(inner, f"{inner_pointer}/{index}")
+        elif keyword in _SCHEMA:
+            yield from _keywords(value, inner_pointer)
+
+
+def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of a schema with the value that `change` returns for every keyword, without it for OMIT.
+
+    Names of properties and the contents of constants are not keywords.
+    """
+    if isinstance(schema, list):
+        return [rewritten(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for keyword, value in schema.items():
+        value = change(keyword, value)
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            value = {name: rewritten(inner, change) for name, inner in value.items()}
+        elif keyword not in _DATA_KEYWORDS:
+            value = rewritten(value, change)
+        if value is not OMIT:
+            copy[keyword] = value
+    return copy
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return an equivalent copy without descriptions and the like, which grammars do not use."""
+    kept = ("$id", "$anchor", "id")  # references may name them
+    return rewritten(
+        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
+    )
+
+
+# ---- endless schemas ----
+
+MAX_PASSES = 32  # over a schema; what is undecided then is left to llguidance
+
+
+def _endless_part(schema: Any) -> str | None:
+    """Return a pointer to a part that no finite value can match, or None if no such part is known.
+
+    A part is finite if everything that its values must contain is finite. All are endless until proven finite.
+    """
+    parts = dict(_parts(schema, "#"))
+    finite: set[str] = set()
+    pointers = list(parts)
+    for _ in range(MAX_PASSES):
+        num_finite = len(finite)
+        pointers.reverse()  # references lead both ways
+        finite.update(pointer for pointer in pointers if _is_finite(parts[pointer], pointer, parts, finite))
+        if len(finite) == num_finite:
+            return next((pointer for pointer in parts if pointer not in finite), None)
+    return None
+
+
+def _is_finite(
+    part: dict[str, Any], pointer: str, parts: dict[str, dict[str, Any]], finite: set[str]
+) -> bool:
+    def holds(at: str) -> bool:
+        return at not in parts or at in finite
+
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#") and not holds(unquote(reference)):
+        return False
+    if not all(holds(f"{pointer}/allOf/{index}") for index in range(_length(part.get("allOf")))):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        num_branches = _length(part.get(keyword))
+        if num_branches and not any(holds(f"{pointer}/{keyword}/{index}") for index in range(num_branches)):
+            return False
+    return all(map(holds, _required_parts(part, pointer)))
+
+
+def _required_parts(part: dict[str, Any], pointer: str) -> Iterator[str]:
+    """Yield pointers to the schemas of values that must be present. Values of another type need not have any."""
+    if part.get("type") == "object" and isinstance(part.get("required"), list):
+        for name in part["required"]:
+            yield f"{pointer}/properties/{_escaped(str(name))}"
+    least = part.get("minItems")
+    if part.get("type") == "array" and isinstance(least, int):
+        num_first = _length(part.get("prefixItems"))
+        yield from (f"{pointer}/prefixItems/{index}" for index in range(min(least, num_first)))
+        if least > num_first:
+            yield f"{pointer}/items"
+
+
+def _parts(schema: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all objects in a schema except constants, with the pointer that a reference to them has."""
+    if isinstance(schema, dict):
+        yield pointer, schema
+        has_names = pointer.rpartition("/")[2] in _NAMED_SCHEMAS  # the keys are names, not keywords
+        for name, inner in schema.items():
+            if name not in _DATA_KEYWORDS or has_names:
+                yield from _parts(inner, f"{pointer}/{_escaped(name)}")
+    elif isinstance(schema, list):
+        for index, inner in enumerate(schema):
+            yield from _parts(inner, f"{pointer}/{index}")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0

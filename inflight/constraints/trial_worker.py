@@ -1,8 +1,8 @@
-"""The process that tries grammars, run as a script by `trial.py`: it compiles a grammar and takes its first steps.
+"""The sandboxed process that tries grammars, run as a script by `validator.py`.
 
-It has the model's own vocabulary, and less memory, time and stack than the engine that compiles the grammar afterwards.
-A grammar that needs more ends this process and nothing else. The vocabulary's module is loaded by its path, since the
-package would import much more.
+It compiles a grammar and takes its first steps with the model's own vocabulary, and with less memory, time and stack
+than the engine that compiles the grammar afterwards. A grammar that needs more ends only this process. The vocabulary's
+module is loaded by its path, since importing the package would import much more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEPS = 8
-NICENESS = 5  # a busy machine gives it about a third of the time that the server and a CPU engine get
+NICENESS = 5  # on a busy machine, about a third of the CPU time that the server and a CPU engine get
 _PAGE = resource.getpagesize()
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         limit_memory(memory)
         return attempt(tokenizer, **request)
 
-    serve(answer, signal.ITIMER_PROF)  # limits the time on a processor
+    serve(answer, signal.ITIMER_PROF)  # limits CPU time
 
 
 def read_tokenizer(data: bytes) -> LLTokenizer:
@@ -51,7 +51,7 @@ def read_tokenizer(data: bytes) -> LLTokenizer:
 
 
 def limit_memory(memory: int) -> None:
-    """Allow the process this many bytes more than it has now."""
+    """Limit the address space to this many bytes more than the process uses now."""
     try:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
         resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -60,7 +60,7 @@ def limit_memory(memory: int) -> None:
 
 
 def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str:
-    """Return why a grammar cannot be used, or nothing if it can."""
+    """Return why a grammar cannot be used, or an empty string if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
     state = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
@@ -68,7 +68,7 @@ def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str
 
 
 def first_error(state: LLMatcher, end: int) -> str:
-    """Return the error of a compiled grammar or of the first steps along a text that does not end early, if any."""
+    """Return the error of a grammar or of its first steps along a text that does not end early; empty if none."""
     for step in range(STEPS):
         if state.is_error():
             return state.get_error()

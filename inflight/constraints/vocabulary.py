@@ -1,4 +1,4 @@
-"""A model's tokens as a grammar sees them: the bytes that each adds to a text."""
+"""A model's tokens as the bytes that each adds to a text, which is how a grammar sees them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-# Where all texts of one of these kinds may follow, the tokens among them are taken together, and not one by one.
-# Strings of bounded length, which come to have less and less room, are why there are so many.
+# Where a grammar allows all texts of one of these patterns, llguidance allows its tokens all at once, not one by one.
+# There are so many because a string of bounded length allows shorter and shorter texts as it fills up.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -24,14 +24,14 @@ _SLICES = [
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """As wide as the logits."""
+    """The tokens of a model, one for each logit."""
 
-    pieces: Sequence[bytes]  # b"" where a token stands for nothing: it never matches
-    special_ids: frozenset[int]  # which match no text, whatever they spell
+    pieces: Sequence[bytes]  # b"" for a token that stands for nothing and never matches
+    special_ids: frozenset[int]  # tokens that match no text, whatever they spell
     eos_token_ids: tuple[int, ...]  # at least one
 
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary. Building it takes up to a second for 150,000 tokens."""
+        """Build llguidance's view of the vocabulary, which takes up to a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
         ends = list(self.eos_token_ids)
@@ -42,7 +42,7 @@ class Vocabulary:
         return frozenset(self.pieces[token_id].decode(errors="replace") for token_id in ids)
 
     def packed(self) -> bytes:
-        """For another process."""
+        """Serialize the vocabulary for another process."""
         sizes, special_ids = list(map(len, self.pieces)), sorted(self.special_ids)
         return b"\n".join([json.dumps([sizes, special_ids, self.eos_token_ids]).encode(), *self.pieces])
 
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 class _Wrapper:
-    """The attributes that llguidance reads."""
+    """The attributes of a tokenizer that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -66,13 +66,13 @@ class _Wrapper:
         self.special_token_ids = sorted(i for i in special if i < len(vocabulary.pieces))
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.tokens = list(vocabulary.pieces)
-        for token_id in self.special_token_ids:  # no two may look the same
+        for token_id in self.special_token_ids:  # must be distinct
             self.tokens[token_id] = self.tokens[token_id] or b"<%d>" % token_id
         self._longest = max(map(len, self.tokens), default=1)
         self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
 
     def __call__(self, text: str) -> list[int]:
-        """Some way to spell a text. Asked for only where a grammar of a user insists on forced tokens."""
+        """Tokenize a text in some way. Called only if a user's grammar insists on forced tokens."""
         data, ids, start = text.encode(), [], 0
         while start < len(data):
             for end in range(min(len(data), start + self._longest), start, -1):

@@ -1,12 +1,18 @@
 """The engine core and its clients. It knows runners only through their protocol."""
 
-from inflight.engine.client import EngineClient, Health, ModelFacts, ReplicaClient, RequestState
-from inflight.engine.core import EngineCore, RequestFeed
+from inflight.engine.client import (
+    Command,
+    EngineClient,
+    Health,
+    ModelFacts,
+    ReplicaClient,
+    RequestState,
+    StepObserver,
+)
+from inflight.engine.core import EngineCore
 from inflight.engine.inproc import InprocClient
 from inflight.engine.runner import Runner
-from inflight.engine.sleep import Command
 from inflight.engine.stats import EngineStats
-from inflight.engine.step_records import StepObserver
 
 __all__ = [
     "Command",
@@ -17,7 +23,6 @@ __all__ = [
     "InprocClient",
     "ModelFacts",
     "ReplicaClient",
-    "RequestFeed",
     "RequestState",
     "Runner",
     "StepObserver",

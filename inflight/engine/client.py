@@ -1,17 +1,23 @@
-"""The interface between servers and engines: a client of an engine in this process or another."""
+"""The interface between servers and engines: a client of an engine in this process or another.
+
+`DeltaStream` and `History` are the parts that clients have in common.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from inflight.engine.sleep import Command
 from inflight.engine.stats import EngineStats
-from inflight.engine.step_records import StepObserver
-from inflight.events import CacheUpdate, Delta, RequestRecord
+from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,20 @@ class RequestState:
     num_waited_for: int = 0
 
 
+# The operations of an engine besides requests.
+Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
+StepObserver = Callable[[StepRecord], None]
 CacheObserver = Callable[[CacheUpdate], None]
+
+
+def notify(observers: list[StepObserver], record: StepRecord) -> None:
+    """Call all observers with the record, and remove those that raise: observers must not break the engine."""
+    for observer in observers[:]:
+        try:
+            observer(record)
+        except Exception:
+            logger.exception("an observer of steps failed and was removed")
+            observers.remove(observer)
 
 
 class EngineClient(Protocol):
@@ -124,3 +143,142 @@ class ReplicaClient(EngineClient, Protocol):
 
     async def restart(self) -> None:
         """Replace the engine by a new one and return when it is ready. Raises EngineError if it cannot be started."""
+
+
+# ---- streams ----
+
+
+def merge(earlier: Delta, later: Delta) -> Delta:
+    """Return two consecutive deltas of one request as one."""
+    # The earlier lists are extended in place, so a reader that never comes costs no copy per token.
+    earlier.token_ids += later.token_ids
+    later.token_ids = earlier.token_ids
+    if earlier.logprobs is not None:
+        earlier.logprobs += later.logprobs or []
+        later.logprobs = earlier.logprobs
+    later.vector = later.vector or earlier.vector
+    later.prompt_logprobs = later.prompt_logprobs or earlier.prompt_logprobs
+    return later
+
+
+class DeltaQueue:
+    """Holds at most one delta for a single reader.
+
+    Deltas that a slow reader has not taken are merged, so memory is bounded by the output and the engine never waits.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Delta | None = None
+        self._ended = False
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # resolved when there is something to take
+
+    def put(self, delta: Delta) -> None:
+        if self._ended:  # a complete output stays complete even if the engine fails
+            return
+        self._ended = delta.finish_reason is not None
+        self._pending = delta if self._pending is None else merge(self._pending, delta)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the queue: the reader gets the pending delta, then the error."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> Delta:
+        if self._pending is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        delta, self._pending = self._pending, None
+        if delta is None:
+            assert self._error is not None
+            raise self._error
+        return delta
+
+
+class DeltaStream(AsyncGenerator[Delta]):
+    """The deltas of one request. It is a class because a generator that was never started runs no clean-up."""
+
+    def __init__(self, queue: DeltaQueue, leave: Callable[[bool], None]) -> None:
+        self._queue = queue
+        self._leave = leave  # called once, with whether the request is still running
+        self._open = True
+
+    async def asend(self, value: None) -> Delta:  # noqa: ARG002
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._queue.take()
+        except BaseException:
+            self._end(running=True)
+            raise
+        if delta.finish_reason is not None:
+            self._end(running=False)
+        return delta
+
+    async def athrow(self, *error: Any) -> Delta:
+        self._end(running=True)
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        self._end(running=True)
+
+    def __del__(self) -> None:
+        self._end(running=True)
+
+    def _end(self, running: bool) -> None:
+        if self._open:
+            self._open = False
+            self._leave(running)
+
+
+# ---- requests that have ended ----
+
+MAX_RECORDS = 4096
+MAX_NAMED = 32  # request ids listed in one RequestState
+
+
+class History:
+    """The records of the requests that ended last."""
+
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        if len(self._records) > self._max_records:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestState | None:
+        record = self._records.get(request_id)
+        return None if record is None else self.complete(RequestState(record, "finished"))
+
+    def complete(self, state: RequestState) -> RequestState:
+        """Return the state with the requests added that ended while this one waited."""
+        mine = state.record
+        until = next((time for time in (mine.admitted_at, mine.finished_at) if time is not None), None)
+        ended = [
+            other.request_id
+            for other in self._records.values()
+            if other is not mine
+            and other.engine_id == mine.engine_id
+            and other.admitted_at is not None
+            and other.finished_at is not None
+            and mine.arrived_at < other.finished_at
+            and (until is None or other.finished_at <= until)
+        ]
+        return replace(
+            state,
+            waited_for=(*ended, *state.waited_for)[-MAX_NAMED:],
+            num_waited_for=len(ended) + state.num_waited_for,
+        )

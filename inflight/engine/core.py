@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.engine.runner import Runner
-from inflight.engine.sleep import Command, NoSleepSupport, SleepingRunner, SleepSupport, asleep
+from inflight.engine.client import MAX_NAMED, Command, RequestState, StepObserver, notify
+from inflight.engine.runner import NoSleepSupport, Runner, SleepingRunner, SleepSupport, asleep
 from inflight.engine.stats import STEP_SIZES, EngineStats
-from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
-from inflight.events import Delta
-from inflight.request import Request
-from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
+from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
+from inflight.request import Request, Status
+from inflight.scheduling import Batch, RequestPool, Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.001  # seconds that a step is launched before the device needs it
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was launched, and its times."""
+
+    step: ScheduledStep
+    handle: Any
+    scheduled_at: float
+    started_at: float
 
 
 class EngineCore:
@@ -105,6 +114,29 @@ class EngineCore:
         num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
         return num_freed, deltas
+
+    def describe(self, request_id: str) -> RequestState | None:
+        """Return the state of a request in the engine, or None."""
+        pool = self.scheduler.pool
+        request = pool.requests.get(request_id)
+        if request is None:
+            return None
+        request.record.num_output_tokens = request.num_output_tokens
+        record = replace(request.record, breakdown=pool.attribution.breakdown(request, self.clock()))
+        if request.status is not Status.WAITING:
+            return RequestState(record, "running", request.num_computed, len(request.block_ids))
+        others = pool.requests.values()
+        num_ahead = sum(
+            other.status is Status.WAITING and other.arrival < request.arrival for other in others
+        )
+        running = [other.request_id for other in pool.running]
+        return RequestState(
+            record,
+            "waiting",
+            num_ahead=num_ahead,
+            waited_for=tuple(running[-MAX_NAMED:]),
+            num_waited_for=len(running),
+        )
 
     @property
     def has_work(self) -> bool:
@@ -280,6 +312,72 @@ class EngineCore:
         self.runner.close()
 
 
+NO_STEP = -1  # the number of a record that describes no step
+
+
+class StepRecords:
+    """Builds step records and passes them to observers. It does no work while there are none."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.observers: list[StepObserver] = []
+        self._arrived: list[ArrivalRecord] = []
+        self._aborted: list[AbortRecord] = []
+
+    def arrival(self, request_id: str, now: float) -> None:
+        if self.observers:
+            self._arrived.append(ArrivalRecord(request_id, now))
+
+    def abort(self, request_id: str, reason: str, pool: RequestPool, now: float) -> None:
+        """Record an abort. If no work is left, no step will report it, so emit a record without a step."""
+        if self.observers:
+            self._aborted.append(AbortRecord(request_id, now, reason))
+            if not pool.has_work:
+                self._emit(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
+
+    def step(
+        self,
+        launched: LaunchedStep,
+        deltas: Sequence[Delta],
+        pool: RequestPool,
+        began_at: float,
+        finished_at: float,
+        updated_at: float,
+        error: str | None = None,
+    ) -> None:
+        step, batch = launched.step, launched.step.batch
+        slots = tuple(
+            SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
+            for request, row, start, count, samples in zip(
+                step.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+            )
+        )
+        record = StepRecord(
+            step=batch.step,
+            started_at=launched.started_at,
+            finished_at=finished_at,
+            slots=slots,
+            admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
+            preempted=tuple(step.preempted),
+            finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
+            idle_rows=tuple(request.row for request in pool.lingering),
+            num_running=len(pool.running),
+            num_waiting=pool.num_waiting,
+            kv=step.kv,
+            error=error,
+            scheduled_at=launched.scheduled_at,
+            began_at=began_at,
+            updated_at=updated_at,
+        )
+        self._emit(record)
+
+    def _emit(self, record: StepRecord) -> None:
+        arrived, aborted = tuple(self._arrived), tuple(self._aborted)
+        self._arrived.clear()
+        self._aborted.clear()
+        notify(self.observers, replace(record, engine_id=self.engine_id, arrived=arrived, aborted=aborted))
+
+
 SURE = 0.75  # share of the recent duration of similar steps to rely on: contexts and load vary
 
 
@@ -303,44 +401,3 @@ def _size(batch: Batch) -> tuple[bool, int]:
     tokens = batch.num_tokens
     octave = tokens.bit_length()
     return tokens > len(batch), 2 * octave + (tokens >> max(octave - 2, 0) & 1)
-
-
-# Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
-SPARE = 16
-
-
-class RequestFeed:
-    """Adds requests to an engine, all at once or lazily.
-
-    Lazily, only as many requests wait in the engine as fill its next step. The others are created while the device
-    computes, and the first step waits only for its own.
-    """
-
-    def __init__(self, core: EngineCore, requests: Iterable[Request], lazily: bool) -> None:
-        self._core = core
-        self._requests = iter(requests)
-        limits = core.scheduler.limits
-        self._enough = limits.max_num_batched_tokens if lazily else sys.maxsize
-        # A step has at most max_num_seqs requests, however short they are.
-        self._least_cost = -(-limits.max_num_batched_tokens // limits.max_num_seqs)
-        self._ends = [0]  # prefix sums of the tokens of all added requests
-        self.added: list[str] = []  # request ids
-        self.is_empty = False
-
-    def fill(self) -> None:
-        """Add the requests that the next step needs. Call it before every step."""
-        while not self.is_empty and self._num_waiting_tokens() < self._enough:
-            request = next(self._requests, None)
-            if request is None:
-                self.is_empty = True
-            else:
-                self._core.add(request)
-                self.added.append(request.request_id)
-                self._ends.append(self._ends[-1] + max(request.num_tokens, self._least_cost))
-
-    def _num_waiting_tokens(self) -> int:
-        """Return the tokens of the waiting requests, which are nearly always the latest, without the spare ones."""
-        num_waiting = min(self._core.scheduler.pool.num_waiting, len(self.added))
-        if num_waiting <= SPARE:
-            return 0
-        return self._ends[-1 - SPARE] - self._ends[-1 - num_waiting]

@@ -10,13 +10,20 @@ from collections.abc import AsyncGenerator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
+from inflight.engine.client import (
+    CacheObserver,
+    Command,
+    DeltaQueue,
+    DeltaStream,
+    Health,
+    History,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    notify,
+)
 from inflight.engine.core import EngineCore
-from inflight.engine.delta_queue import DeltaQueue, DeltaStream
-from inflight.engine.history import History, request_state
-from inflight.engine.sleep import Command
 from inflight.engine.stats import EngineStats
-from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import Delta, StepRecord
 from inflight.kv.prefix_cache import CacheChanges
@@ -237,7 +244,7 @@ class InprocClient:
         return Health(not self._closing, since, state="closing" if self._closing else "running")
 
     async def describe(self, request_id: str) -> RequestState | None:
-        state: RequestState | None = await self._run_in_thread(lambda: request_state(self._core, request_id))
+        state: RequestState | None = await self._run_in_thread(lambda: self._core.describe(request_id))
         return self._history.get(request_id) if state is None else self._history.complete(state)
 
     async def command(self, command: Command) -> None:

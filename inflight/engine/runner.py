@@ -1,9 +1,13 @@
-"""The protocol between the engine core and whatever computes its batches."""
+"""The protocol between the engine core and whatever computes its batches, awake or asleep.
+
+A sleeping engine keeps its weights in host memory and has no KV memory.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
+from inflight.errors import EngineAsleepError, EngineError
 from inflight.scheduling.batch import Batch, Sampled
 
 HandleT = TypeVar("HandleT")
@@ -22,3 +26,50 @@ class Runner(Protocol[HandleT]):
 
     def close(self) -> None:
         """Free the runner's resources."""
+
+
+# ---- sleep mode ----
+
+
+class SleepSupport(Protocol):
+    """Moves the weights out of device memory and back, for an engine that sleeps without a runner."""
+
+    def check(self) -> None:
+        """Raise EngineError if the engine cannot sleep."""
+
+    def sleep(self) -> None:
+        """Move the weights to host memory. The runner is already closed."""
+
+    def wake(self) -> Runner[Any]:
+        """Move the weights back and return a new runner with empty KV memory."""
+
+
+class NoSleepSupport:
+    """Implements `SleepSupport` for engines that cannot sleep."""
+
+    def check(self) -> NoReturn:
+        raise EngineError(
+            "this engine cannot sleep: sleep mode needs a model on exactly one GPU", code="cannot_sleep"
+        )
+
+    def sleep(self) -> NoReturn:
+        raise AssertionError("unreachable: check() raises")
+
+    wake = sleep
+
+
+class SleepingRunner:
+    """Implements `Runner` while the engine sleeps: it rejects every batch."""
+
+    def launch(self, batch: Batch) -> NoReturn:  # noqa: ARG002
+        raise asleep()
+
+    def collect(self, handle: object) -> Sampled:  # noqa: ARG002
+        raise AssertionError("nothing was launched")
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to free."""
+
+
+def asleep() -> EngineAsleepError:
+    return EngineAsleepError("the engine is asleep: wake it up first")

@@ -10,32 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
-from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
+from inflight.entrypoints.scoring import AsyncScoringMethods, ScoringRun
+from inflight.errors import ConfigError, EngineDeadError, EngineError, ParameterError, RequestError
 from inflight.frontend import (
-    CallOptions,
     ChatRequest,
+    ChatTokenizer,
     Frontend,
     Generation,
     OutputProcessor,
-    Pair,
     PooledVectors,
     Prompt,
     RequestContext,
     ScoringJob,
-    ScoringProcessor,
-    ScoringRun,
     ToolChoice,
     check_arguments,
-    check_top_n,
-    ranked,
 )
-from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
+from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.sampling_params import MAX_N, SamplingParams
-from inflight.scoring import ClassifyParams, EmbedParams, ScoreParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,108 +39,10 @@ if TYPE_CHECKING:
 SCORING_THREADS = 2  # tokenize for embed, classify and score, so that chats do not wait for them
 
 
-class _EmbedOptions(EmbedParams, CallOptions):
-    """Keyword arguments of `embed`."""
-
-
-class _ClassifyOptions(ClassifyParams, CallOptions):
-    """Keyword arguments of `classify`."""
-
-
-class _ScoreOptions(ScoreParams, CallOptions):
-    """Keyword arguments of `score` and `rerank`."""
-
-
-class AsyncScoring:
-    """The calls of `AsyncEngine` for models that embed, classify or score.
-
-    Texts of one call are computed a window at a time, so that other calls get their turn. Cancelling the task aborts
-    the texts in the engine. Besides the parameters of their task (`scoring.py`), all calls take `request_id`,
-    `priority`, `tenant` and `cache_salt` as `generate` does, and `on_record`, which is called with the RequestRecord of
-    every finished text. RequestError names the text that was rejected by its index.
-    """
-
-    def __init__(self, frontend: Frontend, client: EngineClient) -> None:
-        self._frontend = frontend
-        self._client = client
-        self._ids = itertools.count()
-        self._calls: dict[str, Generation | ScoringRun] = {}  # by the user's request id
-        self._threads = ThreadPoolExecutor(SCORING_THREADS, "inflight-scoring")  # started on first use
-
-    def _name(self, request_id: str | None) -> str:
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        self._check_free(name)
-        return name
-
-    def _check_free(self, name: str) -> None:
-        if name in self._calls:
-            raise RequestError(
-                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
-            )
-
-    async def embed(self, texts: Prompt | Sequence[Prompt], **options: Unpack[_EmbedOptions]) -> Embeddings:
-        """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
-        context, params = RequestContext.pop(options)
-        processor = self._frontend.scoring_processor("embed")
-        job = processor.embed(texts, cast(EmbedParams, params))
-        pooled = await self._pool(processor, job, context)
-        return Embeddings(job.finish(pooled.matrix), pooled.num_prompt_tokens, pooled.num_cached_tokens)
-
-    async def classify(
-        self, texts: Prompt | Pair | Sequence[Prompt | Pair], **options: Unpack[_ClassifyOptions]
-    ) -> Classifications:
-        """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
-        context, params = RequestContext.pop(options)
-        processor = self._frontend.scoring_processor("classify")
-        job = processor.classify(texts, cast(ClassifyParams, params))
-        pooled = await self._pool(processor, job, context)
-        counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
-        return Classifications(job.finish(pooled.matrix), processor.facts.labels, job.scale, *counts)
-
-    async def score(
-        self,
-        query: str | Sequence[str],
-        documents: str | Sequence[str],
-        **options: Unpack[_ScoreOptions],
-    ) -> Scores:
-        """Return how well each document answers the query: one query for all documents, or one for each."""
-        context, params = RequestContext.pop(options)
-        processor = self._frontend.scoring_processor("score")
-        job = processor.score(query, documents, cast(ScoreParams, params))
-        pooled = await self._pool(processor, job, context)
-        return Scores(
-            job.finish(pooled.matrix), job.scale, pooled.num_prompt_tokens, pooled.num_cached_tokens
-        )
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        **options: Unpack[_ScoreOptions],
-    ) -> Ranking:
-        """Score all documents and return the best first, at most `top_n` of them."""
-        check_top_n(top_n)
-        scores = await self.score(query, documents, **options)
-        results = ranked(scores.values, documents, scores.scale, top_n)
-        return Ranking(results, scores.scale, scores.num_prompt_tokens, scores.num_cached_tokens)
-
-    async def _pool(
-        self, processor: ScoringProcessor, job: ScoringJob, context: RequestContext
-    ) -> PooledVectors:
-        name = self._name(context.request_id)
-        run = ScoringRun(self._client, processor, job, context, name, self._threads)
-        self._calls[name] = run
-        try:
-            return await run.run()
-        finally:
-            del self._calls[name]
-
-
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
-class AsyncEngine(AsyncScoring):
+class AsyncEngine(AsyncScoringMethods):
     """Generates text asynchronously, through an `EngineClient`.
 
     >>> engine = await AsyncEngine.start("path/or/hub-id")
@@ -154,6 +51,13 @@ class AsyncEngine(AsyncScoring):
 
     Leaving the loop or cancelling the task aborts the request and frees its blocks.
     """
+
+    def __init__(self, frontend: Frontend, client: EngineClient) -> None:
+        self._frontend = frontend
+        self._client = client
+        self._ids = itertools.count()
+        self._calls: dict[str, Generation | ScoringRun] = {}  # by the user's request id
+        self._threads = ThreadPoolExecutor(SCORING_THREADS, "inflight-scoring")  # started on first use
 
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
@@ -179,7 +83,7 @@ class AsyncEngine(AsyncScoring):
         """
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
-        if in_process and not routing.is_wanted:
+        if in_process and not routing.is_enabled:
             return cls.of(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
@@ -301,6 +205,25 @@ class AsyncEngine(AsyncScoring):
             del self._calls[name]
             await generation.close()
 
+    async def _pool(self, job: ScoringJob, context: RequestContext) -> PooledVectors:
+        name = self._name(context.request_id)
+        run = self._calls[name] = ScoringRun(self._client, job, context, name, self._threads)
+        try:
+            return await run.run()
+        finally:
+            del self._calls[name]
+
+    def _name(self, request_id: str | None) -> str:
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        self._check_free(name)
+        return name
+
+    def _check_free(self, name: str) -> None:
+        if name in self._calls:
+            raise RequestError(
+                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
+            )
+
     async def abort(self, request_id: str) -> int:
         """Abort a request and return the number of KV blocks freed.
 
@@ -381,6 +304,42 @@ class AsyncEngine(AsyncScoring):
         await self.close()
 
 
+class AsyncEngineArgs:
+    """The options of an engine (those of `LLM`), for `AsyncLLM.from_engine_args`."""
+
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
+        self.config = EngineConfig.create(model, **options)
+
+
+class AsyncLLM(AsyncEngine):
+    """An engine in a thread of this process, with the interface of vLLM's class of that name."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, **foreign: Any) -> AsyncLLM:  # noqa: ARG003
+        """Load a model and wait for it. vLLM's other arguments only affect its logging and are ignored."""
+        engine = cls.of(_load(engine_args.config, None))
+        assert isinstance(engine, AsyncLLM)
+        return engine
+
+    async def get_tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(self._frontend, self.tokenizer)
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError unless the engine is healthy."""
+        health = await self._client.health()
+        if not health.healthy:
+            raise EngineDeadError(health.error or f"the engine is {health.state}")
+
+    def shutdown(self) -> None:
+        """Close the engine, in a task if an event loop is running."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self.close())
+        else:
+            self._closing = loop.create_task(self.close())
+
+
 async def _start_client(
     config: EngineConfig, routing: RouterConfig, process: ProcessConfig | None, progress: LoadProgress | None
 ) -> EngineClient:
@@ -392,7 +351,7 @@ async def _start_client(
         raise ConfigError(
             f"an engine in its own process needs {error.name}: install inflight-llm[server]"
         ) from error
-    if not routing.is_wanted:
+    if not routing.is_enabled:
         return await ProcessClient.start(config, process, progress)
     return await start_router(config, routing, process, progress)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -15,154 +13,33 @@ from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import Command, EngineStats, StepObserver
 from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from inflight.entrypoints.offline import LocalEngine, OfflineEngine, OfflineRun, ReplicatedEngine
-from inflight.entrypoints.progress_bars import loading_bar
+from inflight.entrypoints.offline import (
+    LocalEngine,
+    OfflineEngine,
+    OfflineRun,
+    ReplicatedEngine,
+    loading_bar,
+)
+from inflight.entrypoints.scoring import ScoringMethods
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError, shown
-from inflight.events import Delta
 from inflight.frontend import (
     ChatRequest,
     ChatTokenizer,
-    Frontend,
     OutputProcessor,
-    Pair,
-    PooledVectors,
     Prompt,
-    RequestContext,
-    ScoringJob,
-    ScoringProcessor,
     ToolChoice,
     check_arguments,
-    check_top_n,
-    ranked,
     split_prompts,
 )
 from inflight.loading import load_engine
-from inflight.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PooledT,
-    PoolingRequestOutput,
-    RequestOutput,
-    RerankResult,
-    ScoreOutput,
-)
-from inflight.request import Request
+from inflight.outputs import RequestOutput
 from inflight.sampling_params import SamplingParams
-from inflight.scoring import ClassifyParams, EmbedParams, ScoreParams
 from inflight.vllm_compat.python_api import LLM_METHODS
 
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-
-
-class ScoringMethods(ABC):
-    """The methods of `LLM` for models that embed, classify or score.
-
-    Their parameters are declared in `scoring.py`. If one text is rejected, none is computed. Arguments of vLLM that
-    would change nothing are accepted (`vllm_compat/`).
-    """
-
-    _frontend: Frontend
-    _num_requests: int
-
-    @abstractmethod
-    def _compute(self, run: OfflineRun, show: bool) -> None:
-        """Run all requests to their end."""
-
-    def embed(
-        self, texts: Prompt | Sequence[Prompt], use_tqdm: bool = True, **params: Unpack[EmbedParams]
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
-        processor = self._frontend.scoring_processor("embed")
-        job = processor.embed(texts, params)
-        requests, pooled = self._pool(processor, job, "embedding", use_tqdm)
-        return _outputs(requests, [EmbeddingOutput(vector) for vector in job.finish(pooled.matrix)])
-
-    def classify(
-        self,
-        texts: Prompt | Pair | Sequence[Prompt | Pair],
-        use_tqdm: bool = True,
-        **params: Unpack[ClassifyParams],
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
-        processor = self._frontend.scoring_processor("classify")
-        job = processor.classify(texts, params)
-        requests, pooled = self._pool(processor, job, "classifying", use_tqdm)
-        labels, rows = processor.facts.labels, job.finish(pooled.matrix)
-        return _outputs(requests, [ClassificationOutput(vector, labels, job.scale) for vector in rows])
-
-    def score(
-        self,
-        query: str | Sequence[str],
-        documents: str | Sequence[str],
-        use_tqdm: bool = True,
-        **params: Unpack[ScoreParams],
-    ) -> list[PoolingRequestOutput[ScoreOutput]]:
-        """Return how well each document answers the query: one query for all documents, or one for each."""
-        processor = self._frontend.scoring_processor("score")
-        job = processor.score(query, documents, params)
-        requests, pooled = self._pool(processor, job, "scoring", use_tqdm)
-        values = [ScoreOutput(value, job.scale) for value in job.finish(pooled.matrix).tolist()]
-        num_queries = len(requests) - len(values)  # an embedder computes queries separately
-        outputs = _outputs(requests[num_queries:], values)
-        for index, output in enumerate(outputs if num_queries else ()):
-            query_ids = requests[index % num_queries].token_ids
-            outputs[index] = replace(output, prompt_token_ids=[*query_ids, *output.prompt_token_ids])
-        return outputs
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        use_tqdm: bool = True,
-        **params: Unpack[ScoreParams],
-    ) -> list[RerankResult]:
-        """Score all documents and return the best first, at most `top_n` of them."""
-        check_top_n(top_n)
-        processor = self._frontend.scoring_processor("rerank")
-        job = processor.score(query, documents, params)
-        _, pooled = self._pool(processor, job, "scoring", use_tqdm)
-        return ranked(job.finish(pooled.matrix), documents, job.scale, top_n)
-
-    def _pool(
-        self, processor: ScoringProcessor, job: ScoringJob, doing: str, show: bool
-    ) -> tuple[list[Request], PooledVectors]:
-        """Compute the texts of a job; return a request for each, and their vectors."""
-        first, num_texts = self._num_requests, job.num_texts
-        self._num_requests += num_texts
-        requests: list[Request] = []
-
-        def make_requests() -> Iterator[Request]:
-            context = RequestContext()
-            for chunk in job.chunks():
-                for text in processor.inputs.encode(*chunk):
-                    requests.append(processor.request(str(first + len(requests)), text, context))
-                    yield requests[-1]
-
-        vectors = PooledVectors(num_texts, processor.facts.size)
-
-        def take(delta: Delta) -> bool:
-            if delta.finish_reason is not None:
-                index = int(delta.request_id) - first
-                vectors.put(index, delta)
-                requests[index].record = delta.record or requests[index].record
-            return False
-
-        # Splittable texts may share prefixes, so that it is not known beforehand how many fill a step.
-        self._compute(
-            OfflineRun(make_requests(), num_texts, take, doing, not processor.facts.splittable), show
-        )
-        return requests, vectors
-
-
-def _outputs(requests: list[Request], results: list[PooledT]) -> list[PoolingRequestOutput[PooledT]]:
-    return [
-        PoolingRequestOutput(request.request_id, result, request.token_ids, request.record.num_cached_tokens)
-        for request, result in zip(requests, results, strict=True)
-    ]
 
 
 class LLM(ScoringMethods):
@@ -185,7 +62,7 @@ class LLM(ScoringMethods):
         config = EngineConfig.create(model, **options)
         self._offline: OfflineEngine
         with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
-            if routing.is_wanted:
+            if routing.is_enabled:
                 self._offline = ReplicatedEngine(config, routing, progress)
             else:
                 self._engine = load_engine(config, progress)  # only for an engine in this process

@@ -5,22 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineStats, RequestFeed, StepObserver
-from inflight.entrypoints.progress_bars import Advance, request_bar
+from inflight.engine import Command, EngineCore, EngineStats, StepObserver
 from inflight.errors import ConfigError
 from inflight.events import Delta
 from inflight.frontend import Frontend
-from inflight.interrupts import held_interrupts
-from inflight.loading import LoadedEngine
 from inflight.request import Request
+
+if TYPE_CHECKING:
+    from inflight.loading import LoadedEngine
+
+# Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
+SPARE = 16
+Advance = Callable[[Sequence[Delta]], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,37 @@ def paused_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Defer Ctrl-C until the yielded function is called, or to the end of the block. A second Ctrl-C acts at once.
+
+    Only the main thread receives signals; in other threads this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            held.clear()
+            handler(number, frame)
+        else:
+            held.append(frame)
+
+    def release() -> None:
+        if held:
+            handler(signal.SIGINT, held.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield release
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    release()
 
 
 class LocalEngine:
@@ -130,7 +179,41 @@ class LocalEngine:
         self._loaded.close()
 
 
-T = TypeVar("T")
+class RequestFeed:
+    """Adds requests to an engine, all at once or lazily.
+
+    Lazily, only as many requests wait in the engine as fill its next step. The others are created while the device
+    computes, and the first step waits only for its own.
+    """
+
+    def __init__(self, core: EngineCore, requests: Iterable[Request], lazily: bool) -> None:
+        self._core = core
+        self._requests = iter(requests)
+        limits = core.scheduler.limits
+        self._enough = limits.max_num_batched_tokens if lazily else sys.maxsize
+        # A step has at most max_num_seqs requests, however short they are.
+        self._least_cost = -(-limits.max_num_batched_tokens // limits.max_num_seqs)
+        self._ends = [0]  # prefix sums of the tokens of all added requests
+        self.added: list[str] = []  # request ids
+        self.is_empty = False
+
+    def fill(self) -> None:
+        """Add the requests that the next step needs. Call it before every step."""
+        while not self.is_empty and self._num_waiting_tokens() < self._enough:
+            request = next(self._requests, None)
+            if request is None:
+                self.is_empty = True
+            else:
+                self._core.add(request)
+                self.added.append(request.request_id)
+                self._ends.append(self._ends[-1] + max(request.num_tokens, self._least_cost))
+
+    def _num_waiting_tokens(self) -> int:
+        """Return the tokens of the waiting requests, which are nearly always the latest, without the spare ones."""
+        num_waiting = min(self._core.scheduler.pool.num_waiting, len(self.added))
+        if num_waiting <= SPARE:
+            return 0
+        return self._ends[-1 - SPARE] - self._ends[-1 - num_waiting]
 
 
 class ReplicatedEngine:
@@ -252,3 +335,53 @@ async def _cancel_others() -> None:
         if not task.cancelling():  # cancelling twice would interrupt its cleanup
             task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+# ---- progress bars ----
+
+
+@contextmanager
+def loading_bar(model: str, show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a function that shows how much of a model is loaded, or None if nothing is to be shown."""
+    if not (show and sys.stderr.isatty()):
+        yield None
+        return
+    with _progress(
+        TextColumn("loading {task.description}"), TextColumn("{task.percentage:>3.0f}%")
+    ) as progress:
+        task = progress.add_task(model, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def request_bar(doing: str, total: int, show: bool) -> Iterator[Advance]:
+    """Yield a function that takes the deltas of each step. `doing` is the label of the bar.
+
+    It shows finished requests and tokens per second: output tokens, or prompt tokens if nothing is generated.
+    """
+    if not (show and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    num_tokens = 0
+    with _progress(TextColumn(doing), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")) as progress:
+        task = progress.add_task("", total=total, speed="")
+
+        def advance(deltas: Sequence[Delta]) -> None:
+            nonlocal num_tokens
+            num_tokens += sum(map(_num_tokens, deltas))
+            elapsed = progress.tasks[0].elapsed or 0.0
+            speed = f"{num_tokens / elapsed:,.0f} tokens/s" if elapsed > 0 else ""
+            done = sum(delta.finish_reason is not None for delta in deltas)
+            progress.update(task, advance=done, speed=speed)
+
+        yield advance
+
+
+def _progress(label: ProgressColumn, *figures: ProgressColumn) -> Progress:
+    return Progress(label, BarColumn(), *figures, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+def _num_tokens(delta: Delta) -> int:
+    if delta.vector is not None and delta.record is not None:
+        return delta.record.num_prompt_tokens
+    return len(delta.token_ids)

@@ -80,7 +80,7 @@ class ConstrainedRows:
     state: MaskedRows
     compiler: GrammarCompiler | None
     in_thread: bool = (
-        True  # compute masks in a thread; False on a GPU, where the forward pass leaves the caller free
+        True  # compute masks in a thread; not on a GPU, where the forward pass leaves the caller free
     )
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)

@@ -8,7 +8,7 @@ from torch import Tensor
 from inflight.constraints import GrammarCompiler
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.forward import ForwardPass, StageLinks, StepInputs, torch_threads
-from inflight.execution.parallel.collective import SharedCollective
+from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.execution.results import StepHandle, StepVectors
 from inflight.execution.sampling import SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.models.decoders.decoder import Decoder

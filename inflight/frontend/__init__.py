@@ -3,7 +3,6 @@
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, tool_choice_of
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.frontend import Frontend
-from inflight.frontend.generation import Generation
 from inflight.frontend.input_processor import (
     InputProcessor,
     Prompt,
@@ -11,7 +10,7 @@ from inflight.frontend.input_processor import (
     context_length_error,
     split_prompts,
 )
-from inflight.frontend.output_processor import MessageReader, OutputProcessor
+from inflight.frontend.output_processor import Generation, MessageReader, OutputProcessor
 from inflight.frontend.scoring import (
     CallOptions,
     PooledVectors,
@@ -21,13 +20,13 @@ from inflight.frontend.scoring import (
     check_top_n,
     ranked,
 )
-from inflight.frontend.scoring_inputs import Pair, ScoringInputs
-from inflight.frontend.scoring_run import ScoringRun
+from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs
 
 __all__ = [
     "CallOptions",
     "ChatRequest",
     "ChatTokenizer",
+    "EncodedText",
     "Frontend",
     "Generation",
     "InputProcessor",
@@ -41,7 +40,6 @@ __all__ = [
     "ScoringInputs",
     "ScoringJob",
     "ScoringProcessor",
-    "ScoringRun",
     "ToolChoice",
     "check_arguments",
     "check_top_n",

@@ -53,6 +53,7 @@ _NO_SAMPLING = SamplingParams()
 class ScoringJob:
     """The texts of one call, and the function that turns their vectors into results."""
 
+    processor: ScoringProcessor
     groups: tuple[TextGroup, ...]
     finish: Callable[[Matrix], Matrix]  # vectors of all texts -> one result for each item
     scale: Scale = "logit"
@@ -155,7 +156,7 @@ class ScoringProcessor:
         dimensions, normalize = params.get("dimensions"), params.get("normalize")
         self._check_dimensions(dimensions)
         unit = self.facts.normalize if normalize is None else normalize
-        return ScoringJob((group,), partial(embedded, dimensions=dimensions, normalize=unit))
+        return ScoringJob(self, (group,), partial(embedded, dimensions=dimensions, normalize=unit))
 
     def classify(self, texts: Prompt | Pair | Sequence[Prompt | Pair], params: ClassifyParams) -> ScoringJob:
         self._check_call("classify", params, ClassifyParams)
@@ -170,7 +171,7 @@ class ScoringProcessor:
         )
         allowed = ("logit", "sigmoid", "softmax") if self.facts.size > 1 else ("logit", "sigmoid")
         scale = self._scale(params.get("scale"), allowed)
-        return ScoringJob((group,), partial(classified, scale=scale), scale)
+        return ScoringJob(self, (group,), partial(classified, scale=scale), scale)
 
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], params: ScoreParams
@@ -195,7 +196,7 @@ class ScoringProcessor:
         )
         allowed = ("logit", "sigmoid") if facts.size == 1 else ("logit", "softmax")
         scale = self._scale(params.get("scale"), allowed)
-        return ScoringJob((group,), partial(scored, scale=scale), scale)
+        return ScoringJob(self, (group,), partial(scored, scale=scale), scale)
 
     def _cosines(
         self,
@@ -216,7 +217,7 @@ class ScoringProcessor:
                 param="scale",
             )
         count = len(queries)
-        return ScoringJob(groups, lambda vectors: cosines(vectors[:count], vectors[count:]), "cosine")
+        return ScoringJob(self, groups, lambda vectors: cosines(vectors[:count], vectors[count:]), "cosine")
 
     # ---- checks ----
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
-from inflight.engine.sleep import asleep
+from inflight.engine.runner import asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import Platform

@@ -40,10 +40,10 @@ from inflight.scheduling import Policy
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
-    from inflight.execution.parallel.follower import LoadedRank
     from inflight.execution.parallel.layout import RankMemory
     from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.rank_processes import RankProcesses
+    from inflight.execution.parallel.runner import LoadedRank
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _fill_decoder(
 
 def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress | None = None) -> LoadedRank:
     """Load the part of a model that belongs to a rank in its own process: see `execution/parallel/worker.py`."""
-    from inflight.execution.parallel.follower import LoadedRank
+    from inflight.execution.parallel.runner import LoadedRank
 
     model = config.model
     checkpoint = open_configured(config, model.load_format)

@@ -207,8 +207,8 @@ class ConnectedProcess(Generic[MessageT]):
         """Messages that have arrived and that no one has received yet."""
         return self._inbox
 
-    async def receive(self, seconds: float) -> MessageT | None:
-        """Return the next message, or None if none arrives in time or the process is gone."""
+    async def receive(self, seconds: float | None = None) -> MessageT | None:
+        """Return the next message, or None if none arrives in time (None: no limit) or the process is gone."""
         if not self._inbox and not self.exited.is_set():
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):

@@ -1,10 +1,11 @@
-"""One of the engines behind a router: its health, its load and its cached prefixes; and totals over several."""
+"""The engines behind a router: the health, load and cached prefixes of each, and the choice of one for a request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, KVUsage
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class KnownBlocks:
     """The cached blocks of one replica, as reported and as expected from requests on their way.
 
-    Blocks are known by the first bytes of their hashes (`kv/block_hashes.py`).
+    Blocks are known by the first bytes of their hashes (`kv/prefix_cache.py`).
     """
 
     def __init__(self) -> None:
@@ -170,3 +171,83 @@ def same_model(facts: ModelFacts, other: ModelFacts) -> bool:
     """Return whether requests for one engine can run on the other, if their length fits."""
     names = ("fingerprint", "vocab_size", "eos_token_ids", "block_size", "generates", "pooling")
     return all(getattr(facts, name) == getattr(other, name) for name in names)
+
+
+# ---- routing: costs are in tokens, and ties go to the least recently chosen replica ----
+
+# A cached token saves time for the request, for those queued behind it, and for later requests with the same prefix.
+SAVED_WEIGHT = 3
+# With idle replicas nothing is queued, and all requests would go where a popular prefix was first computed. So recent
+# work counts as load too.
+RECENT_TOKENS = 1 << 14  # sent to all replicas together, after which earlier work counts half
+NUM_EACH = 64  # marks at every block; beyond, half as many between consecutive powers of two
+
+
+class BlockMarks:
+    """Prefix lengths, in blocks, at which prompts are hashed: each of the first ones, then fewer and fewer.
+
+    They are the same for all prompts. A few hundred hashes tell, for a prompt of any length, how much of it a cache
+    holds, to within a thirty-second.
+    """
+
+    def __init__(self) -> None:
+        self._marks = list(range(1, NUM_EACH + 1))
+
+    def up_to(self, num_blocks: int) -> list[int]:
+        marks = self._marks
+        while marks[-1] < num_blocks:
+            step = marks[-1] // NUM_EACH * 2
+            marks += range(marks[-1] + step, 2 * marks[-1] + step, step)
+        return marks[: bisect_right(marks, num_blocks)]
+
+
+class KnownTokens(NamedTuple):
+    """The tokens of a request, and the names of its blocks that may be cached."""
+
+    num_tokens: int
+    block_size: int
+    names: Sequence[bytes]  # of some of its full blocks, shortened as in cache updates
+    marks: Sequence[int]  # number of blocks up to the end of each of these
+
+    def num_missing(self, replica: Replica) -> int:
+        """Return how many tokens the replica would have to compute."""
+        num_cached = replica.blocks.num_leading(self.names)
+        return self.num_tokens - (self.block_size * self.marks[num_cached - 1] if num_cached else 0)
+
+
+class Routing(Protocol):
+    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica: ...
+
+
+class RoundRobin:
+    """Chooses replicas in turn."""
+
+    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:  # noqa: ARG002
+        return min(among, key=lambda replica: replica.chosen_at)
+
+
+class LeastLoaded:
+    """Chooses the replica with the least work queued and enough memory."""
+
+    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
+        return min(among, key=lambda replica: (replica.load(tokens.num_tokens), replica.chosen_at))
+
+
+class PrefixAware:
+    """Weighs cached tokens against load: requests with the same prefix go to the same replica until so much is queued
+    there that another one is faster, which then has the prefix too."""
+
+    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
+        def cost(replica: Replica) -> tuple[float, int]:
+            num_missing = tokens.num_missing(replica)
+            load = replica.load(num_missing) + replica.recent_tokens
+            return SAVED_WEIGHT * num_missing + load, replica.chosen_at
+
+        return min(among, key=cost)
+
+
+ROUTINGS: dict[str, Callable[[], Routing]] = {
+    "prefix_aware": PrefixAware,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}

@@ -20,8 +20,7 @@ from inflight.engine import RequestState
 from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord
 from inflight.request import Request
-from inflight.router.replica import Replica
-from inflight.router.routing import KnownTokens
+from inflight.router.replica import KnownTokens, Replica
 
 FEW = 8
 MAX_DEATHS = 32  # engines that a request may outlive, whatever the cause

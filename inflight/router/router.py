@@ -10,16 +10,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.history import History
-from inflight.engine.sleep import asleep
+from inflight.engine.client import History
+from inflight.engine.runner import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_HASH_LENGTH, Delta
-from inflight.kv.block_hashes import BlockHasher, BlockMarks
+from inflight.kv.prefix_cache import BlockHasher
 from inflight.request import Request
-from inflight.router.replica import Replica
+from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest, RoutedStream, share_blame
-from inflight.router.routing import RECENT_TOKENS, ROUTINGS, KnownTokens
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
 """Decides which requests run in each step. No tensors and no clock: times are passed in."""
 
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
-from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, make_policy
+from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, TimedTokenBudget, TokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.scheduler import Scheduler
-from inflight.scheduling.token_budget import TimedTokenBudget, TokenBudget
 
 __all__ = [
     "HEADROOM",

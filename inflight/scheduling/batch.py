@@ -7,11 +7,13 @@ another process, or recorded and replayed. `ScheduledStep` adds the requests tha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inflight.events import KVUsage, PositionLogprobs, Preemption, RequestFailure
 from inflight.request import Request, RequestSpec
-from inflight.scheduling.token_counts import TokenCounts
+
+if TYPE_CHECKING:
+    from inflight.scheduling.request_pool import TokenCounts
 
 
 class Admission(NamedTuple):

@@ -4,19 +4,20 @@
 ────────────► WAITING ─────────────► RUNNING ─────────────► LINGERING ─────────────► FINISHED
                  ▲      preemption      │         at once, unless the policy keeps it
                  └──────────────────────┘
+
+`TokenCounts` is the only place where the token counts of a request change, and `Attribution` attributes its latency to
+causes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from inflight.errors import EngineError
-from inflight.events import Delta, KVUsage
+from inflight.events import QUEUE_CAUSES, Delta, KVUsage, TimeBreakdown
 from inflight.kv import BlockManager
 from inflight.request import Phase, Request, Status
-from inflight.scheduling.attribution import Attribution
 from inflight.scheduling.policy import Policy
-from inflight.scheduling.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +181,159 @@ class RequestPool:
         self.blocks.check([*self.running, *self.lingering])
         num_resident = sum(request.num_computed for request in (*self.running, *self.lingering))
         assert num_resident == self.counts.num_resident, "resident tokens are miscounted"
+
+
+class TokenCounts:
+    """Updates how many tokens a request has, has computed and has in flight. `Request` draws how the counts relate.
+
+    Every change of these counts is made here, so that a new way to gain or lose tokens has to be right only once:
+
+        admit, release     a request gets blocks, which may already hold its prefix; it gives them back
+        decode, schedule   a step being formed computes tokens of the request, and may sample one more
+        withdraw           the request is preempted while that step is being formed
+        accept, complete   the step is collected: the sampled tokens are known, or nothing was sampled
+        fail               the step failed, and whatever was in flight is lost
+    """
+
+    __slots__ = ("num_resident",)
+
+    def __init__(self) -> None:
+        self.num_resident = 0  # computed tokens of all requests that hold blocks
+
+    def admit(self, request: Request) -> None:
+        """Count the tokens of the shared blocks that the request's table begins with as computed."""
+        request.num_computed = request.num_cached = request.kv_capacity
+        self.num_resident += request.num_computed
+
+    def release(self, request: Request) -> None:
+        """Count nothing as computed any more: the request gives up its blocks."""
+        self.num_resident -= request.num_computed
+        request.num_computed = 0
+
+    def decode(self, request: Request) -> None:
+        """Schedule the one token that the request is behind, and sample another one."""
+        num_tokens = request.num_tokens
+        request.num_computed = num_tokens
+        request.num_tokens = num_tokens + 1
+        request.num_in_flight += 1
+        self.num_resident += 1
+
+    def schedule(self, request: Request, count: int) -> tuple[bool, bool]:
+        """Schedule the next `count` tokens. Return whether that is all it has, and whether another one is sampled."""
+        request.num_computed += count
+        self.num_resident += count
+        catches_up = request.num_computed == request.num_tokens
+        samples = catches_up and request.num_tokens < request.max_total
+        request.num_tokens += samples
+        request.num_in_flight += catches_up
+        return catches_up, samples
+
+    def withdraw(self, request: Request, catches_up: bool, samples: bool) -> None:
+        """Take back what `decode` or `schedule` counted as in flight. `release` follows, and forgets the rest."""
+        request.num_tokens -= samples
+        request.num_in_flight -= catches_up
+
+    def accept(self, request: Request, num_accepted: int, num_written: int = 0) -> None:
+        """Count the tokens that a step sampled: `num_accepted` in place of the one that was in flight.
+
+        The step may have written the KV of some of them already, as one that verifies draft tokens does. These
+        `num_written` count as computed, so that no later step computes them again. At least the last token remains to
+        be computed, and nothing is resident for a request that was preempted meanwhile.
+        """
+        request.num_in_flight -= 1
+        if num_accepted == 1:
+            return
+        request.num_tokens += num_accepted - 1
+        if num_written and request.block_ids:
+            num_written = min(num_written, num_accepted - 1)
+            request.num_computed += num_written
+            self.num_resident += num_written
+            assert request.num_computed <= request.kv_capacity, "KV was written beyond the request's blocks"
+
+    def complete(self, request: Request) -> None:
+        """Count an entry that caught up with its request and sampled nothing, or whose result is dropped."""
+        request.num_in_flight -= 1
+
+    def fail(self, request: Request) -> None:
+        """Return to the tokens that are known."""
+        request.num_in_flight = 0
+        request.num_tokens = len(request.token_ids)
+
+
+@dataclass(slots=True)
+class Attribution:
+    """Attributes the latency of every request to its causes.
+
+    A request is in one phase at a time, and phases follow each other without a gap, so they add up to its latency. Time
+    that many requests spend waiting together is measured once, by engine-wide clocks that only advance: one per reason
+    why no request was admitted, and one for the time that prompts added to steps. A request remembers the readings when
+    its phase began, so the cost of a step does not depend on how many requests wait. Times are passed in.
+    """
+
+    _waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))
+    _cause: str = QUEUE_CAUSES[0]  # why requests are waiting now
+    _waited_until: float = 0.0
+    _prompt_delay: float = 0.0  # seconds that prompts have added to steps
+    _updated_at: float = 0.0  # the end of the last step
+    _plain_seconds: float | None = None  # duration of the last step without prompts
+
+    # ---- the engine ----
+
+    def set_queue_cause(self, cause: str, now: float) -> None:
+        """Attribute waiting time from now on to this cause."""
+        self._run_queue_clock(now)
+        self._cause = cause
+
+    def _run_queue_clock(self, now: float) -> None:
+        self._waited[self._cause] += max(0.0, now - self._waited_until)
+        self._waited_until = max(now, self._waited_until)
+
+    def step_ended(self, now: float, prompt_share: float) -> None:
+        """Account for a step that was collected; `prompt_share` of its tokens belonged to prompts."""
+        seconds = now - self._updated_at
+        self._updated_at = now
+        if not prompt_share:
+            self._plain_seconds = seconds
+        elif self._plain_seconds is None:
+            self._prompt_delay += prompt_share * seconds
+        else:
+            self._prompt_delay += max(0.0, seconds - self._plain_seconds)
+
+    def step_failed(self, now: float) -> None:
+        self._updated_at = now
+
+    # ---- requests ----
+
+    def enter(self, request: Request, phase: Phase, now: float) -> None:
+        """End the request's phase and begin another."""
+        request.record.breakdown = self.breakdown(request, now)
+        request.phase, request.phase_at = phase, now
+        if phase is Phase.QUEUED:
+            self._run_queue_clock(now)
+            request.phase_clocks = tuple(self._waited.values())
+        elif phase is Phase.DECODING:
+            request.phase_clocks = (self._prompt_delay,)
+
+    def breakdown(self, request: Request, now: float) -> TimeBreakdown:
+        """Return where the request's time went until now."""
+        earlier, seconds = request.record.breakdown, now - request.phase_at
+        match request.phase:
+            case Phase.QUEUED:
+                self._run_queue_clock(now)
+                waited = zip(QUEUE_CAUSES, self._waited.values(), request.phase_clocks, strict=True)
+                return replace(earlier, queue={cause: after - before for cause, after, before in waited})
+            case Phase.PREFILLING:
+                return replace(earlier, prefill=earlier.prefill + seconds)
+            case Phase.DECODING:
+                others = min(seconds, self._prompt_delay - request.phase_clocks[0])
+                return replace(
+                    earlier,
+                    decode=earlier.decode + seconds - others,
+                    prefill_of_others=earlier.prefill_of_others + others,
+                )
+            case Phase.PREEMPTED:
+                return replace(earlier, preempted=earlier.preempted + seconds)
+            case Phase.HELD:
+                return replace(earlier, held=earlier.held + seconds)
+            case Phase.NEW | Phase.OVER:
+                return earlier

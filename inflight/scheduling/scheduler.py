@@ -16,11 +16,10 @@ from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.scheduling.policy import Policy, next_candidate
+from inflight.scheduling.policy import Policy, TokenBudget, next_candidate
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.results import end_with_errors, take_results
-from inflight.scheduling.token_budget import TokenBudget
 
 
 class Scheduler:

@@ -1,26 +1,28 @@
-"""The application: routes, error handlers, and hints for paths that clients expect and that do not exist."""
+"""The application: routes, error handlers, hints for paths that do not exist, and 503 while the model loads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
 from inflight.errors import InflightError
 from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
-from inflight.server.anthropic.errors import error_at
-from inflight.server.errors import ApiError, of_exception
+from inflight.server.errors import ApiError, error_at, of_exception
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
-from inflight.server.openapi import document
-from inflight.server.routes import control, health, replicas, service
+from inflight.server.openapi import document, respond
+from inflight.server.pages import PAGES, page_at
+from inflight.server.routes import operations, replicas, requests, service
+from inflight.server.routes.schemas import HealthStatus
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
 
@@ -86,7 +88,7 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, replicas, control, health):
+    for routes in (generation, responses, messages, pooling, service, requests, replicas, operations):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)
@@ -140,3 +142,52 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
         return error_at(request.url.path, api_error)
     return error_at(request.url.path, ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+
+# ---- before the model is loaded ----
+
+RETRY_AFTER = 5  # seconds; the remaining load time is not known
+
+
+class LoadingApp:
+    """Answers 503 until `open` is called; then the application takes over on the same socket."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp | None = None
+        self._progress: float | None = None
+
+    def progress(self, num_done: int, num_total: int) -> None:
+        """Set how many bytes of the weights are loaded. Any thread may call this."""
+        self._progress = num_done / num_total if num_total else None
+
+    def open(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._loading(scope) if self._app is None else self._app
+        await app(scope, receive, send)
+
+    def _loading(self, scope: Scope) -> Response:
+        error = ApiError(
+            503,
+            "the model is loading: please retry later",
+            code="loading",
+            retry_after=RETRY_AFTER,
+        )
+        if scope["path"] in PAGES and scope["method"] == "GET" and _is_browser(scope):
+            page = page_at(scope["path"], error.status)
+            page.headers.update(error.headers)
+            return page
+        if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
+            return error_at(scope["path"], error)
+        health = HealthStatus(
+            status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
+        )
+        response = respond(health, error.status)
+        response.headers.update(error.headers)
+        return response
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Return whether the client is a browser, whose page waits until the model is loaded."""
+    return "text/html" in Headers(scope=scope).get("accept", "")

@@ -245,7 +245,7 @@ class ServerConfig:
             raise ConfigError(f"root_path is {self.root_path!r}: it must start with /")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an api_key is empty")
-        if self.in_process and self.router.is_wanted:
+        if self.in_process and self.router.is_enabled:
             raise ConfigError(
                 "in_process cannot be combined with replicas, which run in processes of their own"
             )

@@ -21,12 +21,11 @@ from starlette.types import Receive, Scope, Send
 from inflight.errors import EngineError
 from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
-from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
-from inflight.server.http.unsent import ENGINE_RESPONSE
-from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.params import GenerationParams
+from inflight.server.http.bodies import ENGINE_RESPONSE
+from inflight.server.observability.request_log import LoggedRequest, Reason
+from inflight.server.prepare import GenerationParams
 from inflight.server.state import ServedModel, caller_of, state_of
 
 ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for
@@ -67,7 +66,7 @@ class EngineResponse(Response):
             stream,
             priority or 0,
             self.caller.tenant(user),
-            self.cancel_scope,
+            self.cancel_scope.end,
         )
         self.model_name = model_name
         self._answer = answer
@@ -296,3 +295,59 @@ def _next_part(pieces: Iterator[bytes]) -> bytes:
         if len(part) >= PART_SIZE:
             break
     return bytes(part)
+
+
+class CancelScope:
+    """A context that may be interrupted with TimeoutError; `reason` then says why.
+
+    A task of its own waits for the client to disconnect, so that this costs nothing while tokens flow.
+    """
+
+    def __init__(self, receive: Receive, first_token_timeout: float, request_timeout: float) -> None:
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + request_timeout
+        first = self._loop.time() + first_token_timeout
+        self.reason: Reason = "first_token" if first < self._ends_at else "request"
+        self._timeout = asyncio.timeout_at(min(first, self._ends_at))
+        self._watcher: asyncio.Task[None] | None = None
+        self._ended = False
+
+    async def __aenter__(self) -> CancelScope:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._ended = True
+        if self._watcher is not None:
+            if self.reason == "disconnect":
+                await self._watcher  # it counts the blocks that the abort frees
+            else:
+                self._watcher.cancel()
+        await self._timeout.__aexit__(*error)  # type: ignore[arg-type]
+
+    def watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+        """When the client disconnects, await `on_disconnect` and interrupt. The body must have been read."""
+        self._watcher = self._loop.create_task(self._watch(on_disconnect))
+
+    async def _watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self._ended:
+                self.reason = "disconnect"
+                await on_disconnect()
+                self.end("disconnect")
+
+    def first_token(self) -> None:
+        """Drop the timeout of the first token: from now on, only that of the whole request applies."""
+        if self.reason == "first_token":
+            self.reason = "request"
+            self._timeout.reschedule(self._ends_at)
+
+    def end(self, reason: Reason) -> None:
+        """Interrupt the request now."""
+        if not self._ended:
+            self._ended = True
+            self.reason = reason
+            self._timeout.reschedule(self._loop.time())

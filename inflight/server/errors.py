@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: a status, and an object with message, type, param and code.
+"""Errors that clients get, in OpenAI's format or, below /v1/messages, in Anthropic's.
 
 Clients get what they can act on. Internal details, such as paths and addresses, are logged and never sent.
 """
@@ -23,10 +23,14 @@ from inflight.errors import (
     shown,
 )
 from inflight.events import Delta
+from inflight.logs import request_id
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {
+ANTHROPIC = "/v1/messages"  # the path below which errors have Anthropic's format
+OVERLOADED = 529  # Anthropic's status for 503
+
+_OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -40,6 +44,16 @@ _TYPES = {
     431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
 }
 
 
@@ -66,12 +80,12 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after)
 
     def body(self) -> bytes:
-        """Return the error as JSON."""
+        """Return the error as JSON in OpenAI's format."""
         return msgspec.json.encode(
             {
                 "error": {
                     "message": self.message,
-                    "type": _TYPES.get(self.status, "server_error"),
+                    "type": _OPENAI_TYPES.get(self.status, "server_error"),
                     "param": self.param,
                     "code": self.code,
                 }
@@ -79,7 +93,39 @@ class ApiError(Exception):
         )
 
     def response(self) -> Response:
+        """Return the response in OpenAI's format."""
         return Response(self.body(), self.status, self.headers, "application/json")
+
+    def anthropic_body(self, request_id: str | None) -> bytes:
+        """Return the error as JSON in Anthropic's format, for a response or for the last event of a stream."""
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        detail: dict[str, object] = {
+            "type": _ANTHROPIC_TYPES.get(self._anthropic_status, kind),
+            "message": self.message,
+        }
+        if self.code == "unsupported_parameter" and self.param == "thread":
+            # Clients that use threads by default then send whole conversations instead.
+            detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
+
+    def anthropic_response(self, request_id: str | None) -> Response:
+        """Return the response in Anthropic's format."""
+        body = self.anthropic_body(request_id)
+        return Response(body, self._anthropic_status, self.headers, "application/json")
+
+    @property
+    def _anthropic_status(self) -> int:
+        return OVERLOADED if self.status == 503 else self.status
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+
+
+def error_at(path: str, error: ApiError) -> Response:
+    """Return the response to an error, in the format of the API that the path belongs to."""
+    return error.anthropic_response(request_id.get()) if is_anthropic(path) else error.response()
 
 
 def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
@@ -134,7 +180,7 @@ def of_answer(delta: Delta) -> ApiError:
 
 
 def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError:
-    """Return the error for the first problem of a body that pydantic has refused."""
+    """Return the error for the first problem of a body that pydantic has rejected."""
     # Where a union failed, the member that was matched deepest is the one that the client meant.
     error = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = _path(error)

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import asdict
@@ -28,14 +27,13 @@ from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
 from inflight.server.access.keys import AdminKey, Keys, load_keys
 from inflight.server.access.middleware import Hosts, RootPath
-from inflight.server.app import create_app
+from inflight.server.app import LoadingApp, create_app
 from inflight.server.config import ServerConfig, tls_context
 from inflight.server.http.limits import ConnectionLimits, fit_open_files
 from inflight.server.http.protocol import BoundedProtocol, bounded_protocol
 from inflight.server.http.tls import TlsListener, TlsProtocol
-from inflight.server.loading_app import LoadingApp
-from inflight.server.observability.banner import banner
-from inflight.server.observability.tracing import Tracer, tracer_of
+from inflight.server.observability.banner import announce
+from inflight.server.observability.request_log import Tracer, tracer_of
 from inflight.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -151,15 +149,6 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: lis
         server.should_exit = True
         await serving
     return True
-
-
-def announce(state: ServerState, sockname: Any) -> None:
-    """Print the startup banner to standard error, as one log record if logs are JSON."""
-    text = banner(state, sockname)
-    if state.options.process.log_format == "json":
-        logger.info("%s", text)
-    else:
-        print(text, file=sys.stderr, flush=True)
 
 
 class Server(uvicorn.Server):
@@ -287,4 +276,4 @@ class Server(uvicorn.Server):
 
     def _end_streams(self, state: ServerState) -> None:
         for logged in state.request_log:
-            logged.cancel_scope.end("shutdown")
+            logged.interrupt("shutdown")

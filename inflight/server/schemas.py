@@ -53,6 +53,24 @@ Unset = Annotated[Any, AfterValidator(_check_unset), WithJsonSchema({"enum": [No
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
+TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def one_or_many(*kinds: dict[str, Any], description: str) -> WithJsonSchema:
+    """Return the schema of a field that its route validates.
+
+    A union would report several errors for one mistake, and millions for a long list.
+    """
+    lists = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
+    return WithJsonSchema({"anyOf": [*kinds, *lists], "description": description})
+
+
+TextsOrIds = Annotated[
+    Any, one_or_many(TEXT, _IDS, description="A text, its token ids, or a list of either.")
+]
+
+
 class Body(BaseModel):
     """A request body: no unknown parameters, and no conversion between types."""
 
@@ -75,15 +93,28 @@ class Body(BaseModel):
         }
 
 
-class SampledBody(Body):
-    """The parameters of every generation, in all APIs."""
+class EngineBody(Body):
+    """The parameters of every request to the engine, in all APIs."""
 
     model: str | None = Field(None, description="A name from /v1/models; optional.")
-    stream: bool | None = None
     user: str | None = Field(
         None, max_length=256, description="The user that fair scheduling counts this request against."
     )
+    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
+    cache_salt: str | None = Field(
+        None,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prefixes are shared only between requests with the same salt.",
+    )
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
+        None, description="The id of the answer, also for /v1/requests."
+    )
 
+
+class SampledBody(EngineBody):
+    """The parameters of every generation, in all APIs."""
+
+    stream: bool | None = None
     temperature: float | None = ranged(minimum=0)
     top_p: float | None = ranged(exclusiveMinimum=0, maximum=1)
     top_k: int | None = ranged(minimum=-1)
@@ -94,16 +125,6 @@ class SampledBody(Body):
     seed: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = ranged(minimum=0)
-
-    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
-    cache_salt: str | None = Field(
-        None,
-        max_length=MAX_SALT_LENGTH,
-        description="Cached prefixes are shared only between requests with the same salt.",
-    )
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The id of the answer, also for /v1/requests."
-    )
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that the client has set."""

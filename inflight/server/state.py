@@ -15,22 +15,20 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
-from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
 from inflight.frontend.scoring import unsupported_task
+from inflight.processes.fair_threads import FairThreads
 from inflight.router import Replicas, Router
 from inflight.scoring import Task, tasks_of
-from inflight.server.access.admission import AdmissionControl, LocalAdmission
-from inflight.server.access.keys import AdminKey, Caller, Keys
+from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission
 from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.http.unsent import UnsentBytes
+from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
-from inflight.server.observability.request_log import RequestLog
-from inflight.server.observability.tracing import NoTracer, Tracer
+from inflight.server.observability.request_log import RequestLog, Tracer
 from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
 
 T = TypeVar("T")
@@ -89,7 +87,7 @@ class ServerState:
     options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
-    tracer: Tracer = field(default_factory=NoTracer)
+    tracer: Tracer = field(default_factory=Tracer)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
     # The numbers in engine request ids. Processes that share an engine must not use the same ones.

@@ -1,4 +1,4 @@
-"""Incremental detokenization.
+"""Generated token ids to text: the bytes of tokens, incremental detokenization, stop strings and bad words.
 
 Let `D` be `Tokenizer.decode` without the hidden special tokens. Then, for any split of the output,
 
@@ -12,14 +12,23 @@ never emitted in part; bytes that can no longer be completed are emitted as U+FF
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
 
-from inflight.text.byte_decoder import ByteDecoder
-from inflight.text.tokenizer import Tokenizer
+from inflight.errors import ParameterError
+
+if TYPE_CHECKING:  # `tokenizer.py` imports this module
+    from inflight.text.tokenizer import Tokenizer
 
 MAX_PENDING = 8  # ids that may be held back for a decoder of unknown shape
 _MAX_CHARACTER_BYTES = 4  # in UTF-8
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_EACH_BYTE = "inflight-each-byte"
+_ROOT = 0
+_CODE_POINTS = 0x110000
 
 
 class _Stream(Protocol):
@@ -123,3 +132,235 @@ class _WindowStream:
             return ""
         before = self._tokenizer.decode(self._last, skip_special_tokens=False)
         return self._tokenizer.decode(self._last + self._pending, skip_special_tokens=False)[len(before) :]
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 characters stand for themselves, U+0100 upwards for other bytes."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+
+
+class _Pieces(dict[int, bytes]):
+    """Bytes by token id, computed on first use. Unknown ids have no bytes."""
+
+    def __init__(self, spelling: Callable[[int], str | None], to_bytes: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._spelling = spelling
+        self._to_bytes = to_bytes
+
+    def __missing__(self, token_id: int) -> bytes:
+        # The backend accepts only unsigned 32-bit ids. Unknown ids are not cached: there are too many.
+        token = self._spelling(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        piece = self[token_id] = self._to_bytes(token)
+        return piece
+
+
+class ByteDecoder:
+    """A decoder that concatenates the bytes of tokens and decodes them as UTF-8.
+
+    The decoders of nearly all language models have one of two shapes, and both only concatenate bytes:
+
+    - `ByteLevel` (GPT-2, Llama 3, Qwen): every character of a token stands for one byte.
+    - `Replace*, ByteFallback, Fuse, [Strip]` (Llama 2, Mistral, Gemma): tokens are text, apart from tokens like
+      `<0xE2>`, which are one byte each; a leading space may be stripped.
+
+    For the second shape, `tokenizers` turns every byte of a run of byte tokens into U+FFFD if any of them is malformed,
+    including earlier characters that a stream has already sent. Here only the malformed bytes become U+FFFD, one each;
+    well-formed text is the same.
+    """
+
+    def __init__(
+        self, pieces: _Pieces, *, errors: str, differs: bool, strip: str = "", max_strip: int = 0
+    ) -> None:
+        self.pieces = pieces
+        self.errors = errors  # the error handler of the UTF-8 codec
+        self.differs = differs  # from the backend, on malformed bytes
+        self.strip = strip  # the character stripped from the start of the text,
+        self.max_strip = max_strip  # at most this many times
+
+    @classmethod
+    def from_backend(cls, backend: Any) -> ByteDecoder | None:
+        """Return the decoder of a `tokenizers.Tokenizer`, or None if it does more than concatenate bytes."""
+        decoder = backend.decoder
+        spec = None if decoder is None else json.loads(decoder.__getstate__())
+        if spec is None:
+            return None
+        if spec["type"] == "ByteLevel":
+            return cls(_Pieces(backend.id_to_token, _from_byte_level), errors="replace", differs=False)
+        steps = spec.get("decoders", ())
+        kinds = [step["type"] for step in steps]
+        if "ByteFallback" not in kinds:
+            return None
+        split = kinds.index("ByteFallback")
+        before, after = steps[:split], steps[split + 1 :]
+        if not all(step["type"] == "Replace" and "String" in step["pattern"] for step in before):
+            return None
+        strip, max_strip = "", 0
+        if kinds[split + 1 :] == ["Fuse", "Strip"] and after[1]["stop"] == 0:
+            strip, max_strip = after[1]["content"], after[1]["start"]
+        elif kinds[split + 1 :] != ["Fuse"]:
+            return None
+        replacements = [(step["pattern"]["String"], step["content"]) for step in before]
+        pieces = _Pieces(backend.id_to_token, _from_byte_fallback(replacements))
+        return cls(pieces, errors=_EACH_BYTE, differs=True, strip=strip, max_strip=max_strip)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text = b"".join(map(self.pieces.__getitem__, ids)).decode(errors=self.errors)
+        return self.strip_start(text, self.max_strip)[0]
+
+    def strip_start(self, text: str, max_strip: int) -> tuple[str, int]:
+        """Return the stripped start of a text, and how many more characters may still be stripped."""
+        for taken in range(max_strip):
+            if taken == len(text):
+                return "", max_strip - taken
+            if text[taken] != self.strip:
+                return text[taken:], 0
+        return text[max_strip:], 0
+
+
+def _from_byte_level(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[character] for character in token])
+    except KeyError:  # an added token, spelled in plain text
+        return token.encode()
+
+
+def _from_byte_fallback(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.encode()
+
+    return to_bytes
+
+
+class _Automaton:
+    """An Aho-Corasick automaton that searches for all stop strings at once.
+
+    Its state is the longest suffix of the text that is a prefix of some stop string. That suffix is exactly the text
+    that must be held back, and keeping it is how a stop string that spans several tokens is found. Time is linear in
+    the text, however many and long the stop strings are. One flat dict of edges is far smaller than one dict per state.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.edges: dict[int, int] = {}  # state * _CODE_POINTS + character -> state
+        self.depth = [0]  # characters from the root
+        self.fallback = [_ROOT]  # the state of the longest proper suffix
+        self.match: list[str | None] = [None]  # the longest stop that ends in this state
+        # Breadth first: a fallback is shorter than its state, so it is complete before it is needed.
+        growing = [(stop, _ROOT) for stop in stops]
+        level = 0
+        while growing:
+            growing = [(stop, self._grow(state, stop, level)) for stop, state in growing]
+            level += 1
+            growing = [(stop, state) for stop, state in growing if len(stop) > level]
+
+    def _grow(self, parent: int, stop: str, level: int) -> int:
+        """Return the state one character further along a stop string, creating it if needed."""
+        character = ord(stop[level])
+        key = parent * _CODE_POINTS + character
+        state = self.edges.get(key)
+        if state is None:
+            fallback = _ROOT if parent == _ROOT else self.step(self.fallback[parent], character)
+            state = self.edges[key] = len(self.depth)
+            self.depth.append(level + 1)
+            self.fallback.append(fallback)
+            self.match.append(self.match[fallback])
+        if len(stop) == level + 1:
+            self.match[state] = stop
+        return state
+
+    def step(self, state: int, character: int) -> int:
+        while True:
+            following = self.edges.get(state * _CODE_POINTS + character)
+            if following is not None:
+                return following
+            if state == _ROOT:
+                return _ROOT
+            state = self.fallback[state]
+
+
+_automaton = lru_cache(maxsize=8)(_Automaton)  # shared by the outputs of one request
+
+
+class StopStrings:
+    """Cuts a text at the stop string that is completed first; if several end there, at the longest."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._automaton = _automaton(tuple(stops))
+        self._include = include
+        self._state = _ROOT
+        self._held = ""  # as long as the depth of the state
+        self.matched: str | None = None  # the stop string at which the text ended
+
+    def push(self, text: str) -> str:
+        """Return the text that is safe to send, which is all but a possible start of a stop string."""
+        if self.matched is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        if not automaton.edges:  # there are no stops
+            return text
+        for index, character in enumerate(text):
+            state = automaton.step(state, ord(character))
+            stop = automaton.match[state]
+            if stop is not None:
+                return self._end(self._held + text[: index + 1], stop)
+        self._state = state
+        text = self._held + text
+        safe = len(text) - automaton.depth[state]
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the natural end of the output."""
+        held, self._held, self._state = self._held, "", _ROOT
+        return held
+
+    def _end(self, text: str, stop: str) -> str:
+        self.matched = stop
+        self._held = ""
+        return text if self._include else text[: len(text) - len(stop)]
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences whose last token is banned if the tokens before it were just generated.
+
+    Every word is banned both at the start of a text and after a space, as these are different tokens.
+    """
+    stripped = [word.lstrip() or word for word in words]
+    encoded = tokenizer.encode_batch(
+        [*stripped, *(f" {word}" for word in stripped)], add_special_tokens=False
+    )
+    for word, ids in zip(words, encoded, strict=False):  # only the spellings without a space
+        if not ids:
+            raise ParameterError(
+                f"bad_words contains {word!r}: this tokenizer has no tokens for it", param="bad_words"
+            )
+    sequences = dict.fromkeys(tuple(ids) for ids in encoded if ids)
+    lengths = {len(ids) for ids in sequences}
+    # A sequence that ends in another banned sequence is redundant: the shorter one always applies first.
+    return tuple(
+        ids
+        for ids in sequences
+        if not any(ids[-length:] in sequences for length in lengths if length < len(ids))
+    )

@@ -1,4 +1,4 @@
-"""The child process that renders chat templates, run as a script by `render.py`.
+"""The child process that renders chat templates, run as a script by `chat_template.py`.
 
 A template is a program from a checkpoint. Jinja's sandbox keeps it away from the machine, but does not stop it from
 looping forever or building a string of gigabytes inside one C call, which no hook, deadline or injected exception of

@@ -16,14 +16,11 @@ import tokenizers
 
 from inflight.errors import InflightError, ModelError, PromptError
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
-from inflight.text.byte_decoder import ByteDecoder
-from inflight.text.tokenizer_files import (
-    ChatTemplateSource,
-    read_added_tokens,
-    read_chat_template,
-    read_special_tokens,
-    read_template_option,
-)
+from inflight.text.chat_template import ChatTemplateSource, read_chat_template, read_template_option
+from inflight.text.detokenizer import ByteDecoder
+
+# The names of special tokens in templates and configurations.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,8 @@ class Tokenizer:
         if content is None:
             raise ModelError(_missing_message(folder))
         config = read_object(folder, "tokenizer_config.json") or {}
-        specials = read_special_tokens(folder, config)
-        declared = read_added_tokens(folder, config)
+        specials = _read_special_tokens(folder, config)
+        declared = _read_added_tokens(folder, config)
         source = read_chat_template(folder, config) if template is None else read_template_option(template)
         try:
             with translate_panics():
@@ -336,6 +333,34 @@ def _missing_message(folder: Path) -> str:
         f"no tokenizer.json in {folder}{note}: "
         "use a checkpoint that has one, or set skip_tokenizer_init and send prompts as token ids"
     )
+
+
+def _read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens. tokenizer_config.json overrides the older special_tokens_map.json."""
+    named = {**(read_object(folder, "special_tokens_map.json") or {}), **config}
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        value = named.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens that tokenizer_config.json or added_tokens.json declares, by id in ascending order."""
+    declared: dict[int, dict[str, Any]] = {}
+    try:
+        for text, token_id in (read_object(folder, "added_tokens.json") or {}).items():
+            declared[int(token_id)] = {"content": text}
+        for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+            if isinstance(token, dict) and isinstance(token.get("content"), str):
+                declared[int(token_id)] = token
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"the added tokens of {folder} are not a mapping between ids and tokens: {error}"
+        ) from error
+    return dict(sorted(declared.items()))
 
 
 def _add_declared_tokens(

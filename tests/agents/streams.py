@@ -14,7 +14,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import merge_deltas
+from inflight.agents.reading import merge_deltas
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:

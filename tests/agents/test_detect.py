@@ -7,7 +7,7 @@ import pytest
 
 from inflight.agents import detect_reasoning_format, detect_tool_format, opens_reasoning
 from inflight.text import ChatTemplate, Tokenizer
-from inflight.text.render import Renderer
+from inflight.text.chat_template import Renderer
 
 from ..text.samples import byte_level_backend
 from ..text.templates import CHATML
@@ -26,7 +26,7 @@ def renderer() -> Iterator[Renderer]:
 
 @pytest.fixture
 def template(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> partial[ChatTemplate]:
-    monkeypatch.setattr("inflight.text.chat.Renderer", lambda _: renderer)
+    monkeypatch.setattr("inflight.text.chat_template.Renderer", lambda _: renderer)
     return partial(ChatTemplate, special_tokens=SPECIALS)
 
 

@@ -16,8 +16,8 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.json_reader import MAX_JSON_HEADER
-from inflight.agents.source import MAX_TRIMMED_SPACE
+from inflight.agents.formats.json_calls import MAX_JSON_HEADER
+from inflight.agents.reading import MAX_TRIMMED_SPACE
 from inflight.errors import ConfigError
 from inflight.text import IncrementalDetokenizer, Tokenizer
 

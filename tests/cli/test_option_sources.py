@@ -21,7 +21,7 @@ def resolve(flags: dict[str, Any], environment: dict[str, str], file: Path | Non
     return ServerConfig.create(**given)
 
 
-def test_each_place_wins_over_the_next(tmp_path: Path) -> None:
+def test_flags_override_variables_and_variables_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("port: 1\nmax-queue: 2\nhost: a\nserved_model_name: [x, y]\nread_timeout: 5\n")
     environment = {"INFLIGHT_PORT": "3", "INFLIGHT_MAX_QUEUE": "4", "INFLIGHT_OTHER": "x"}
@@ -62,7 +62,7 @@ def test_variables_have_types() -> None:
         ({"INFLIGHT_LOG_REQUESTS": "maybe"}, "INFLIGHT_LOG_REQUESTS is 'maybe': it must be true or false"),
     ],
 )
-def test_variables_that_cannot_work(environment: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_rejected(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gather(SERVE_OPTIONS, {}, environment)
 
@@ -84,7 +84,7 @@ def test_variables_that_cannot_work(environment: dict[str, str], message: str) -
         ("!!python/object/apply:os.system [true]", "is not YAML"),
     ],
 )
-def test_files_that_cannot_work(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
@@ -119,7 +119,7 @@ def test_the_help_of_serve_has_every_option() -> None:
         assert f" {panel}: " in text
 
 
-def test_generate_has_the_same_flags_for_what_is_the_engines() -> None:
+def test_generate_has_the_engine_flags_of_serve() -> None:
     text = help_of("generate")
     words = text.replace("--[no-]", "--").split()
     shared = [option for option in ENGINE_OPTIONS.values() if option.flag in words]

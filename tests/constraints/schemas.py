@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kinds that people write."""
+"""Random JSON schemas like those that users write."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _node(kind: str, generator: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _tree(leaf: dict[str, Any]) -> dict[str, Any]:
-    """A schema that refers to itself."""
+    """Return a schema that refers to itself."""
     children = {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}
     properties = {"value": leaf, "children": children}
     node = {"type": "object", "properties": properties, "required": ["value"], "additionalProperties": False}

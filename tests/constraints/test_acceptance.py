@@ -1,4 +1,4 @@
-"""No text that a schema forbids is ever accepted, however it is spelled."""
+"""No text that a schema forbids is accepted, however it is spelled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NUMBER = {"type": "number"}
 A_INTEGER = {"properties": {"a": INTEGER}}
 OTHERS_ARE_TEXTS = {**OBJECT, **A_INTEGER, "additionalProperties": STRING}
 
-# The first text of each is valid, all others are not.
+# The first text of each case is valid, all others are not.
 CASES: list[tuple[dict[str, Any], list[str]]] = [
-    # a name may be written in several ways, and twice
+    # names may be spelled in several ways, and repeated
     (OTHERS_ARE_TEXTS, ['{"a":1,"b":"x"}', '{"a":1,"a":"x"}', r'{"a":1,"\u0061":"x"}', r'{"\u0061":"x"}']),
     (OTHERS_ARE_TEXTS | {"properties": {"\n": INTEGER}}, [r'{"\n":1}', r'{"\u000a":"x"}', r'{"\n":"x"}']),
     (
@@ -37,7 +37,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({**STRING, "maxLength": 2}, ['"ab"', '"abc"', '"日本語"']),
     ({**STRING, "pattern": "^[^\\n]*$"}, ['"ab"', r'"a\nb"', r'"a\u000ab"']),
     ({**STRING, "pattern": "b"}, ['"abc"', '"ac"']),
-    # an escape stands for one character, which its class must hold
+    # an escape stands for one character, which the class must contain
     ({**STRING, "pattern": '^[^"]*$'}, [r'"a\\n\\"', r'"\""', r'"a\"b"']),
     ({**STRING, "pattern": r"^[^\\\n]+$"}, [r'"\""', r'"\\"', r'"\n"']),
     ({**STRING, "pattern": r"^[\x00-\x21]$"}, [r'"\n"', r'"\""', r'"\\"']),
@@ -46,7 +46,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"anyOf": [INTEGER, STRING], "minLength": 3}, ["1", '"ab"']),
     ({"$ref": "#/$defs/a", "maxLength": 2, "$defs": {"a": STRING}}, ['"ab"', '"abc"']),
     ({"enum": ["abc", "d"], "maxLength": 2}, ['"d"', '"abc"']),
-    # numbers may be written in several ways, too
+    # numbers may be spelled in several ways
     (INTEGER, ["-12", "1.5", "01", "+1", "1.", ".5"]),
     ({**INTEGER, "multipleOf": 3}, ["-6", "4", "-4"]),
     ({**INTEGER, "minimum": 5}, ["5", "4", "-5", "5e-1"]),
@@ -57,10 +57,10 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({**INTEGER, "exclusiveMinimum": 0, "maximum": (1 << 64) - 1}, ["1", "0", str(1 << 64)]),
     ({**NUMBER, "multipleOf": 0.5}, ["1.5", "0.3", "3e-1"]),
     ({"type": ["integer", "null"], "minimum": 3}, ["null", "2"]),
-    # lists
+    # arrays
     ({**ARRAY, "minItems": 1, "maxItems": 2}, ["[1,[]]", "[]", "[1,2,3]"]),
     ({**ARRAY, "prefixItems": [INTEGER], "items": STRING}, ['[1,"a"]', '["x"]', "[1,2]"]),
-    # several at once
+    # combinations
     ({"allOf": [A_INTEGER, {"properties": {"a": {"minimum": 3}}}]}, ['{"a":3}', '{"a":2}']),
     (
         {"allOf": [{**A_INTEGER, "additionalProperties": False}, {"properties": {"b": INTEGER}}]},
@@ -71,47 +71,53 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
-    """Spelled in single bytes, which no grammar can mistake for something else."""
+    """Whether the grammar accepts a text, spelled in single bytes."""
     state = compiler().compile(StructuredOutputs(json=schema)).matcher().state
     ids = [vocabulary().pieces.index(bytes([byte])) for byte in text.encode()]
     return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
 
 
 @pytest.mark.parametrize(("schema", "texts"), CASES)
-def test_what_a_schema_forbids_is_not_accepted(schema: dict[str, Any], texts: list[str]) -> None:
+def test_text_that_a_schema_forbids_is_not_accepted(schema: dict[str, Any], texts: list[str]) -> None:
     valid, *invalid = texts
     jsonschema.Draft202012Validator(schema).validate(json.loads(valid))
     assert accepts(schema, valid)
     assert [text for text in invalid if accepts(schema, text)] == []
 
 
-def test_negated_properties_of_characters_hold_no_escapes() -> None:
-    """Not in Python's expressions, so there is nobody to ask."""
+def test_negated_unicode_property_does_not_match_escapes() -> None:
+    """Python's `re` has no such properties, so this is no case for jsonschema."""
     no_punctuation = {**STRING, "pattern": r"^\P{P}$"}
     assert accepts(no_punctuation, r'"\n"')
     assert not accepts(no_punctuation, r'"\""')
 
 
-def test_names_that_come_twice_cannot_make_up_the_number() -> None:
+def test_repeated_names_do_not_count_for_min_properties() -> None:
     schema = {**OBJECT, "minProperties": 2, "additionalProperties": INTEGER}
     with pytest.raises(
-        ParameterError, match="'minProperties', at #, is not supported: more than one"
+        ParameterError, match="'minProperties', at #, is not supported: it requires more than one"
     ) as caught:
         compiler().compile(StructuredOutputs(json=schema))
     assert caught.value.code == "unsupported_keyword"
-    fine = {**OBJECT, **A_INTEGER, "required": ["a"], "minProperties": 2, "additionalProperties": INTEGER}
-    assert accepts(fine, '{"a":1,"b":2}')
-    assert not accepts(fine, '{"a":1,"a":2}')
-    assert not accepts(fine, '{"a":1}')
+    supported = {
+        **OBJECT,
+        **A_INTEGER,
+        "required": ["a"],
+        "minProperties": 2,
+        "additionalProperties": INTEGER,
+    }
+    assert accepts(supported, '{"a":1,"b":2}')
+    assert not accepts(supported, '{"a":1,"a":2}')
+    assert not accepts(supported, '{"a":1}')
 
 
-def test_constants_may_hold_anything() -> None:
+def test_constants_may_contain_anything_but_unescapable_control_characters() -> None:
     constant = '\n\u2028/\\"é😀'
     assert json.loads(walk(StructuredOutputs(json={"const": [constant, {constant: None}]}), 0)) == [
         constant,
         {constant: None},
     ]
-    for control in ("\x00", "\x1f", "\x7f"):  # but for what cannot be spelled
+    for control in ("\x00", "\x1f", "\x7f"):
         with pytest.raises(ParameterError, match="has a control character"):
             compiler().compile(StructuredOutputs(json={"properties": {"a": {"enum": [1, [control]]}}}))
 
@@ -119,29 +125,29 @@ def test_constants_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("maximum", -(1 << 63)),  # which would crash the process
+        ("maximum", -(1 << 63)),  # would crash the process
         ("minimum", (1 << 53) + 1),
         ("exclusiveMaximum", 1e16),
         ("const", (1 << 53) + 1),
         ("enum", [{"a": [1 << 64]}]),
-        ("exclusiveMinimum", True),  # as the fourth draft had it
+        ("exclusiveMinimum", True),  # as in draft 4
     ],
 )
-def test_numbers_that_cannot_be_kept_exactly_are_refused(keyword: str, value: Any) -> None:
+def test_numbers_that_cannot_be_represented_exactly_are_rejected(keyword: str, value: Any) -> None:
     schema = {"items": {"minimum": -(1 << 63), keyword: value}}
-    with pytest.raises(ParameterError, match=f"{keyword}, at #/items, has a number beyond") as caught:
+    with pytest.raises(ParameterError, match=f"{keyword}, at #/items, must be a number of at most") as caught:
         compiler().compile(StructuredOutputs(json=schema))
     assert caught.value.code == "invalid_constraint"
 
 
 @pytest.mark.parametrize("pattern", ["[a-z&&[^b]]", "[[:alpha:]]", "[a][+--]", "[a~~b]"])
-def test_classes_that_readers_of_patterns_understand_differently_are_refused(pattern: str) -> None:
+def test_character_classes_that_dialects_read_differently_are_rejected(pattern: str) -> None:
     for schema in ({"pattern": pattern}, {"patternProperties": {pattern: INTEGER}}):
-        with pytest.raises(ParameterError, match="has a class of characters"):
+        with pytest.raises(ParameterError, match="has a character class"):
             compiler().compile(StructuredOutputs(json=schema))
     assert accepts({**STRING, "pattern": r"^[\[\]&-]--~~&&[^]\[]$"}, '"&--~~&&x"')
 
 
-def test_choices_may_be_many() -> None:
+def test_thousands_of_choices_are_allowed() -> None:
     choices = [f"c{number}" for number in range(4096)]
     assert walk(StructuredOutputs(choice=choices), 0) in choices

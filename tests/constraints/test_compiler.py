@@ -1,4 +1,4 @@
-"""What can be compiled, and what is refused and why."""
+"""Which constraints compile, and which are rejected with which message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.constraints import Grammar, GrammarCompiler, Vocabulary
-from inflight.constraints.compiler import MAX_KEPT
+from inflight.constraints.compiler import MAX_CACHED
 from inflight.constraints.schema import MAX_OPTIONAL
 from inflight.errors import ParameterError
 from tests.constraints.walking import allowed_ids, compiler, vocabulary, walk
@@ -39,7 +39,7 @@ OBJECT = {"type": "object"}
         ({**OBJECT, "additionalProperties": {"minContains": 1}}, "minContains"),
     ],
 )
-def test_a_keyword_that_is_not_supported_is_named(schema: dict[str, Any], keyword: str) -> None:
+def test_unsupported_keyword_is_named(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(ParameterError) as caught:
         compiler().compile(StructuredOutputs(json=schema))
     assert caught.value.code == "unsupported_keyword"
@@ -54,17 +54,17 @@ def test_a_keyword_that_is_not_supported_is_named(schema: dict[str, Any], keywor
         {**OBJECT, "nullable": False, "unevaluatedProperties": True},
     ],
 )
-def test_a_keyword_that_is_not_supported_may_say_nothing(schema: dict[str, Any]) -> None:
+def test_unsupported_keyword_without_effect_is_accepted(schema: dict[str, Any]) -> None:
     assert walk(StructuredOutputs(json=schema), 0)
 
 
 @pytest.mark.parametrize(
     ("embedded", "message", "code"),
     [
-        ('{"nullable": true}', "behind %json: the keyword 'nullable', at #", "unsupported_keyword"),
+        ('{"nullable": true}', "after %json: the keyword 'nullable', at #", "unsupported_keyword"),
         ('{"items": {"requried": []}}', "'requried', at #/items", "unsupported_keyword"),
-        ('{"x-guidance": {"lenient": true}}', "x-guidance behind %json may have", "invalid_constraint"),
-        ("{", "what follows %json is no JSON", "invalid_constraint"),
+        ('{"x-guidance": {"lenient": true}}', "x-guidance after %json may only have", "invalid_constraint"),
+        ("{", "the text after %json is not JSON", "invalid_constraint"),
     ],
 )
 def test_schemas_in_a_grammar_are_checked(embedded: str, message: str, code: str) -> None:
@@ -75,17 +75,17 @@ def test_schemas_in_a_grammar_are_checked(embedded: str, message: str, code: str
     assert caught.value.code == code
 
 
-def test_an_expression_over_two_lines_hides_no_schema() -> None:
+def test_regex_over_two_lines_does_not_hide_a_schema() -> None:
     with pytest.raises(ParameterError, match="the keyword 'nullable'"):
         compiler().compile(StructuredOutputs(grammar='start: /x\n"/ %json {"nullable": true}'))
 
 
-def test_the_end_of_a_long_refusal_is_told() -> None:
+def test_long_error_message_keeps_its_end() -> None:
     with pytest.raises(ParameterError, match=r"a+ \.\.\. .*unclosed group"):
         compiler().compile(StructuredOutputs(regex="a" * 2000 + "("))
 
 
-def test_schemas_in_a_grammar_are_what_they_are_elsewhere() -> None:
+def test_schemas_in_a_grammar_are_rewritten_like_any_other() -> None:
     grammar = (
         'start: "%json {" one /\\/%json \\{/ // %json {\none: %json {"pattern": "^[^\\"]$", "type": "string"}'
     )
@@ -94,13 +94,13 @@ def test_schemas_in_a_grammar_are_what_they_are_elsewhere() -> None:
         assert len(json.loads(text.removeprefix("%json {").removesuffix("/%json {"))) == 1
 
 
-def test_a_grammar_may_say_how_its_json_is_set_out() -> None:
+def test_grammar_may_set_the_layout_of_its_json() -> None:
     layout = {"whitespace_flexible": False, "item_separator": "; "}
     grammar = f"start: %json {json.dumps({'x-guidance': layout, 'const': [1, 2]})}"
     assert walk(StructuredOutputs(grammar=grammar), 0) == "[1; 2]"
 
 
-def test_what_only_looks_like_a_keyword_is_none() -> None:
+def test_names_and_constants_are_not_mistaken_for_keywords() -> None:
     schema = {
         **OBJECT,
         "properties": {"not": {"enum": [{"if": 1}], "default": {"contains": 2}}},
@@ -110,22 +110,22 @@ def test_what_only_looks_like_a_keyword_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
-        ({"json": "{"}, "json is no JSON"),
-        ({"json": "[" * 100_000}, "json is no JSON|nested too deeply"),
+        ({"json": "{"}, "json is not JSON"),
+        ({"json": "[" * 100_000}, "json is not JSON|nested too deeply"),
         ({"json": '{"anyOf":[' * 400 + "{}" + "]}" * 400}, "is nested too deeply"),
-        ({"json": "3"}, "json is a int: a JSON schema is an object"),
+        ({"json": "3"}, "json is of type int: a JSON schema is an object"),
         ({"json": False}, "schema is false"),
         ({"json": {"type": "str"}}, "Invalid type: str"),
         ({"json": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
         ({"json": {"$ref": "http://example.com/s"}}, "http://example.com/s"),
         ({"json": {"$ref": "#/$defs/none"}}, "does not exist"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "incompatible types"),
-        ({"grammar": "start: a\na: a"}, "leads back to itself before anything is written"),
+        ({"grammar": "start: a\na: a"}, "refers to itself before it matches any text"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf overlap.*: use anyOf"),
         ({"json": {"pattern": r"[^a]\b[^\n]"}}, r"not supported: /\[\^a\]\\b\[\^\\n\]/$"),
-        ({"json": {"pattern": "a[b"}}, "a class of characters that is not closed"),
+        ({"json": {"pattern": "a[b"}}, "a character class that is not closed"),
         ({"json": {"type": "number", "multipleOf": -1}}, "must be a number above 0"),
         ({"json": {"properties": {str(i): {} for i in range(2000)}}}, "has 2000 that are not required"),
         ({"regex": "["}, "unclosed character class"),
@@ -142,13 +142,13 @@ def test_what_only_looks_like_a_keyword_is_none() -> None:
                     "triggers": ["<b"],
                 }
             },
-            "no trigger begins the structure '<a'",
+            "the structure '<a' begins with no trigger",
         ),
     ],
 )
-def test_mistakes_are_explained(given: dict[str, Any], message: str) -> None:
+def test_invalid_constraint_is_explained(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message) as caught:
-        compiler().compile(StructuredOutputs(**given))
+        compiler().compile(StructuredOutputs(**fields))
     assert caught.value.param == "structured_outputs"
     assert "llguidance" not in str(caught.value)
 
@@ -157,7 +157,7 @@ NODE = {**OBJECT, "properties": {"next": {"$ref": "#/$defs/node"}}}
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "pointer"),
     [
         ({"$ref": "#"}, "#"),
         ({"allOf": [{"$ref": "#"}]}, "#"),
@@ -175,8 +175,8 @@ NODE = {**OBJECT, "properties": {"next": {"$ref": "#/$defs/node"}}}
         ),
     ],
 )
-def test_what_never_comes_to_an_end_is_refused(schema: dict[str, Any], place: str) -> None:
-    with pytest.raises(ParameterError, match=re.escape(f": {place} leads back to itself for ever")) as caught:
+def test_schema_without_finite_values_is_rejected(schema: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(f": {pointer} refers back to itself")) as caught:
         compiler().compile(StructuredOutputs(json=schema))
     assert caught.value.code == "invalid_constraint"
 
@@ -193,11 +193,11 @@ def test_what_never_comes_to_an_end_is_refused(schema: dict[str, Any], place: st
         {"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1},
     ],
 )
-def test_what_may_come_to_an_end_is_not(schema: dict[str, Any]) -> None:
+def test_recursive_schema_with_finite_values_is_accepted(schema: dict[str, Any]) -> None:
     compiler().compile(StructuredOutputs(json=schema))
 
 
-def test_a_text_ends_only_where_its_grammar_may_and_must_where_nothing_follows() -> None:
+def test_end_token_is_allowed_where_the_text_may_end_and_forced_where_it_must() -> None:
     (end,) = vocabulary().eos_token_ids
     matcher = compiler().compile(StructuredOutputs(choice=["a", "aab"])).matcher()
     pieces = vocabulary().pieces
@@ -208,12 +208,12 @@ def test_a_text_ends_only_where_its_grammar_may_and_must_where_nothing_follows()
     assert allowed_ids(matcher) == [pieces.index(b"b")]
     matcher.advance([pieces.index(b"b")])
     assert allowed_ids(matcher) == [end]
-    matcher.advance([end, end])  # of requests that ignore it
+    matcher.advance([end, end])  # as with ignore_eos
     assert allowed_ids(matcher) == [end]
     assert matcher.error is None
 
 
-def test_special_tokens_spell_no_text() -> None:
+def test_special_tokens_do_not_spell_text() -> None:
     special = vocabulary().pieces[vocabulary().eos_token_ids[0]].decode()
     for seed in range(3):
         assert walk(StructuredOutputs(choice=[special]), seed) == special
@@ -221,7 +221,7 @@ def test_special_tokens_spell_no_text() -> None:
     assert not vocabulary().special_ids & set(allowed_ids(matcher))
 
 
-def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
+def test_matchers_of_one_grammar_are_independent() -> None:
     grammar = compiler().compile(StructuredOutputs(choice=["abc"]))
     first, second = grammar.matcher(), grammar.matcher()
     start = allowed_ids(second)
@@ -230,31 +230,31 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
     assert allowed_ids(grammar.matcher()) == start
 
 
-def test_a_forbidden_token_is_an_error_that_stays() -> None:
+def test_forbidden_token_is_a_permanent_error() -> None:
     grammar = compiler().compile(StructuredOutputs(choice=["abc"]))
     matcher = grammar.matcher()
     matcher.advance([vocabulary().pieces.index(b"z")])
-    assert matcher.error == "a token came that it forbids"
+    assert matcher.error == "it does not allow a token that was sampled"
     assert allowed_ids(matcher) == []
     assert grammar.matcher().error is None
 
 
-def test_grammars_and_refusals_are_kept_but_not_for_ever() -> None:
+def test_grammars_and_rejections_are_cached_until_evicted() -> None:
     small = GrammarCompiler(lambda: Vocabulary([b"a", b"b", b""], frozenset(), (2,)))
-    asked, wrong = StructuredOutputs(choice=["a"]), StructuredOutputs(json={"not": {}})
-    assert not small.is_compiled(asked)
-    assert small.compile(asked) is small.compile(StructuredOutputs(choice=["a"]))
+    valid, invalid = StructuredOutputs(choice=["a"]), StructuredOutputs(json={"not": {}})
+    assert not small.is_compiled(valid)
+    assert small.compile(valid) is small.compile(StructuredOutputs(choice=["a"]))
     for _ in range(2):
         with pytest.raises(ParameterError, match="'not'"):
-            small.compile(wrong)
-    assert small.is_compiled(asked)
-    assert small.is_compiled(wrong)
-    for number in range(1, MAX_KEPT + 1):
+            small.compile(invalid)
+    assert small.is_compiled(valid)
+    assert small.is_compiled(invalid)
+    for number in range(1, MAX_CACHED + 1):
         small.compile(StructuredOutputs(choice=["a" * number]))
-    assert not small.is_compiled(wrong)
+    assert not small.is_compiled(invalid)
 
 
-def test_warming_up_makes_what_the_first_constraint_would_wait_for() -> None:
+def test_warm_up_builds_the_vocabulary_once() -> None:
     made: list[Vocabulary] = []
 
     def make() -> Vocabulary:
@@ -268,8 +268,7 @@ def test_warming_up_makes_what_the_first_constraint_would_wait_for() -> None:
     assert len(made) == 1
 
 
-def test_a_grammar_that_grows_in_use_fails_alone() -> None:
-    """It can be compiled; a step at a limit is an error of its matcher."""
+def test_grammar_that_reaches_a_limit_in_use_fails_its_matcher() -> None:
     matcher = compiler().compile(StructuredOutputs(regex="((a{1,100}){1,100}){1,100}")).matcher()
     token = vocabulary().pieces.index(b"a")
     for _ in range(200):
@@ -279,7 +278,7 @@ def test_a_grammar_that_grows_in_use_fails_alone() -> None:
     assert matcher.error is not None
 
 
-def test_as_many_optional_properties_as_may_be_can_be_followed() -> None:
+def test_maximum_number_of_optional_properties_can_be_followed() -> None:
     names = [f"p{number}" for number in range(MAX_OPTIONAL)]
     schema = {
         **OBJECT,
@@ -289,15 +288,15 @@ def test_as_many_optional_properties_as_may_be_can_be_followed() -> None:
     assert walk(StructuredOutputs(json={**schema, "required": names[-1:]}), 0)
 
 
-def test_slow_grammars_of_one_tenant_leave_a_thread_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammars_of_one_tenant_leave_a_thread_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     shared, proceed, begun = GrammarCompiler(vocabulary), threading.Event(), threading.Semaphore(0)
     compile_ = shared._compile
 
-    def compile_slowly(is_large: bool, asked: StructuredOutputs) -> Grammar:
-        if "slow" in asked.text:
+    def compile_slowly(is_large: bool, constraint: StructuredOutputs) -> Grammar:
+        if "slow" in constraint.text:
             begun.release()
             proceed.wait(60)
-        return compile_(is_large, asked)
+        return compile_(is_large, constraint)
 
     monkeypatch.setattr(shared, "_compile", compile_slowly)
     slow = [shared.begin(StructuredOutputs(choice=["slow", f"{i}"]), "a") for i in range(8)]

@@ -1,4 +1,4 @@
-"""Whatever is drawn, the text is valid."""
+"""Random walks through a grammar always give valid texts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ NUM_SCHEMAS = 501  # about 7 ms each
 @pytest.mark.parametrize("part", range(3))
 def test_random_texts_of_random_schemas_are_valid(part: int) -> None:
     for seed in range(part * NUM_SCHEMAS // 3, (part + 1) * NUM_SCHEMAS // 3):
-        given = schema(random.Random(seed))
-        text = walk(StructuredOutputs(json=given), seed)
-        jsonschema.Draft202012Validator(given).validate(json.loads(text))
+        random_schema = schema(random.Random(seed))
+        text = walk(StructuredOutputs(json=random_schema), seed)
+        jsonschema.Draft202012Validator(random_schema).validate(json.loads(text))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_json_object(seed: int) -> None:
+def test_json_object_gives_an_object(seed: int) -> None:
     assert isinstance(json.loads(walk(StructuredOutputs(json_object=True), seed)), dict)
 
 
 @pytest.mark.parametrize("pattern", ["[ab]{2,5}-\\d+", "(yes|no)!?", "[^x]{1,9}", "a/b\\.c?", "é|[あ-ん]{2}"])
-def test_regular_expressions_match_from_beginning_to_end(pattern: str) -> None:
+def test_regex_matches_the_whole_text(pattern: str) -> None:
     for seed in range(5):
         assert re.fullmatch(pattern, walk(StructuredOutputs(regex=pattern), seed))
 
 
-def test_one_of_the_choices_and_every_one_of_them() -> None:
+def test_every_choice_can_be_generated_and_nothing_else() -> None:
     choices = ["yes", "yes, but", 'a "quoted"\n\\one', "日本"]
-    found = {walk(StructuredOutputs(choice=choices), seed) for seed in range(60)}
-    assert found == set(choices)
+    texts = {walk(StructuredOutputs(choice=choices), seed) for seed in range(60)}
+    assert texts == set(choices)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_one_of_the_choices_and_every_one_of_them() -> None:
         ("start: NAME\nNAME: /[a-z]{3}/ & /.*b.*/", "[a-z]{3}"),
     ],
 )
-def test_grammars_of_both_syntaxes(grammar: str, expected: str) -> None:
+def test_lark_and_gbnf_grammars_are_followed(grammar: str, expected: str) -> None:
     for seed in range(5):
         text = walk(StructuredOutputs(grammar=grammar), seed)
         assert re.fullmatch(expected, text)
         assert text.count("[") == text.count("]")
 
 
-def test_structural_tags_constrain_what_a_trigger_begins() -> None:
+def test_structural_tag_constrains_text_after_a_trigger() -> None:
     tags = {
         "structures": [
             {"begin": "<f=one>", "schema": {"type": "boolean"}, "end": "</f>"},
@@ -64,7 +64,7 @@ def test_structural_tags_constrain_what_a_trigger_begins() -> None:
         ],
         "triggers": ["<f="],
     }
-    asked = StructuredOutputs(structural_tag=tags)
+    constraint = StructuredOutputs(structural_tag=tags)
     for seed in range(5):
-        for call in walk(asked, seed).split("<f=")[1:]:
+        for call in walk(constraint, seed).split("<f=")[1:]:
             assert re.match(r"one>\s?(true|false)\s?</f>|two>\s*\[\s*1\s*\]\s*</f>", call)

@@ -1,4 +1,4 @@
-"""A compiler over the built-in model's tokens, and random texts that a constraint allows."""
+"""A compiler with the built-in model's tokens, and random walks through a constraint's grammar."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     return ids
 
 
-def walk(asked: StructuredOutputs, seed: int) -> str:
-    """A text of random tokens, every one of them allowed. After a while, of those that come to an end sooner."""
-    words, matcher = vocabulary(), compiler().compile(asked).matcher()
+def walk(constraint: StructuredOutputs, seed: int) -> str:
+    """Return a text of random allowed tokens, preferring those that close brackets after a while."""
+    words, matcher = vocabulary(), compiler().compile(constraint).matcher()
     generator, ids = random.Random(seed), list[int]()
     (end,) = words.eos_token_ids
     while len(ids) < MAX_TOKENS:

@@ -146,7 +146,7 @@ async def test_a_slow_reader_gets_several_tokens_at_a_time(engine: AsyncEngine, 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
 @pytest.mark.parametrize("include", [False, True])
-async def test_stop_strings(kind: Any, include: bool, engine: AsyncEngine, llm: LLM) -> None:
+async def test_stop_string_ends_the_stream(kind: Any, include: bool, engine: AsyncEngine, llm: LLM) -> None:
     text = llm.generate(TEXT, GREEDY)[0].outputs[0].text
     stop = text[20:23]
     params = replace(GREEDY, stop=stop, include_stop_str_in_output=include)
@@ -161,7 +161,7 @@ async def test_stop_strings(kind: Any, include: bool, engine: AsyncEngine, llm: 
 # ---- many at once ----
 
 
-async def test_two_thousand_requests(folder: Folder, llm: LLM) -> None:
+async def test_two_thousand_concurrent_requests_all_finish(folder: Folder, llm: LLM) -> None:
     prompts = [[5 + i % 300, 7 + i % 11, *range(1, 1 + i % 5)] for i in range(2000)]
     params = [
         SamplingParams(temperature=float(i % 2), seed=i, max_tokens=1 + i % 4, ignore_eos=True)
@@ -176,7 +176,7 @@ async def test_two_thousand_requests(folder: Folder, llm: LLM) -> None:
         await until_idle(engine)
 
 
-async def test_several_answers_to_one_prompt(engine: AsyncEngine, llm: LLM) -> None:
+async def test_several_answers_are_streamed(engine: AsyncEngine, llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
     (expected,) = llm.generate(TEXT, params)
     assert (await final(engine, TEXT, params)).outputs == expected.outputs
@@ -189,7 +189,7 @@ async def test_several_answers_to_one_prompt(engine: AsyncEngine, llm: LLM) -> N
     assert all(answer.finish_reason == "length" for answer in output.outputs)
 
 
-async def test_answers_that_end_at_different_times(engine: AsyncEngine, llm: LLM) -> None:
+async def test_answers_may_end_at_different_times(engine: AsyncEngine, llm: LLM) -> None:
     params = SamplingParams(n=4, temperature=1.5, seed=2, max_tokens=60, stop=["e", "a"])
     (expected,) = llm.generate(TEXT, params)
     assert len({len(answer.token_ids) for answer in expected.outputs}) > 1
@@ -211,7 +211,7 @@ async def test_chat(engine: AsyncEngine, llm: LLM) -> None:
 # ---- leaving ----
 
 
-async def test_abort_by_id(engine: AsyncEngine, llm: LLM) -> None:
+async def test_request_is_aborted_by_id(engine: AsyncEngine, llm: LLM) -> None:
     whole = llm.generate(TEXT, ENDLESS)[0].outputs[0].token_ids
     outputs = []
     async for output in engine.generate(TEXT, ENDLESS, "mine"):
@@ -239,7 +239,7 @@ async def test_abort_ends_all_answers(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("delay", range(1, 6))
-async def test_abort_while_the_answers_are_added(delay: int, engine: AsyncEngine) -> None:
+async def test_abort_during_the_start_ends_all_answers(delay: int, engine: AsyncEngine) -> None:
     """An answer that was not there yet when its request was aborted must not come afterwards."""
 
     async def consume() -> list[str | None]:
@@ -283,7 +283,7 @@ async def test_a_cancelled_task_frees_everything(n: int, kind: Any, engine: Asyn
 
 
 @pytest.mark.parametrize("delay", range(6))
-async def test_a_task_cancelled_at_its_beginning(delay: int, engine: AsyncEngine) -> None:
+async def test_task_cancelled_at_its_start_frees_everything(delay: int, engine: AsyncEngine) -> None:
     """After `delay` turns of the event loop, some of them in the middle of adding the answers."""
 
     async def consume() -> None:
@@ -299,13 +299,13 @@ async def test_a_task_cancelled_at_its_beginning(delay: int, engine: AsyncEngine
     assert engine._calls == {}
 
 
-async def test_a_generator_that_was_never_begun_costs_nothing(engine: AsyncEngine) -> None:
+async def test_generator_that_was_never_started_holds_nothing(engine: AsyncEngine) -> None:
     stream = engine.generate(TEXT, ENDLESS)
     await stream.aclose()
     assert (await engine.stats()).num_prompt_tokens == 0
 
 
-async def test_neighbours_of_those_who_leave_are_unchanged(folder: Folder, llm: LLM) -> None:
+async def test_aborted_requests_do_not_change_others(folder: Folder, llm: LLM) -> None:
     expected = llm.generate([[i] * 9 for i in range(5, 15)], GREEDY)
     async with running(folder(), num_blocks=20, pipeline_depth=2) as engine:
 
@@ -326,7 +326,7 @@ async def test_neighbours_of_those_who_leave_are_unchanged(folder: Folder, llm: 
 # ---- refusals and failures ----
 
 
-async def test_an_id_in_use_is_refused(engine: AsyncEngine, llm: LLM) -> None:
+async def test_request_id_in_use_is_rejected(engine: AsyncEngine, llm: LLM) -> None:
     first = engine.generate(TEXT, GREEDY, "same")
     await anext(first)
     with pytest.raises(RequestError, match="'same' is already in use"):
@@ -336,7 +336,7 @@ async def test_an_id_in_use_is_refused(engine: AsyncEngine, llm: LLM) -> None:
     assert (await final(engine, TEXT, GREEDY, request_id="same")).finished
 
 
-async def test_bad_requests_are_refused(engine: AsyncEngine, llm: LLM) -> None:
+async def test_invalid_requests_are_rejected(engine: AsyncEngine, llm: LLM) -> None:
     with pytest.raises(PromptError, match="empty"):
         await anext(engine.generate("", GREEDY))
     with pytest.raises(ParameterError, match="320"):
@@ -350,7 +350,7 @@ async def test_bad_requests_are_refused(engine: AsyncEngine, llm: LLM) -> None:
     assert (await final(engine, TEXT, GREEDY)).outputs == llm.generate(TEXT, GREEDY)[0].outputs
 
 
-async def test_unknown_options_and_no_tokenizer(folder: Folder) -> None:
+async def test_unknown_options_and_missing_tokenizer_are_errors(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         await AsyncEngine.start(folder(), max_tokens=3)
     async with running(folder(), skip_tokenizer_init=True, enforce_eager=True) as engine:
@@ -362,7 +362,7 @@ async def test_unknown_options_and_no_tokenizer(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 4])
-async def test_a_full_queue(n: int, folder: Folder) -> None:
+async def test_full_queue_rejects_requests(n: int, folder: Folder) -> None:
     """With several answers, those that found a place in the queue must not stay in it."""
     async with running(folder(), max_queue=2, max_num_seqs=1) as engine:
         held = engine.generate(TEXT, ENDLESS)
@@ -439,7 +439,7 @@ async def test_closing_ends_open_streams(n: int, folder: Folder) -> None:
         assert not (await engine.health()).healthy
 
 
-async def test_as_a_context_manager(folder: Folder) -> None:
+async def test_context_manager_closes_the_engine(folder: Folder) -> None:
     async with await AsyncEngine.start(str(folder())) as engine:
         assert engine.max_model_len == 512
         assert (await final(engine, TEXT, GREEDY)).finished

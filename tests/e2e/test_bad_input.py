@@ -55,39 +55,39 @@ def refused(error: type[InflightError], *words: str, **options: Any) -> None:
 # ---- the checkpoint ----
 
 
-def test_unknown_architecture(copy: Path) -> None:
+def test_unknown_architecture_is_rejected(copy: Path) -> None:
     change_config(copy, architectures=["MambaForCausalLM"], model_type="mamba")
     refused(UnknownArchitectureError, "MambaForCausalLM", "LlamaForCausalLM", model=copy)
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_missing_folder_is_rejected(tmp_path: Path) -> None:
     refused(ModelError, "nowhere", "does not exist", model=tmp_path / "nowhere")
 
 
-def test_missing_config(copy: Path) -> None:
+def test_missing_config_is_rejected(copy: Path) -> None:
     (copy / "config.json").unlink()
     refused(ModelError, "config.json", model=copy)
 
 
-def test_missing_tokenizer(copy: Path) -> None:
+def test_missing_tokenizer_is_rejected(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     refused(ModelError, "tokenizer.json", "skip_tokenizer_init", model=copy)
     assert LLM(copy, skip_tokenizer_init=True).generate(PROMPT, GREEDY)[0].outputs[0].text == ""
 
 
-def test_missing_weights(copy: Path) -> None:
+def test_missing_weights_are_rejected(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     refused(WeightsError, "model.safetensors", model=copy)
 
 
 @pytest.mark.parametrize("size", [0, 5, 1000, -1])
-def test_truncated_weights(size: int, copy: Path) -> None:
+def test_truncated_weights_are_rejected(size: int, copy: Path) -> None:
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     refused(WeightsError, "model.safetensors", "truncated or damaged", model=copy)
 
 
-def test_config_and_weights_disagree(copy: Path) -> None:
+def test_weights_that_contradict_the_config_are_rejected(copy: Path) -> None:
     change_config(copy, num_hidden_layers=4)
     refused(WeightsError, "num_hidden_layers is 4", "3 layers", model=copy)
     change_config(copy, num_hidden_layers=3, intermediate_size=128)
@@ -97,7 +97,7 @@ def test_config_and_weights_disagree(copy: Path) -> None:
 # ---- options ----
 
 
-def test_unknown_option(folder: Folder) -> None:
+def test_unknown_option_is_rejected(folder: Folder) -> None:
     refused(ConfigError, "max_tokens", "max_model_len", model=folder(), max_tokens=5)
 
 
@@ -119,7 +119,9 @@ def test_unknown_option(folder: Folder) -> None:
         ({"gpu_memory_utilization": 1.5}, ("1.5",)),
     ],
 )
-def test_options_out_of_range(options: dict[str, Any], words: tuple[str, ...], folder: Folder) -> None:
+def test_options_out_of_range_are_rejected(
+    options: dict[str, Any], words: tuple[str, ...], folder: Folder
+) -> None:
     refused(ConfigError, *words, model=folder(), **options)
 
 
@@ -134,11 +136,13 @@ def test_options_out_of_range(options: dict[str, Any], words: tuple[str, ...], f
         ({"kv_cache_memory": 10**16}, ("10,000,000,000,000,000 bytes", "available")),
     ],
 )
-def test_kv_budgets_that_cannot_work(options: dict[str, Any], words: tuple[str, ...], folder: Folder) -> None:
+def test_too_small_kv_budgets_are_rejected(
+    options: dict[str, Any], words: tuple[str, ...], folder: Folder
+) -> None:
     refused(KVBudgetError, *words, model=folder(), **options)
 
 
-def test_a_small_budget_cuts_the_context(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_small_kv_budget_shortens_the_context(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(folder(), num_blocks=2)
     assert llm.max_model_len == 32
     assert "32" in caplog.text
@@ -199,13 +203,13 @@ def goes_on(request: pytest.FixtureRequest) -> Any:
         pytest.param("a lone \ud800", "U+D800", id="surrogate"),
     ],
 )
-def test_bad_prompts(prompt: Any, words: str, llm: LLM) -> None:
+def test_invalid_prompts_are_rejected(prompt: Any, words: str, llm: LLM) -> None:
     with pytest.raises(PromptError) as caught:
         llm.generate(prompt, GREEDY)
     assert words in str(caught.value)
 
 
-def test_one_bad_prompt_of_many_is_named_and_none_runs(llm: LLM) -> None:
+def test_rejected_prompt_is_named_and_none_runs(llm: LLM) -> None:
     steps = llm.stats().num_steps
     with pytest.raises(PromptError) as caught:
         llm.generate([PROMPT, PROMPT, [999], PROMPT], GREEDY)
@@ -237,13 +241,13 @@ def test_one_bad_prompt_of_many_is_named_and_none_runs(llm: LLM) -> None:
         lambda: SamplingParams(max_tokens=5, min_tokens=6),
     ],
 )
-def test_params_out_of_range_are_never_made(make: Callable[[], SamplingParams]) -> None:
+def test_params_out_of_range_are_rejected(make: Callable[[], SamplingParams]) -> None:
     with pytest.raises(ParameterError, match=r" is |must"):
         make()
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_token_ids_beyond_the_vocabulary(name: str, llm: LLM) -> None:
+def test_token_ids_beyond_the_vocabulary_are_rejected(name: str, llm: LLM) -> None:
     value: Any = {320: 1.0} if name == "logit_bias" else [320]
     params = SamplingParams(**{name: value})
     with pytest.raises(ParameterError, match=f"{name} has the token id 320: ids must be from 0 to 319"):
@@ -251,19 +255,19 @@ def test_token_ids_beyond_the_vocabulary(name: str, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("priority", [1.5, "1", None, True, float("nan"), 2**40])
-def test_bad_priorities(priority: Any, llm: LLM) -> None:
+def test_invalid_priorities_are_rejected(priority: Any, llm: LLM) -> None:
     with pytest.raises(ParameterError, match="priorit"):
         llm.generate([PROMPT], GREEDY, priority=[priority])
 
 
 @pytest.mark.parametrize("tenant", [5, None, "x" * 300, b"x"])
-def test_bad_tenants(tenant: Any, llm: LLM) -> None:
+def test_invalid_tenants_are_rejected(tenant: Any, llm: LLM) -> None:
     with pytest.raises(ParameterError, match="tenant"):
         llm.generate([PROMPT], GREEDY, tenant=[tenant])
 
 
 @pytest.mark.parametrize("salt", [5, "x" * 300, "\udc80"])
-def test_bad_salts(salt: Any, llm: LLM) -> None:
+def test_invalid_salts_are_rejected(salt: Any, llm: LLM) -> None:
     with pytest.raises(ParameterError, match="cache_salt is"):
         llm.generate({"prompt_token_ids": PROMPT, "cache_salt": salt}, GREEDY)
 
@@ -293,7 +297,7 @@ def test_extreme_but_legal_params_run(llm: LLM) -> None:
             assert len(answer.token_ids) + len(PROMPT) <= 64
 
 
-def test_a_full_queue_refuses_and_forgets(folder: Folder) -> None:
+def test_full_queue_rejects_requests_and_keeps_nothing(folder: Folder) -> None:
     llm = LLM(folder(), max_queue=2, max_num_seqs=1)
     expected = llm.generate([PROMPT] * 3, GREEDY)
     with pytest.raises(
@@ -304,7 +308,7 @@ def test_a_full_queue_refuses_and_forgets(folder: Folder) -> None:
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_text_that_the_model_has_no_tokens_for(copy: Path) -> None:
+def test_text_with_tokens_beyond_the_vocabulary_is_rejected(copy: Path) -> None:
     """A tokenizer that knows more tokens than the model must not make a neighbour's step fail."""
     from transformers import LlamaForCausalLM
 

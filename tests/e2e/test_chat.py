@@ -89,7 +89,7 @@ async def test_a_spelled_special_token_is_text(case: str, chat: Chat, llm: LLM) 
     assert tokenizer.decode(spelled.prompt_token_ids, skip_special_tokens=False) == spelled.prompt
 
 
-async def test_ordinary_chats_have_the_templates_ids(chat: Chat, llm: LLM) -> None:
+async def test_chat_prompts_match_the_template(chat: Chat, llm: LLM) -> None:
     output = await chat([{"role": "user", "content": "hello"}], tools=[tool("look", "where", "a place")])
     assert output.prompt is not None
     assert output.prompt.startswith('<|system|>[{"type": "function"')
@@ -107,7 +107,7 @@ ENOUGH = SamplingParams(temperature=1.0, seed=5, max_tokens=200)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-async def test_a_call_that_must_come(choice: Any, llm: LLM, engine: AsyncEngine) -> None:
+async def test_required_tool_is_called(choice: Any, llm: LLM, engine: AsyncEngine) -> None:
     messages = [{"role": "user", "content": "hello"}]
     options: dict[str, Any] = {"tools": [LOOK], "tool_choice": choice, "parallel_tool_calls": False}
     (answer,) = llm.chat(messages, ENOUGH, use_tqdm=False, **options)[0].outputs
@@ -121,7 +121,7 @@ async def test_a_call_that_must_come(choice: Any, llm: LLM, engine: AsyncEngine)
     assert (same.name, same.arguments) == (call.name, call.arguments)
 
 
-async def test_messages_of_all_forms(chat: Chat) -> None:
+async def test_all_forms_of_messages_are_accepted(chat: Chat) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     plain = await chat([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}])
@@ -150,14 +150,14 @@ async def test_messages_of_all_forms(chat: Chat) -> None:
         ({"reasoning_effort": 3}, "reasoning_effort"),
     ],
 )
-async def test_what_a_chat_refuses(chat: Chat, options: dict[str, Any], param: str) -> None:
+async def test_invalid_chats_are_rejected(chat: Chat, options: dict[str, Any], param: str) -> None:
     with pytest.raises(ParameterError) as refusal:
         await chat([{"role": "user", "content": "hello"}], **options)
     assert refusal.value.param == param
 
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
-def test_parsers_that_there_are_not(with_tools: Path, name: str) -> None:
+def test_unknown_parsers_are_rejected(with_tools: Path, name: str) -> None:
     options: dict[str, Any] = {name: "nope"}
     with pytest.raises(ConfigError, match=r"unknown .* parser 'nope': choose one of \w+, "):
         LLM(with_tools, show_progress=False, **options)

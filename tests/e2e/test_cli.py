@@ -42,7 +42,7 @@ def test_one_prompt_prints_its_answer_and_nothing_else(folder: Folder) -> None:
     assert result.stdout == expected(folder(), [TEXT])[0] + "\n"
 
 
-def test_several_prompts_as_json_lines(folder: Folder) -> None:
+def test_several_prompts_print_json_lines(folder: Folder) -> None:
     prompts = [TEXT, "A batch", "Numbers such as 12"]
     given = [argument for prompt in prompts for argument in ("-p", prompt)]
     result = run("generate", folder(), *given, *GREEDY, "--json", "--logprobs", 1, "-n", 2)
@@ -61,7 +61,7 @@ def test_several_prompts_as_json_lines(folder: Folder) -> None:
         assert 0 <= line["seconds"]["first_token"] <= line["seconds"]["total"]
 
 
-def test_prompts_from_a_file_and_from_standard_input(folder: Folder, tmp_path: Path) -> None:
+def test_prompts_are_read_from_a_file_and_standard_input(folder: Folder, tmp_path: Path) -> None:
     text = f"{TEXT}\n\nA batch\n"
     file = tmp_path / "prompts.txt"
     file.write_text(text)
@@ -72,12 +72,12 @@ def test_prompts_from_a_file_and_from_standard_input(folder: Folder, tmp_path: P
         assert f"── {prompt}\n{answer}\n" in from_file.stdout
 
 
-def test_chat_goes_through_the_template(folder: Folder) -> None:
+def test_chat_uses_the_template(folder: Folder) -> None:
     result = run("generate", folder(), "--chat", "-p", "hello", *GREEDY)
     assert result.stdout == expected(folder(), ["<|user|>hello<|end|><|assistant|>"])[0] + "\n"
 
 
-def test_a_template_in_place_of_the_checkpoints(folder: Folder, tmp_path: Path) -> None:
+def test_template_flag_overrides_the_checkpoint(folder: Folder, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0].content }}!")
     for template in (file, file.read_text()):
@@ -87,7 +87,7 @@ def test_a_template_in_place_of_the_checkpoints(folder: Folder, tmp_path: Path) 
         run("generate", folder(), "--chat", "--chat-template", tmp_path / "nowhere", "-p", "hello")
 
 
-def test_answers_are_printed_as_they_are(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_printed_unchanged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """No colour, no emoji codes, no wrapping."""
     from inflight.text import IncrementalDetokenizer
 
@@ -97,7 +97,7 @@ def test_answers_are_printed_as_they_are(folder: Folder, monkeypatch: pytest.Mon
     assert run("generate", folder(), "-p", TEXT, *GREEDY).stdout == text + "\n"
 
 
-def test_the_checkpoint_recommends_and_options_override(folder: Folder, tmp_path: Path) -> None:
+def test_options_override_the_checkpoints_defaults(folder: Folder, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
@@ -111,7 +111,7 @@ def test_the_checkpoint_recommends_and_options_override(folder: Folder, tmp_path
     assert len(longer["token_ids"]) == 7
 
 
-def test_version_and_help() -> None:
+def test_version_and_help_are_printed() -> None:
     assert run("--version").stdout == f"inflight {inflight.__version__}\n"
     text = run("generate", "--help").stdout
     for option in ("--prompt", "--max-tokens", "--temperature", "--policy", "--kv-cache-memory"):
@@ -162,7 +162,7 @@ def test_errors_are_one_line(
     assert words in error_line(monkeypatch, capsys, "generate", folder(), *arguments)
 
 
-def test_a_prompts_file_that_is_not_text(
+def test_prompts_file_that_is_not_text_is_an_error(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
@@ -171,7 +171,7 @@ def test_a_prompts_file_that_is_not_text(
     )
 
 
-def test_a_missing_model(
+def test_missing_model_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = error_line(monkeypatch, capsys, "generate", tmp_path / "nowhere", "-p", TEXT)
@@ -213,7 +213,7 @@ def test_no_prompt_is_a_usage_error(folder: Folder) -> None:
     assert "--prompts-file" in result.output
 
 
-def test_ctrl_c_within_the_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_with_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: EngineCore) -> None:
         raise KeyboardInterrupt
 
@@ -238,7 +238,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_answers(folder: Folder) -> None:
+def test_command_works_as_a_process(folder: Folder) -> None:
     process = start("generate", folder(), "-p", TEXT, *GREEDY)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")

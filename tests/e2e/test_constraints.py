@@ -1,4 +1,4 @@
-"""Constrained answers, from prompts to texts, in every company."""
+"""Constrained answers from prompt to text, alone and in batches with other requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
 
 
 def answers(llm: LLM, params: list[SamplingParams], prompts: list[str] = PROMPTS) -> list[Any]:
-    """Of every prompt with every one of the parameters."""
+    """Return the tokens and finish reason of every prompt with each of the parameters."""
     pairs = [(prompt, each) for prompt in prompts for each in params]
     outputs = run(llm, [prompt for prompt, _ in pairs], [each for _, each in pairs])
     return [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
@@ -58,11 +58,11 @@ def answers(llm: LLM, params: list[SamplingParams], prompts: list[str] = PROMPTS
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[Any]:
-    """Every request by itself."""
+    """The answers when every request runs alone."""
     return [answers(llm, [each], [prompt])[0] for prompt in PROMPTS for each in MIXED]
 
 
-def test_every_kind_gives_what_it_says(llm: LLM) -> None:
+def test_every_kind_of_constraint_is_followed(llm: LLM) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"regex": "[a-c]{3}-\\d{2}"}, "[a-c]{3}-\\d{2}"),
         ({"choice": ["yes", "no"]}, "yes|no"),
@@ -70,7 +70,7 @@ def test_every_kind_gives_what_it_says(llm: LLM) -> None:
         ({"grammar": 'root ::= "a" [0-9]{2,3} "b"'}, "a\\d{2,3}b"),
         ({"json": {"type": "boolean"}}, "true|false"),
     ]
-    params = [replace(PLAIN, structured_outputs=StructuredOutputs(**given)) for given, _ in cases]
+    params = [replace(PLAIN, structured_outputs=StructuredOutputs(**fields)) for fields, _ in cases]
     for (_, pattern), output in zip(cases, run(llm, [PROMPTS[0]] * len(cases), params), strict=True):
         assert output.outputs[0].finish_reason == "stop"
         assert re.fullmatch(pattern, output.outputs[0].text)
@@ -79,7 +79,7 @@ def test_every_kind_gives_what_it_says(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"temperature": 0}, {"top_p": 0.9, "top_k": 20}, {"frequency_penalty": 1.0}]
 )
-def test_schemas_hold_whatever_the_parameters(llm: LLM, more: dict[str, Any]) -> None:
+def test_schema_is_followed_with_any_sampling_parameters(llm: LLM, more: dict[str, Any]) -> None:
     outputs = run(llm, PROMPTS, replace(JSON, n=2, logprobs=2, max_tokens=300, **more))
     for output in outputs:
         for answer in output.outputs:
@@ -102,8 +102,8 @@ SCARCE: dict[str, Any] = {"num_blocks": 24, "policy": GREEDY_CONTINUOUS}
         SCARCE | {"pipeline_depth": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8},
     ],
 )
-def test_tokens_are_those_of_the_request_alone(expected: list[Any], options: dict[str, Any]) -> None:
-    """Constrained or not, in a crowd, in chunks, preempted and replayed, with hits in the prefix cache."""
+def test_tokens_do_not_depend_on_the_batch(expected: list[Any], options: dict[str, Any]) -> None:
+    """Constrained or not, batched, chunked, preempted and replayed, with prefix cache hits."""
     with LLM(show_progress=False, block_size=4, **options) as crowded:
         assert answers(crowded, MIXED) == expected
         assert answers(crowded, MIXED) == expected
@@ -111,7 +111,7 @@ def test_tokens_are_those_of_the_request_alone(expected: list[Any], options: dic
         assert (crowded.stats().num_preemptions > 0) == ("num_blocks" in options)
 
 
-def test_the_torch_sampler_draws_the_same(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_sampler_samples_the_same_tokens(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight.execution import runner
     from inflight.execution.sampling import Sampler, SamplingRows
 
@@ -122,7 +122,7 @@ def test_the_torch_sampler_draws_the_same(expected: list[Any], monkeypatch: pyte
         assert answers(other, MIXED) == expected
 
 
-def test_masks_combine_with_all_else_that_forbids(llm: LLM) -> None:
+def test_masks_combine_with_bias_bad_words_and_allowed_tokens(llm: LLM) -> None:
     no = llm.get_tokenizer().encode("no", add_special_tokens=False)
     for more in (
         {"logit_bias": {no[0]: 100.0}},
@@ -136,55 +136,55 @@ def test_masks_combine_with_all_else_that_forbids(llm: LLM) -> None:
     assert output.outputs[0].text.endswith('"age"')
 
 
-def test_where_nothing_is_left_the_request_fails_alone(llm: LLM) -> None:
+def test_request_without_any_allowed_token_fails_alone(llm: LLM) -> None:
     impossible = replace(YES_OR_NO, min_tokens=30)
-    failed, fine = run(llm, PROMPTS[:2], [impossible, PLAIN])
+    failed, unaffected = run(llm, PROMPTS[:2], [impossible, PLAIN])
     assert failed.outputs[0].finish_reason == "error"
     assert failed.outputs[0].error == "the sampling parameters allow no token"
-    assert fine.outputs[0].error is None
+    assert unaffected.outputs[0].error is None
     with pytest.raises(EngineError, match="the sampling parameters allow no token"):
         run(llm, PROMPTS[0], replace(YES_OR_NO, bad_words=["yes", "ye", "y", "no", "n"]))
 
 
-def test_a_grammar_at_its_limits_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_at_its_limits_fails_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight.constraints import Matcher
 
     alone = run(llm, PROMPTS[1], PLAIN)[0].outputs[0]
     monkeypatch.setattr(Matcher, "error", property(lambda _: "too many states"))
-    failed, fine = run(llm, PROMPTS[:2], [YES_OR_NO, PLAIN])
+    failed, unaffected = run(llm, PROMPTS[:2], [YES_OR_NO, PLAIN])
     assert failed.outputs[0].error is not None
     assert failed.outputs[0].error.endswith("cannot be followed any further: too many states")
-    assert fine.outputs[0] == alone
+    assert unaffected.outputs[0] == alone
 
 
-def test_ends_that_are_ignored_go_on_until_the_length(llm: LLM) -> None:
+def test_ignore_eos_repeats_the_end_token_up_to_max_tokens(llm: LLM) -> None:
     (output,) = run(llm, PROMPTS[0], replace(YES_OR_NO, ignore_eos=True, max_tokens=8))
     assert output.outputs[0].text in ("yes", "no")
     assert len(output.outputs[0].token_ids) == 8
 
 
-def test_what_is_wrong_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_invalid_constraint_is_rejected_before_any_step(llm: LLM) -> None:
     before = llm.stats().num_steps
-    wrong = StructuredOutputs(json={"items": {"not": {}}})
+    unsupported = StructuredOutputs(json={"items": {"not": {}}})
     with pytest.raises(ParameterError, match="the keyword 'not', at #/items, is not supported"):
-        run(llm, PROMPTS[:2], [PLAIN, replace(PLAIN, structured_outputs=wrong)])
+        run(llm, PROMPTS[:2], [PLAIN, replace(PLAIN, structured_outputs=unsupported)])
     assert llm.stats().num_steps == before
 
 
-def test_a_row_forgets_its_constraint(llm: LLM) -> None:
-    """Nothing of a constraint stays behind for who gets the row next, or for steps without any."""
+def test_row_forgets_its_constraint(llm: LLM) -> None:
+    """The next request in a row, and steps without constraints, see nothing of an earlier one."""
     (first,) = run(llm, PROMPTS[1], PLAIN)
     run(llm, PROMPTS[1], YES_OR_NO)
     (again,) = run(llm, PROMPTS[1], PLAIN)
     assert first.outputs == again.outputs
 
 
-async def test_an_asynchronous_engine_answers_the_same(llm: LLM) -> None:
-    """One in a process of its own: test_process.py."""
+async def test_async_engine_gives_the_same_answers(llm: LLM) -> None:
+    """test_process.py tests an engine in its own process."""
     async with await AsyncEngine.start(in_process=True) as engine:
         for params in (JSON, YES_OR_NO):
             (output,) = [o async for o in engine.generate(PROMPTS[0], params, output_kind="final")]
             assert output.outputs == run(llm, PROMPTS[0], params)[0].outputs
-        wrong = replace(PLAIN, structured_outputs=StructuredOutputs(regex="["))
+        invalid = replace(PLAIN, structured_outputs=StructuredOutputs(regex="["))
         with pytest.raises(ParameterError, match="unclosed character class"):
-            await anext(engine.generate(PROMPTS[0], wrong))
+            await anext(engine.generate(PROMPTS[0], invalid))

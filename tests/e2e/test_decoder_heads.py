@@ -104,7 +104,7 @@ def test_generation_and_scoring_share_batches_and_memory(reranker: Path) -> None
         assert {True, False} in together
 
 
-def test_what_documents_share_is_computed_once(reranker: Path) -> None:
+def test_shared_prefix_of_documents_is_computed_once(reranker: Path) -> None:
     shared, block_size = 40, 8
     texts = random_texts(47, 55, 48, 60, 41, shared=shared)
     engine = PooledEngine.load(reranker, block_size=block_size, max_num_batched_tokens=16)
@@ -141,7 +141,7 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> 
 
 
 @pytest.mark.parametrize(("family", "num_labels"), [(family, 3) for family in FAMILIES] + [("qwen3", 1)])
-def test_labels_are_those_of_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
+def test_labels_match_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path, family, num_labels)
     texts = random_texts(60, 1, 33, 90, 60, shared=1)
     engine = PooledEngine.load(folder, skip_tokenizer_init=True, **SCARCE)
@@ -155,7 +155,7 @@ def test_labels_are_those_of_transformers(family: str, num_labels: int, tmp_path
 
 
 @pytest.mark.parametrize("dense", [0, 24])
-def test_embeddings_are_the_last_tokens_of_transformers(dense: int, tmp_path: Path) -> None:
+def test_embeddings_match_the_last_hidden_state_of_transformers(dense: int, tmp_path: Path) -> None:
     folder = write_embedder(tmp_path, dense)
     texts = random_texts(60, 1, 33, 90, 60, shared=1)
     engine = PooledEngine.load(folder, skip_tokenizer_init=True, **SCARCE | {"max_model_len": None})
@@ -170,7 +170,7 @@ def test_embeddings_are_the_last_tokens_of_transformers(dense: int, tmp_path: Pa
     assert np.isfinite(again.pool(texts[:1])).all()
 
 
-def test_a_model_without_a_language_head_gives_no_tokens(tmp_path: Path) -> None:
+def test_model_without_a_language_head_does_not_generate(tmp_path: Path) -> None:
     """The front refuses such requests; one that came through fails alone."""
     folder = write_classifier(tmp_path, "llama", 2)
     with (

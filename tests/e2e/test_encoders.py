@@ -49,7 +49,7 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS)
-def test_classifiers_give_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+def test_classifier_logits_match_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CLASSIFIERS[case]
     model = make_encoder(family, classifier=True, **overrides)
     model.save_pretrained(tmp_path)
@@ -91,7 +91,7 @@ EMBEDDERS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", EMBEDDERS)
-def test_embedders_give_the_hidden_states_of_transformers_pooled(case: str, tmp_path: Path) -> None:
+def test_embeddings_match_pooled_hidden_states_of_transformers(case: str, tmp_path: Path) -> None:
     family, modes = EMBEDDERS[case]
     model = make_encoder(family, classifier=False)
     model.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def engine(folder: Path) -> LoadedEngine:
 
 @pytest.mark.parametrize("modes", ["mean", "cls", "max", "weightedmean"])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_the_neighbours_change_no_bit(family: str, modes: str, tmp_path: Path) -> None:
+def test_results_are_bit_identical_in_any_batch(family: str, modes: str, tmp_path: Path) -> None:
     make_encoder(family, classifier=False).save_pretrained(tmp_path)
     engine = load(write_pooling(tmp_path, modes))
     assert isinstance(engine.model, PoolingEncoder)
@@ -181,7 +181,7 @@ def test_padding_changes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["continuous", "static", "sequential", "priority", "fair"])
-def test_every_policy_gives_the_same(engine: LoadedEngine, policy: str, depth: int) -> None:
+def test_every_policy_gives_the_same_results(engine: LoadedEngine, policy: str, depth: int) -> None:
     expected = vectors(engine, RAGGED)
     engine.use(policy=policy, pipeline_depth=depth, **SMALL)
     for found, wanted in zip(vectors(engine, RAGGED), expected, strict=True):
@@ -198,7 +198,7 @@ def test_a_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
     assert blocks.pool.num_empty == blocks.pool.num_blocks
 
 
-def test_a_budget_below_one_text_is_refused(folder: Path) -> None:
+def test_budget_below_one_text_is_rejected(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"must be at least max_model_len, {LONGEST}"):
         load(folder, max_num_batched_tokens=LONGEST - 1)
     load(folder, max_num_batched_tokens=LONGEST - 1, max_model_len=50).close()
@@ -227,7 +227,7 @@ def test_an_encoder_does_not_generate(folder: Path) -> None:
     assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1)
 
 
-def test_a_text_that_is_refused_late_takes_all_others_with_it(folder: Path) -> None:
+def test_rejected_text_fails_the_whole_call(folder: Path) -> None:
     """Texts are made into requests while earlier ones are computed: nothing of those is left."""
     llm = LLM(
         folder, device="cpu", max_num_batched_tokens=LONGEST, skip_tokenizer_init=True, show_progress=False
@@ -246,7 +246,7 @@ def test_a_text_that_is_refused_late_takes_all_others_with_it(folder: Path) -> N
 # ---- odd files ----
 
 
-def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path) -> None:
+def test_mismatched_weights_are_named_before_memory_is_allocated(tmp_path: Path) -> None:
     make_encoder("bert", classifier=True, num_labels=2).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -268,7 +268,7 @@ def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path
             load(tmp_path)
 
 
-def test_older_names_of_norms_are_known(tmp_path: Path) -> None:
+def test_older_norm_names_are_accepted(tmp_path: Path) -> None:
     model = make_encoder("bert", classifier=True, num_labels=1)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -61,7 +61,7 @@ def rich(folder: Folder) -> list[RequestOutput]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("at", [1, 2, 6])
-def test_a_step_that_fails_once_costs_no_one_an_answer(
+def test_step_that_fails_once_loses_no_answer(
     name: str, depth: int, method: str, at: int, folder: Folder, expected: list[list[int]]
 ) -> None:
     llm = LLM(folder(), pipeline_depth=depth, **OPTIONS[name])
@@ -86,7 +86,7 @@ RICH = [
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
-def test_a_request_that_brings_its_steps_down_ends_alone(
+def test_request_that_breaks_its_steps_fails_alone(
     name: str, depth: int, method: str, folder: Folder, rich: list[RequestOutput]
 ) -> None:
     llm = LLM(folder(), pipeline_depth=depth, **OPTIONS[name])
@@ -104,7 +104,7 @@ def test_a_request_that_brings_its_steps_down_ends_alone(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_when_all_fail_an_error_is_raised(depth: int, folder: Folder) -> None:
+def test_error_is_raised_when_all_requests_fail(depth: int, folder: Folder) -> None:
     llm = LLM(folder(), pipeline_depth=depth)
     runner = PoisonedRunner(llm._engine.core, lambda batch: batch.step >= 3)
     with pytest.raises(EngineError, match="all 2 requests failed; the first with: RuntimeError"):

@@ -152,7 +152,7 @@ TABLE: list[tuple[str, Harm, str]] = [
 
 
 @pytest.mark.parametrize(("harm", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_it_is_refused_in_one_line(harm: Harm, words: str, folder: Path) -> None:
+def test_hostile_checkpoint_is_rejected_in_one_line(harm: Harm, words: str, folder: Path) -> None:
     (folder.parent / "secret").write_text("{}")
     harm(folder)
     with pytest.raises(ModelError) as refused:
@@ -163,7 +163,7 @@ def test_it_is_refused_in_one_line(harm: Harm, words: str, folder: Path) -> None
     assert len(message) < 600
 
 
-def test_a_context_that_is_only_claimed_takes_no_memory(folder: Path) -> None:
+def test_huge_context_length_in_the_config_takes_no_memory(folder: Path) -> None:
     edit("config.json", max_position_embeddings=1 << 24)(folder)
     engine = load_engine(EngineConfig.create(folder, device="cpu", num_blocks=64))
     assert engine.max_model_len == 64 * 16

@@ -82,12 +82,12 @@ def alone(folder: Folder) -> dict[str, tuple[list[int], list[dict[int, float]]]]
     }
 
 
-def test_the_requests_under_test_differ(alone: dict[str, Any]) -> None:
+def test_sample_requests_have_different_answers(alone: dict[str, Any]) -> None:
     assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(PARAMS)
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_crowd_changes_nothing(scene: str, folder: Folder, alone: dict[str, Any]) -> None:
+def test_other_requests_do_not_change_an_answer(scene: str, folder: Folder, alone: dict[str, Any]) -> None:
     llm = LLM(folder("qwen3"), **SCENES[scene])
     jobs: list[tuple[list[int], SamplingParams]] = []
     for index, params in enumerate(PARAMS.values()):
@@ -100,7 +100,9 @@ def test_a_crowd_changes_nothing(scene: str, folder: Folder, alone: dict[str, An
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_one_request_preempted_chunked_and_hit(name: str, folder: Folder, alone: dict[str, Any]) -> None:
+def test_preemption_chunking_and_prefix_hits_change_nothing(
+    name: str, folder: Folder, alone: dict[str, Any]
+) -> None:
     llm = LLM(folder("qwen3"), block_size=4, max_num_batched_tokens=5)
     cold = llm.generate(PROMPTS[3], PARAMS[name])[0]
     warm = llm.generate(PROMPTS[3], PARAMS[name])[0]
@@ -110,7 +112,7 @@ def test_one_request_preempted_chunked_and_hit(name: str, folder: Folder, alone:
     check_same(llm, answer(warm), alone[name])
 
 
-def test_a_salt_keeps_caches_apart_and_tokens_the_same(folder: Folder, alone: dict[str, Any]) -> None:
+def test_salt_separates_caches_and_keeps_tokens(folder: Folder, alone: dict[str, Any]) -> None:
     llm = LLM(folder("qwen3"))
     for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 48)):
         prompt = {"prompt_token_ids": PROMPTS[3], "cache_salt": salt}
@@ -139,7 +141,7 @@ def test_answers_are_distinct_and_reproducible(seed: int | None, folder: Folder)
     assert token_ids(several(folder("qwen3"), seed=seed)) == found
 
 
-def test_each_answer_is_what_its_seed_gives_alone(folder: Folder) -> None:
+def test_answer_depends_only_on_its_seed(folder: Folder) -> None:
     outputs = several(folder("qwen3"), seed=11)
     input_processor: InputProcessor = LLM(folder("qwen3"))._engine.input_processor
     params = SamplingParams(n=4, max_tokens=12, seed=11)

@@ -40,7 +40,7 @@ def only(outputs: list[RequestOutput]) -> Any:
 # ---- prompts and outputs ----
 
 
-def test_every_form_of_a_prompt_means_the_same(llm: LLM) -> None:
+def test_all_forms_of_a_prompt_are_equivalent(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(TEXT)
     expected = only(llm.generate(TEXT, GREEDY)).token_ids
     forms: list[Any] = [[TEXT], ids, tuple(ids), [ids], {"prompt": TEXT}, {"prompt_token_ids": ids}]
@@ -63,7 +63,7 @@ def test_ids_may_be_of_any_integer_type(llm: LLM) -> None:
         assert only(llm.generate({"prompt_token_ids": ids}, GREEDY)).token_ids == expected
 
 
-def test_outputs_have_what_users_look_for(llm: LLM) -> None:
+def test_outputs_have_the_documented_fields(llm: LLM) -> None:
     (output,) = llm.generate([TEXT], replace(GREEDY, logprobs=2))
     answer = output.outputs[0]
     assert output.finished
@@ -93,7 +93,7 @@ def test_outputs_have_what_users_look_for(llm: LLM) -> None:
     assert output.prompt_logprobs is None
 
 
-def test_logprobs_of_zero_are_the_tokens_own(llm: LLM) -> None:
+def test_zero_logprobs_give_only_the_sampled_token(llm: LLM) -> None:
     answer = only(llm.generate(TEXT, replace(GREEDY, logprobs=0)))
     assert [list(position) for position in answer.logprobs] == [[i] for i in answer.token_ids]
     without = only(llm.generate(TEXT, GREEDY))
@@ -101,7 +101,7 @@ def test_logprobs_of_zero_are_the_tokens_own(llm: LLM) -> None:
     assert without.cumulative_logprob is None
 
 
-def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
+def test_prompt_logprobs_of_one_token_are_none(llm: LLM) -> None:
     (output,) = llm.generate([[7]], replace(GREEDY, prompt_logprobs=3))
     assert output.prompt_logprobs == [None]
 
@@ -121,7 +121,7 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.chat([]) == []
 
 
-def test_default_params_are_the_checkpoints(tmp_path: Path, folder: Folder) -> None:
+def test_default_params_come_from_the_checkpoint(tmp_path: Path, folder: Folder) -> None:
     import shutil
 
     shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
@@ -132,7 +132,7 @@ def test_default_params_are_the_checkpoints(tmp_path: Path, folder: Folder) -> N
     assert len(only(llm.generate([5, 6], None)).token_ids) <= 9
 
 
-def test_priorities_and_tenants_for_all_or_for_each(folder: Folder) -> None:
+def test_priority_and_tenant_may_be_given_per_prompt(folder: Folder) -> None:
     order: list[str] = []
     llm = LLM(folder(), policy="priority", max_num_seqs=1)
     llm.observe(lambda record: order.extend(record.admitted_ids))
@@ -141,16 +141,16 @@ def test_priorities_and_tenants_for_all_or_for_each(folder: Folder) -> None:
     assert len(llm.generate([[5], [6]], GREEDY, priority=3, tenant="x")) == 2
 
 
-def test_options_of_other_engines_are_understood(folder: Folder) -> None:
+def test_options_of_vllm_are_accepted(folder: Folder) -> None:
     llm = LLM(folder(), enforce_eager=True, trust_remote_code=True, tensor_parallel_size=1, seed=1)
     assert len(llm.generate([5], GREEDY)) == 1
 
 
-def test_a_path_or_a_string(folder: Folder) -> None:
+def test_model_may_be_a_path_or_a_string(folder: Folder) -> None:
     assert os.fspath(folder()) == LLM(folder())._engine.config.model.model
 
 
-def test_a_model_from_a_config_alone() -> None:
+def test_dummy_weights_depend_only_on_the_seed() -> None:
     config = FAMILIES["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     llm, again, other = (
         LLM("none", load_format="dummy", hf_config=config, skip_tokenizer_init=True, seed=seed)
@@ -182,7 +182,7 @@ class LastComeFirstServed(Policy):
         self.queue.push(request)
 
 
-def test_a_policy_of_ones_own(folder: Folder) -> None:
+def test_own_policy_class_is_used(folder: Folder) -> None:
     order: list[str] = []
     llm = LLM(folder(), policy=LastComeFirstServed, max_num_seqs=1)
     llm.observe(lambda record: order.extend(record.admitted_ids))
@@ -197,7 +197,7 @@ def test_a_policy_of_ones_own(folder: Folder) -> None:
 # ---- chat ----
 
 
-def test_chat_with_one_and_with_several_conversations(llm: LLM) -> None:
+def test_chat_takes_one_or_several_conversations(llm: LLM) -> None:
     hello = [{"role": "user", "content": "hello"}]
     longer = [{"role": "system", "content": "be kind"}, *hello]
     one = only(llm.chat(hello, GREEDY))
@@ -211,7 +211,7 @@ def test_chat_with_one_and_with_several_conversations(llm: LLM) -> None:
     assert output.prompt == "<|user|>hello<|end|><|assistant|>I am"
 
 
-def test_chat_refuses_what_is_no_conversation(llm: LLM) -> None:
+def test_chat_rejects_invalid_conversations(llm: LLM) -> None:
     with pytest.raises(PromptError, match="role"):
         llm.chat([{"content": "hello"}])
     with pytest.raises(PromptError, match="messages is a str"):
@@ -245,7 +245,9 @@ def crossing_stop(llm: LLM, token_ids: list[int]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_across_tokens(depth: int, include: bool, folder: Folder, free_run: Any) -> None:
+def test_stop_string_across_tokens_ends_the_answer(
+    depth: int, include: bool, folder: Folder, free_run: Any
+) -> None:
     llm = LLM(folder(), pipeline_depth=depth)
     stop, num_tokens = crossing_stop(llm, free_run.token_ids)
     params = replace(GREEDY, max_tokens=60, stop=["never there", stop], include_stop_str_in_output=include)
@@ -271,7 +273,7 @@ def test_a_stop_string_ends_only_the_answer_that_has_it(llm: LLM, free_run: Any)
     assert outputs[1].outputs[0].token_ids == free_run.token_ids
 
 
-def test_min_tokens_put_off_a_stop_string(llm: LLM, free_run: Any) -> None:
+def test_min_tokens_delay_a_stop_string(llm: LLM, free_run: Any) -> None:
     stop, num_tokens = crossing_stop(llm, free_run.token_ids)
     params = replace(GREEDY, max_tokens=60, stop=stop)
     early = only(llm.generate(TEXT, replace(params, min_tokens=num_tokens)))
@@ -281,7 +283,7 @@ def test_min_tokens_put_off_a_stop_string(llm: LLM, free_run: Any) -> None:
     assert late.finish_reason == "length"
 
 
-def test_stop_token_ids(llm: LLM, free_run: Any) -> None:
+def test_stop_token_ids_end_the_answer(llm: LLM, free_run: Any) -> None:
     stop = free_run.token_ids[10]
     first = free_run.token_ids.index(stop)
     answer = only(llm.generate(TEXT, replace(GREEDY, stop_token_ids=[stop, 3])))
@@ -324,7 +326,7 @@ def test_without_max_tokens_the_context_is_the_limit(folder: Folder) -> None:
     assert len(only(llm.generate([5] * 49, replace(GREEDY, max_tokens=9))).token_ids) == 1
 
 
-def test_bad_words_are_not_said(llm: LLM, free_run: Any) -> None:
+def test_bad_words_are_not_generated(llm: LLM, free_run: Any) -> None:
     tokenizer = llm.get_tokenizer()
     word = next(
         text
@@ -338,13 +340,13 @@ def test_bad_words_are_not_said(llm: LLM, free_run: Any) -> None:
     assert answer.token_ids != free_run.token_ids
 
 
-def test_only_allowed_tokens_are_said(llm: LLM) -> None:
+def test_only_allowed_tokens_are_generated(llm: LLM) -> None:
     answer = only(llm.generate(TEXT, replace(GREEDY, allowed_token_ids=[40, 41, 42], temperature=1.0)))
     assert set(answer.token_ids) <= {40, 41, 42}
     assert len(set(answer.token_ids)) > 1
 
 
-def test_logit_bias_moves_the_choice(llm: LLM) -> None:
+def test_logit_bias_changes_the_choice(llm: LLM) -> None:
     biased: Any = {"77": 100}  # string keys, as in JSON
     assert set(only(llm.generate(TEXT, replace(GREEDY, logit_bias=biased))).token_ids) == {77}
 
@@ -355,7 +357,7 @@ def test_without_detokenizing_there_is_no_text(llm: LLM, free_run: Any) -> None:
     assert answer.token_ids == free_run.token_ids
 
 
-def test_special_tokens_are_hidden_unless_wanted(llm: LLM) -> None:
+def test_special_tokens_are_hidden_by_default(llm: LLM) -> None:
     params = replace(GREEDY, allowed_token_ids=[0], max_tokens=3)
     assert only(llm.generate(TEXT, params)).text == ""
     assert only(llm.generate(TEXT, replace(params, skip_special_tokens=False))).text == "<|end|>" * 3
@@ -430,7 +432,7 @@ class LineCounter:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ctrl_c_within_a_step_poisons_no_cache(
+def test_ctrl_c_within_a_step_keeps_the_prefix_cache_valid(
     depth: int, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step names the blocks that it will fill for others to find. If it never fills them, no one may."""
@@ -464,13 +466,13 @@ def test_lists_must_be_as_long_as_the_prompts(llm: LLM) -> None:
         llm.generate([[5]], [None])  # type: ignore[list-item]
 
 
-def test_the_same_tokens_from_sharded_weights(folder: Folder, tmp_path: Path, free_run: Any) -> None:
+def test_sharded_weights_give_the_same_tokens(folder: Folder, tmp_path: Path, free_run: Any) -> None:
     write_checkpoint(tmp_path, "llama", max_shard_size="100KB")
     llm = LLM(tmp_path, tokenizer=str(folder()))
     assert only(llm.generate(TEXT, replace(GREEDY, max_tokens=60))).token_ids == free_run.token_ids
 
 
-def test_a_shared_prefix_is_held_once_however_many_share_it(folder: Folder) -> None:
+def test_shared_prefix_is_held_once(folder: Folder) -> None:
     """Eight requests of 161 tokens run at once in memory for 768, since 160 of them are the same."""
     with LLM(folder(), num_blocks=48, block_size=16, max_num_seqs=8) as llm:
         records: list[StepRecord] = []

@@ -58,7 +58,7 @@ def expected(folder: Path) -> NDArray[np.float32]:
     return torch.cat(found).numpy()
 
 
-def test_embeddings_of_200_sentences(folder: Path) -> None:
+def test_embeddings_of_200_sentences_match_the_reference(folder: Path) -> None:
     llm = LLM(folder, device="cpu", show_progress=False)
     facts = llm._engine.facts
     assert facts.max_model_len == 256  # sentence_bert_config.json, where there are 512 positions

@@ -70,7 +70,7 @@ def run(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> list
 
 
 @pytest.mark.parametrize(("family", "setting"), CASES)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_match_transformers(
     family: str, setting: str, folder: Folder, reference: Callable[[str], Reference]
 ) -> None:
     expected = reference(family)
@@ -95,7 +95,7 @@ SCORING: tuple[dict[str, Any], ...] = ({"max_num_batched_tokens": 7}, {}, SCARCE
         for options in (SCORING if family in EVERY_SETTING else SCORING[:1])
     ],
 )
-def test_prompt_logprobs_are_those_of_transformers(
+def test_prompt_logprobs_match_transformers(
     family: str, options: dict[str, Any], folder: Folder, reference: Callable[[str], Reference]
 ) -> None:
     expected = reference(family)
@@ -121,7 +121,7 @@ def test_prompt_logprobs_are_those_of_transformers(
     ("family", "block_size"),
     [*((family, 4) for family in FAMILIES), *((family, 16) for family in EVERY_SETTING)],
 )
-def test_a_prefix_hit_changes_nothing_but_the_work(
+def test_prefix_hit_does_not_change_tokens(
     family: str, block_size: int, folder: Folder, reference: Callable[[str], Reference]
 ) -> None:
     expected = reference(family)

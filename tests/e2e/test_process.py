@@ -26,7 +26,7 @@ async def final(engine: AsyncEngine, prompt: Any, params: SamplingParams, name: 
     return output
 
 
-async def test_answers_are_those_of_an_engine_in_this_process(folder: Folder) -> None:
+async def test_answers_match_an_engine_in_this_process(folder: Folder) -> None:
     llm = LLM(folder())
     text = llm.generate(TEXT, GREEDY)[0].outputs[0].text
     many = [
@@ -69,7 +69,7 @@ async def test_answers_are_those_of_an_engine_in_this_process(folder: Folder) ->
     await engine.close()
 
 
-async def test_errors_of_the_start_are_the_same() -> None:
+async def test_start_errors_match_an_engine_in_this_process() -> None:
     found = []
     for in_process in (True, False):
         with pytest.raises(InflightError) as caught:

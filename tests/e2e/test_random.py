@@ -66,7 +66,7 @@ def alone(folder: Folder) -> LLM:
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_company_and_settings_change_nothing(seed: int, folder: Folder, alone: LLM) -> None:
+def test_batch_and_settings_do_not_change_tokens(seed: int, folder: Folder, alone: LLM) -> None:
     rng = random.Random(seed)
     prompts, params = draw_requests(rng)
     llm = LLM(folder("qwen3"), **draw_options(rng))

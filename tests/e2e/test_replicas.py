@@ -153,7 +153,7 @@ def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None
     assert not any(exists(process_id(client)) for client in clients)
 
 
-def test_an_offline_engine_of_replicas_answers_the_same() -> None:
+def test_replicated_llm_gives_the_same_answers() -> None:
     with LLM(num_blocks=512) as one, LLM(num_blocks=512, replicas=2) as two:
         asked = [replace(params, max_tokens=24) for params in CASES[:3]]
         expected = one.generate(PROMPTS[:3], asked, use_tqdm=False)

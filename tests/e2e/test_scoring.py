@@ -70,7 +70,7 @@ def near(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_embeddings(embedder: tuple[LLM, list[list[float]]]) -> None:
+def test_embeddings_match_the_reference(embedder: tuple[LLM, list[list[float]]]) -> None:
     llm, expected = embedder
     outputs = llm.embed(DOCUMENTS)
     near([output.outputs.embedding for output in outputs], expected[1:])
@@ -96,7 +96,7 @@ def test_scores_of_an_embedder_are_cosines(embedder: tuple[LLM, list[list[float]
         llm.generate("text")
 
 
-def test_scores_of_a_cross_encoder(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
+def test_cross_encoder_scores_each_document(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
     llm, _, logits = cross_encoder
     outputs = llm.score(QUERY, DOCUMENTS)
     near([output.outputs.score for output in outputs], torch.sigmoid(torch.tensor(logits)))
@@ -108,7 +108,7 @@ def test_scores_of_a_cross_encoder(cross_encoder: tuple[LLM, Path, list[float]])
     assert labelled[0].outputs.label == "LABEL_0"
 
 
-def test_ranking(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
+def test_rerank_returns_the_best_first(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
     llm, _, logits = cross_encoder
     order = sorted(range(len(logits)), key=lambda index: -logits[index])
     found = llm.rerank(QUERY, DOCUMENTS, top_n=3)
@@ -118,7 +118,7 @@ def test_ranking(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
     assert [item.index for item in same] == [0, 1, 2, 3, 4]
 
 
-def test_one_bad_text_refuses_all(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
+def test_rejected_text_rejects_the_call(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
     llm, _, _ = cross_encoder
     before = llm.stats().num_prompt_tokens
     with pytest.raises(PromptError, match="document 1 has 600 tokens"):
@@ -140,7 +140,7 @@ def run(*arguments: object, stdin: str | None = None) -> str:
     return result.stdout
 
 
-def test_rerank_files_and_lines(cross_encoder: tuple[LLM, Path, list[float]], tmp_path: Path) -> None:
+def test_rerank_reads_files_and_lines(cross_encoder: tuple[LLM, Path, list[float]], tmp_path: Path) -> None:
     _, folder, logits = cross_encoder
     files = [tmp_path / f"{index}.txt" for index in range(len(DOCUMENTS))]
     for file, document in zip(files, DOCUMENTS, strict=True):

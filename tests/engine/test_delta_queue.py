@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from inflight.engine.delta_queue import DeltaQueue
+from inflight.engine.client import DeltaQueue
 from inflight.errors import EngineDeadError
 from inflight.events import Delta, PositionLogprobs, TokenLogprob, pack_logprobs
 

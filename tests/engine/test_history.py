@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.engine.client import RequestState
-from inflight.engine.history import MAX_NAMED, History
+from inflight.engine.client import MAX_NAMED, History, RequestState
 from inflight.events import RequestRecord
 
 

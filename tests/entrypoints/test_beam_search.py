@@ -59,7 +59,7 @@ def test_one_beam_is_greedy() -> None:
         assert tokens[place] == max(range(NUM_TOKENS), key=logprobs_after(tokens[:place]).__getitem__)
 
 
-def test_beams_end_with_the_end_and_at_the_context() -> None:
+def test_beams_end_at_eos_and_at_the_context_length() -> None:
     assert any(tokens[-1] == END for tokens, _ in search(4, 6, length_penalty=0.0))
     assert all(END not in tokens[:-1] for tokens, _ in search(4, 6))
     (found,) = beam_search([[0]], BeamSearchParams(2, 50, ignore_eos=True), extend, [END], 5)
@@ -70,7 +70,7 @@ def test_beams_end_with_the_end_and_at_the_context() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"beam_width": 0}, {"beam_width": 51}, {"max_tokens": 0}, {"temperature": 1.0}]
 )
-def test_wrong_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_error_names_the_wrong_parameter(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **wrong})
     assert caught.value.param == next(iter(wrong))

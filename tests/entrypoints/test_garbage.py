@@ -10,7 +10,7 @@ from inflight import LLM, SamplingParams
 from inflight.entrypoints.offline import paused_collection
 
 
-def test_it_is_paused_and_then_as_before() -> None:
+def test_collection_is_paused_and_then_restored() -> None:
     with paused_collection():
         assert not gc.isenabled()
         with paused_collection():
@@ -22,7 +22,7 @@ def test_it_is_paused_and_then_as_before() -> None:
     assert gc.isenabled()
 
 
-def test_one_who_has_switched_it_off_finds_it_off() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     try:
         with paused_collection():
@@ -32,7 +32,7 @@ def test_one_who_has_switched_it_off_finds_it_off() -> None:
         gc.enable()
 
 
-def test_a_run_pauses_it() -> None:
+def test_collection_is_paused_during_a_run() -> None:
     seen = []
     with LLM(show_progress=False, num_blocks=64) as llm:
         llm.observe(lambda _: seen.append(gc.isenabled()))

@@ -1,4 +1,4 @@
-"""Rows whose grammar's lexer, which all requests with the same constraint share, is full."""
+"""Rows whose grammar's lexer, shared by all requests with the same constraint, is full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.constraints.walking import vocabulary
 
 # The lexer must remember which of the last 18 letters were an "a": every text leads it to new states.
 HUNGRY = "[a-c]*a[a-c]{17}x"
-ASKED = StructuredOutputs(regex=HUNGRY)
+CONSTRAINT = StructuredOutputs(regex=HUNGRY)
 NUM_TOKENS = 60
 
 
@@ -76,7 +76,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_requests_get_their_masks_however_many_came_before_with_the_same_constraint(
+def test_masks_do_not_depend_on_earlier_requests_with_the_same_constraint(
     compiler: GrammarCompiler, in_thread: bool
 ) -> None:
     state = Masks()
@@ -89,7 +89,7 @@ def test_requests_get_their_masks_however_many_came_before_with_the_same_constra
     rows.close()
 
 
-def test_a_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarCompiler) -> None:
+def test_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarCompiler) -> None:
     state = Masks()
     rows = ConstrainedRows(state, compiler, in_thread=False)
     token_ids = [letter for seed in range(60) for letter in letters(seed)]
@@ -98,17 +98,17 @@ def test_a_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarCo
     assert not follow(rows, state, HUNGRY, letters(0))[1]
 
 
-def test_lexers_that_are_kept_have_room_for_a_bounded_number_of_states(compiler: GrammarCompiler) -> None:
+def test_cached_lexers_have_a_limited_number_of_states(compiler: GrammarCompiler) -> None:
     state = Masks()
     rows = ConstrainedRows(state, compiler, in_thread=False)
-    for number in range(compiling.MAX_KEPT_LARGE + 2):
+    for number in range(compiling.MAX_CACHED_LARGE + 2):
         for seed in range(3):
             follow(rows, state, f"[a-c]*a[a-c]{{17}}x{number}", letters(seed))
-    kept = [*compiler._kept._outcomes.values(), *compiler._large._outcomes.values()]
-    are_large = [future.result().is_large for future in kept]
-    assert are_large.count(True) == compiling.MAX_KEPT_LARGE
-    assert are_large.count(False) <= compiling.MAX_KEPT
-    small = compiler._kept._outcomes.popitem()[1].result()
+    cached = [*compiler._cache._outcomes.values(), *compiler._large._outcomes.values()]
+    are_large = [future.result().is_large for future in cached]
+    assert are_large.count(True) == compiling.MAX_CACHED_LARGE
+    assert are_large.count(False) <= compiling.MAX_CACHED
+    small = compiler._cache._outcomes.popitem()[1].result()
     large = compiler._large._outcomes.popitem()[1].result()
     assert "200 >= 200" in error_when_full(small)
     assert "2000 >= 2000" in error_when_full(large)
@@ -125,16 +125,16 @@ def error_when_full(grammar: Grammar) -> str:
     return ""
 
 
-def test_as_many_tokens_can_be_replayed_as_were_sampled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is preempted, or that moves to another engine, begins with all its outputs."""
+def test_long_outputs_can_be_replayed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was preempted or moved to another engine starts with all its outputs."""
     monkeypatch.setitem(compiling.LIMITS, "step_lexer_fuel", 2000)
-    matcher = GrammarCompiler(vocabulary).compile(ASKED).matcher()
+    matcher = GrammarCompiler(vocabulary).compile(CONSTRAINT).matcher()
     matcher.advance([letter for seed in range(10) for letter in letters(seed)])
     assert matcher.error is None
 
 
 @pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("can't start new thread")])
-def test_a_grammar_that_cannot_be_compiled_for_any_reason_ends_its_own_request(
+def test_any_failure_to_compile_fails_only_its_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     state = Masks()
@@ -147,10 +147,10 @@ def test_a_grammar_that_cannot_be_compiled_for_any_reason_ends_its_own_request(
 
 
 class PanicException(BaseException):
-    """As Rust's are seen from Python: not an Exception."""
+    """A stand-in for the exception of a Rust panic, which is not an Exception."""
 
 
-def test_a_panic_of_the_grammar_engine_ends_its_own_request(
+def test_panic_of_the_grammar_engine_fails_only_its_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = Masks()

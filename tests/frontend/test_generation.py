@@ -150,7 +150,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_stream_that_is_cut_anywhere_and_resumed_is_the_same(case: str, engine: AsyncEngine) -> None:
+async def test_stream_resumed_at_any_point_has_the_same_tokens(case: str, engine: AsyncEngine) -> None:
     whole = await run(engine, engine.client, CASES[case])
     for every in (1, 3, LENGTH):
         client = Cutting(engine.client, every)
@@ -221,7 +221,7 @@ async def until_idle(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
-async def test_a_refused_request_takes_the_others_with_it(num_taken: int, engine: AsyncEngine) -> None:
+async def test_rejected_request_aborts_the_others_of_its_call(num_taken: int, engine: AsyncEngine) -> None:
     endless = replace(SAMPLED, n=4, max_tokens=None)
     generation = Generation(
         Refusing(engine.client, num_taken), [engine.frontend.prepare("r", PROMPT, endless)]
@@ -235,7 +235,7 @@ async def test_a_refused_request_takes_the_others_with_it(num_taken: int, engine
         assert state.record.finish_reason == "abort"
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing(engine: AsyncEngine) -> None:
+async def test_cancelled_start_leaves_no_requests_behind(engine: AsyncEngine) -> None:
     client = Refusing(engine.client, 2, hangs=True)
     endless = replace(SAMPLED, n=3, max_tokens=None)
     generation = Generation(client, [engine.frontend.prepare("r", PROMPT, endless)])
@@ -247,7 +247,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(engine: AsyncEngine) -> 
     await until_idle(engine)
 
 
-async def test_several_prompts_and_an_abort(engine: AsyncEngine) -> None:
+async def test_abort_ends_all_prompts(engine: AsyncEngine) -> None:
     endless = replace(SAMPLED, n=2, max_tokens=None)
     prompts = [engine.frontend.prepare(name, PROMPT, endless) for name in ("a", "b")]
     generation = Generation(engine.client, prompts)
@@ -265,7 +265,7 @@ async def test_several_prompts_and_an_abort(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_engine_that_ends_is_told_to_the_reader(n: int, engine: AsyncEngine) -> None:
+async def test_reader_gets_an_error_when_the_engine_dies(n: int, engine: AsyncEngine) -> None:
     endless = replace(SAMPLED, n=n, max_tokens=None)
     generation = Generation(engine.client, [engine.frontend.prepare("r", PROMPT, endless)])
     await generation.start()

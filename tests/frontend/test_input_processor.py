@@ -50,7 +50,7 @@ def one(prompt: Any, params: SamplingParams | None = None, **options: Any) -> Re
         ((text for text in "ab"), ["a", "b"]),
     ],
 )
-def test_one_prompt_or_several(given: Any, expected: list[Any]) -> None:
+def test_prompts_are_split_into_a_list(given: Any, expected: list[Any]) -> None:
     assert split_prompts(given) == expected
 
 
@@ -68,13 +68,13 @@ def test_outputs_are_cut_to_the_context() -> None:
     assert one([5] * 63, SamplingParams(max_tokens=None)).max_tokens == 1
 
 
-def test_what_ends_an_answer() -> None:
+def test_stop_ids_include_eos_unless_ignored() -> None:
     assert one([5]).stop_ids == {0, 7}
     assert one([5], SamplingParams(stop_token_ids=[9])).stop_ids == {0, 7, 9}
     assert one([5], SamplingParams(stop_token_ids=[9], ignore_eos=True)).stop_ids == {9}
 
 
-def test_several_answers_have_names_and_seeds_of_their_own() -> None:
+def test_each_answer_has_its_own_id_and_seed() -> None:
     requests = make().requests("r", [5], SamplingParams(n=3, seed=11))[1]
     assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
     assert len({request.spec.seed for request in requests}) == 3
@@ -90,7 +90,7 @@ def test_seeds_follow_the_engines_seed_and_the_order_of_requests() -> None:
     assert len(set(seeds(make(seed=1)))) == 3
 
 
-def test_a_refused_request_does_not_shift_the_seeds_of_others() -> None:
+def test_rejected_request_does_not_shift_later_seeds() -> None:
     input_processor, other = make(), make()
     for wrong in ([], [320], [5] * 64):
         with pytest.raises(PromptError):
@@ -101,7 +101,7 @@ def test_a_refused_request_does_not_shift_the_seeds_of_others() -> None:
     assert found[0] == found[1]
 
 
-def test_place_and_salt_reach_the_request() -> None:
+def test_priority_tenant_and_salt_reach_the_request() -> None:
     request = one({"prompt_token_ids": [5], "cache_salt": "s"}, priority=-3, tenant="t")
     assert (request.priority, request.tenant, request.spec.cache_salt) == (-3, "t", "s")
     assert one([5], cache_salt="x").spec.cache_salt == "x"
@@ -139,7 +139,7 @@ junk = st.recursive(
 
 
 @given(junk, junk, junk)
-def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: Any) -> None:
+def test_any_input_is_accepted_or_raises_request_error(prompt: Any, priority: Any, tenant: Any) -> None:
     """Nothing but a RequestError leaves the validator, and what passes it is sound."""
     with suppress(RequestError):
         for item in split_prompts(prompt):
@@ -152,13 +152,13 @@ def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: 
                 request.spec.cache_salt.encode()
 
 
-def test_params_of_the_wrong_kind() -> None:
+def test_params_of_the_wrong_type_are_rejected() -> None:
     wrong: Any = {"temperature": 0}
     with pytest.raises(ParameterError, match="it must be SamplingParams"):
         make().requests("r", [5], wrong)
 
 
-def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+def test_prompt_without_outputs_may_fill_the_context() -> None:
     request = one([5] * 64, kind="prompt_logprobs")
     assert (request.kind, request.max_tokens, request.max_total, request.num_to_compute) == (
         "prompt_logprobs",

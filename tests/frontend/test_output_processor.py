@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.agents import MessageParser
-from inflight.agents.events import merge_deltas
+from inflight.agents.reading import merge_deltas
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
 from inflight.outputs import Logprob, PackedLogprobs
@@ -65,7 +65,7 @@ def answer_of(
 
 @pytest.mark.parametrize("special", [False, True])
 @given(cuts=st.lists(st.integers(0, 200), max_size=12), look=st.booleans())
-def test_the_message_does_not_depend_on_the_pieces(
+def test_message_does_not_depend_on_chunking(
     tokenizer: Tokenizer, with_markers: Tokenizer, special: bool, cuts: list[int], look: bool
 ) -> None:
     used = with_markers if special else tokenizer
@@ -90,7 +90,7 @@ def test_the_message_does_not_depend_on_the_pieces(
     assert whole.num_reasoning_tokens == answer.reader.num_reasoning_tokens
 
 
-def test_special_tokens_that_are_no_markers_stay_hidden(with_markers: Tokenizer) -> None:
+def test_special_tokens_other_than_markers_are_hidden(with_markers: Tokenizer) -> None:
     ids = with_markers.encode(f"One<hidden> two.\n{CALL}", add_special_tokens=False)
     assert answer_of(with_markers, ids, []).take_text() == f"One two.\n{CALL}"
 
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_message(tokenizer: Tokenizer) -> None:
     assert answer.message().content == "One "
 
 
-def test_calls_beyond_the_first_are_left_out(tokenizer: Tokenizer) -> None:
+def test_calls_beyond_the_limit_are_dropped(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(CHAT_TEXT, add_special_tokens=False)
     answer = answer_of(tokenizer, ids, [], max_calls=1)
     answer.complete()
@@ -144,7 +144,7 @@ def feed(output_processor: OutputProcessor, ids: list[int], cuts: list[int], loo
 
 
 @given(cuts=st.lists(st.integers(0, 100), max_size=20), look=st.booleans())
-def test_text_does_not_depend_on_the_pieces(tokenizer: Tokenizer, cuts: list[int], look: bool) -> None:
+def test_text_does_not_depend_on_chunking(tokenizer: Tokenizer, cuts: list[int], look: bool) -> None:
     output_processor = assembler_for(tokenizer)
     feed(output_processor, tokenizer.encode(TEXT), cuts, look)
     output_processor.push(last("length"))
@@ -155,7 +155,7 @@ def test_text_does_not_depend_on_the_pieces(tokenizer: Tokenizer, cuts: list[int
 
 
 @given(cuts=st.lists(st.integers(0, 100), max_size=20), look=st.booleans(), include=st.booleans())
-def test_a_stop_string_is_found_in_any_pieces(
+def test_stop_string_is_found_for_any_chunking(
     tokenizer: Tokenizer, cuts: list[int], look: bool, include: bool
 ) -> None:
     ids = tokenizer.encode(TEXT)
@@ -173,7 +173,7 @@ def test_a_stop_string_is_found_in_any_pieces(
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_min_tokens_and_stop_strings(tokenizer: Tokenizer, include: bool) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer, include: bool) -> None:
     """A stop complete before min_tokens is text; one that ends in time counts, wherever it began."""
     ids = tokenizer.encode("xyz and xyz")
     sizes = [len(tokenizer.decode(ids[:count])) for count in range(len(ids) + 1)]
@@ -196,7 +196,7 @@ def test_min_tokens_and_stop_strings(tokenizer: Tokenizer, include: bool) -> Non
 @pytest.mark.parametrize("stop", [None, "never"])
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_stop_tokens_text_is_hidden(
+def test_text_of_a_stop_token_is_hidden(
     tokenizer: Tokenizer, stop: str | None, include: bool, late: bool
 ) -> None:
     """Also when the news of the end comes after the token, as under policies that keep finished requests."""
@@ -221,7 +221,7 @@ def test_a_stop_tokens_text_is_hidden(
     assert answer.stop_reason == ids[-1]
 
 
-def test_an_end_token_is_no_stop_reason(tokenizer: Tokenizer) -> None:
+def test_end_of_text_token_is_not_a_stop_reason(tokenizer: Tokenizer) -> None:
     output_processor = assembler_for(tokenizer, frozenset({0, 9}), stop_token_ids=[9])
     end = last("stop", stop_token_id=0)
     end.token_ids = [20, 0]
@@ -230,7 +230,7 @@ def test_an_end_token_is_no_stop_reason(tokenizer: Tokenizer) -> None:
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
 
 
-def test_logprobs_are_named_and_summed(tokenizer: Tokenizer) -> None:
+def test_logprobs_have_text_and_a_sum(tokenizer: Tokenizer) -> None:
     output_processor = assembler_for(tokenizer, logprobs=1)
     ids = tokenizer.encode("the dog")
     for token_id in ids:
@@ -268,7 +268,7 @@ def test_logprobs_are_read_as_plain_lists_and_dicts(tokenizer: Tokenizer) -> Non
     assert answer.logprobs is None
 
 
-def test_no_object_is_made_of_logprobs_that_no_one_reads(
+def test_logprob_objects_are_made_only_when_read(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PackedLogprobs, "read", lambda _: pytest.fail("they were read"))
@@ -289,7 +289,7 @@ def test_logprobs_are_cut_with_the_tokens(tokenizer: Tokenizer) -> None:
     assert answer.cumulative_logprob == pytest.approx(-0.5 * len(answer.token_ids))
 
 
-def test_several_answers_end_on_their_own(tokenizer: Tokenizer) -> None:
+def test_several_answers_end_independently(tokenizer: Tokenizer) -> None:
     output_processor = assembler_for(tokenizer, n=2)
     the, dog = tokenizer.encode("the"), tokenizer.encode("dog")
     output_processor.push(Delta("r/1", dog))
@@ -304,7 +304,7 @@ def test_several_answers_end_on_their_own(tokenizer: Tokenizer) -> None:
     assert [answer.text for answer in output.outputs] == ["the", "dog"]
 
 
-def test_an_error_is_kept(tokenizer: Tokenizer) -> None:
+def test_error_is_part_of_the_output(tokenizer: Tokenizer) -> None:
     output_processor = assembler_for(tokenizer)
     end = last("error")
     end.error = "the logits are not finite"

@@ -66,7 +66,7 @@ PARAMETERS: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "values"), PARAMETERS, ids=[name for name, _ in PARAMETERS])
-def test_parameters(name: str, values: list[Any]) -> None:
+def test_errors_of_parameters_name_the_parameter(name: str, values: list[Any]) -> None:
     for value in values:
         check(lambda value=value: SamplingParams(**{name: value}), ParameterError, name)  # type: ignore[misc]
 
@@ -76,7 +76,7 @@ def test_every_parameter_with_a_range_is_in_the_table() -> None:
     assert {name for name, _ in PARAMETERS} == set(SamplingParams.__dataclass_fields__) - plain
 
 
-def test_parameters_that_do_not_go_together() -> None:
+def test_conflicting_parameters_are_rejected() -> None:
     check(lambda: SamplingParams(stop="x", detokenize=False), ParameterError, "stop")
 
 
@@ -100,7 +100,9 @@ def test_parameters_that_do_not_go_together() -> None:
         ("\ud800", None, None),
     ],
 )
-def test_prompts(prompt: Any, param: str | None, code: str | None, tokenizer: Tokenizer) -> None:
+def test_errors_of_prompts_are_short_and_named(
+    prompt: Any, param: str | None, code: str | None, tokenizer: Tokenizer
+) -> None:
     given = InputProcessor.create(tokenizer, 320, 64, (), 0)
     check(lambda: given.requests("r", prompt, SamplingParams()), PromptError, param, code)
 
@@ -119,7 +121,7 @@ def test_prompts(prompt: Any, param: str | None, code: str | None, tokenizer: To
         (SamplingParams(), {"cache_salt": "\ud800"}, "cache_salt"),
     ],
 )
-def test_what_only_the_model_can_tell(params: Any, more: dict[str, Any], param: str) -> None:
+def test_values_beyond_the_models_limits_are_rejected(params: Any, more: dict[str, Any], param: str) -> None:
     given = InputProcessor.create(None, 320, 64, (), 0)
     check(lambda: given.requests("r", [5], params, **more), ParameterError, param)
 
@@ -133,7 +135,7 @@ LISTED: list[tuple[str, Any, int]] = [  # the tokens of each
 
 
 @pytest.mark.parametrize(("name", "value", "size"), LISTED, ids=[name for name, _, _ in LISTED])
-def test_lists_times_answers(name: str, value: Any, size: int, tokenizer: Tokenizer) -> None:
+def test_token_lists_count_once_per_answer(name: str, value: Any, size: int, tokenizer: Tokenizer) -> None:
     given, code = InputProcessor.create(tokenizer, 320, 64, (), 0), "too_many_listed_tokens"
     params = SamplingParams(n=3, **{name: value})
     if name == "bad_words":
@@ -144,7 +146,7 @@ def test_lists_times_answers(name: str, value: Any, size: int, tokenizer: Tokeni
     check(lambda: given.check_listed(params, 4, 3 * size), ParameterError, name, code)
 
 
-def test_logprobs_times_tokens_times_answers() -> None:
+def test_logprobs_count_per_token_and_answer() -> None:
     processor, code = InputProcessor.create(None, 320, 64, (), 0), "too_many_logprobs"
     params = SamplingParams(n=2, logprobs=4, prompt_logprobs=1, max_tokens=10)
     # Two prompts of 3 and 5 tokens with two answers of at most 10 tokens each, and 4 + 1 logprobs for a token.
@@ -166,7 +168,7 @@ def test_all_lists_count_together() -> None:
     )
 
 
-def test_text_without_a_tokenizer() -> None:
+def test_text_needs_a_tokenizer() -> None:
     given = InputProcessor.create(None, 320, 64, (), 0)
     check(lambda: given.requests("r", "text", SamplingParams()), PromptError, None)
     check(lambda: given.requests("r", [5], SamplingParams(stop="x")), PromptError, "stop")
@@ -186,11 +188,11 @@ def test_text_without_a_tokenizer() -> None:
         [{"role": "user", "content": [{"type": "text", "text": 5}]}],
     ],
 )
-def test_messages(messages: Any) -> None:
+def test_invalid_messages_are_rejected(messages: Any) -> None:
     check(lambda: CHAT.render(messages), PromptError, "messages")
 
 
-def test_templates() -> None:
+def test_template_errors_are_short() -> None:
     message = {"role": "user", "content": "x"}
     check(lambda: CHAT.render([message], kwargs={"messages": "x"}), TemplateError, None)
     check(lambda: ChatTemplate(None).render([message]), TemplateError, None)
@@ -205,10 +207,10 @@ def test_templates() -> None:
         "entrypoints/llm.py",
         "entrypoints/async_engine.py",
         "frontend/input_processor.py",
-        "text/stops.py",
+        "text/detokenizer.py",
     ],
 )
-def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:
+def test_every_request_error_has_a_param(file: str) -> None:
     tree = ast.parse((Path(inflight.__file__).parent / file).read_text())
     raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     calls = [node for node in raised if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]

@@ -41,14 +41,14 @@ TEXTS = st.lists(PREFIX_WORDS, max_size=150).map(" ".join) | st.lists(PREFIX_WOR
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=25)
 @given(texts=st.lists(TEXTS, max_size=3), limit=st.integers(1, 40))
-def test_a_head_is_the_beginning_of_the_whole(name: str, texts: list[str], limit: int) -> None:
+def test_prefixes_are_the_first_tokens_of_the_whole_text(name: str, texts: list[str], limit: int) -> None:
     tok = tokenizer(name)
     whole = tok.encode_plain(texts)
     assert encode_prefixes(tok, texts, [limit] * len(texts)) == [ids[:limit] for ids in whole]
 
 
 @pytest.mark.parametrize("unit", ["one word after another ", "東京都に行きました", "abcdefghij", "\u00a0"])
-def test_a_long_text_is_not_tokenized_whole(unit: str) -> None:
+def test_long_text_is_tokenized_only_up_to_its_limit(unit: str) -> None:
     seen: list[int] = []
 
     class Counting(Tokenizer):
@@ -72,7 +72,7 @@ def encode(made: ScoringInputs, *items: Any, **fields: Any) -> list[EncodedText]
     return made.encode(group, 0, len(items))
 
 
-def test_texts_are_what_the_tokenizer_makes_of_them() -> None:
+def test_texts_match_the_tokenizers_encoding() -> None:
     made = inputs(EMBEDDER)
     texts = ["hello world", "", "[SEP] is only text", "ÉCLAIR"]
     first, empty, spelled, _ = encode(made, *texts)
@@ -84,13 +84,13 @@ def test_texts_are_what_the_tokenizer_makes_of_them() -> None:
     ]
 
 
-def test_lower_case_and_white_space_are_the_checkpoint_s_choice() -> None:
+def test_lowercasing_and_stripping_follow_the_checkpoint() -> None:
     made = inputs(replace(EMBEDDER, lowercase=True), name="byte_level")
     assert encode(made, " HELLO ", strip=True) == encode(made, "hello")
     assert encode(inputs(EMBEDDER, name="byte_level"), " HELLO ", strip=True) != encode(made, "hello")
 
 
-def test_pairs_are_what_the_tokenizer_makes_of_them() -> None:
+def test_pairs_match_the_tokenizers_encoding() -> None:
     pairs = [("why?", "because"), ("why?", "so"), ("how?", "")]
     for (first, second), found in zip(pairs, encode(inputs(CROSS_ENCODER), *pairs), strict=True):
         expected = backend("wordpiece").encode(first, second)
@@ -99,7 +99,7 @@ def test_pairs_are_what_the_tokenizer_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": 5}])
-def test_the_second_text_is_cut_as_the_package_cuts_it(fields: dict[str, int]) -> None:
+def test_truncation_matches_the_tokenizer(fields: dict[str, int]) -> None:
     made = backend("wordpiece").from_str(backend("wordpiece").to_str())
     length = len(made.encode("why, oh why?", "").ids) + fields["max_tokens"] if fields else 64
     made.enable_truncation(length, strategy="only_second")
@@ -110,7 +110,7 @@ def test_the_second_text_is_cut_as_the_package_cuts_it(fields: dict[str, int]) -
     assert list(text.ids) == made.encode(WORDS).ids
 
 
-def test_what_is_too_long_is_refused_by_its_index() -> None:
+def test_error_for_a_long_text_names_its_index() -> None:
     with pytest.raises(PromptError, match="document 1 has 180 tokens: at most 62 are allowed") as caught:
         encode(inputs(EMBEDDER), "short", WORDS)
     assert caught.value.code == "context_length_exceeded"
@@ -126,7 +126,7 @@ def test_what_is_too_long_is_refused_by_its_index() -> None:
     assert caught.value.param == "query"
 
 
-def test_token_ids_are_taken_as_they_are() -> None:
+def test_token_ids_are_used_unchanged() -> None:
     made = inputs(EMBEDDER)
     assert encode(made, array("q", [7, 8]))[0].ids == array("q", [7, 8])
     assert len(encode(made, array("q", range(100)), truncate=True)[0].ids) == 64
@@ -143,7 +143,7 @@ def test_token_ids_are_taken_as_they_are() -> None:
         encode(replace(made, tokenizer=None), "text")
 
 
-def test_a_template_is_one_text_between_ids_of_its_own() -> None:
+def test_template_frames_query_and_document() -> None:
     made = inputs(RERANKER, 200, "byte_level")
     tok = tokenizer("byte_level")
     end = tok.token_id(END)
@@ -163,7 +163,7 @@ def test_a_template_is_one_text_between_ids_of_its_own() -> None:
     assert list(cut.ids[-len(suffix) :]) == suffix
 
 
-def test_a_template_that_the_tokenizer_does_not_split_is_refused() -> None:
+def test_template_that_cannot_be_split_is_rejected() -> None:
     facts = replace(RERANKER, template=replace(TEMPLATE, body="{query} {document}!"))
     with pytest.raises(ModelError, match="cannot split the model"):
         encode(inputs(facts, 64, "byte_level"), ("a", "b"))

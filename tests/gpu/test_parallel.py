@@ -13,7 +13,7 @@ from inflight import LLM, SamplingParams
 from inflight.errors import ConfigError, DeviceLostError
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
-from inflight.execution.parallel.rank_process import RankProcess
+from inflight.execution.parallel.rank_processes import RankProcess
 from inflight.execution.parallel.runner import MirroredRunner
 
 PROMPTS = [[i * 7 % 500 + 1 for i in range(length)] for length in (3, 17, 60, 33, 9, 21, 5)]

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.parallel.device_collective import NcclCollective
-from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
+from inflight.execution.parallel.device_collective import NcclCollective, PeerCollective, buffer_bytes
 from inflight.layers.triton.next_norm import NextNorm
 
 DEVICE = torch.device("cuda")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from hashlib import sha256
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.block_hashes import NUM_RECENT, BlockHasher, BlockMarks
-from inflight.kv.prefix_cache import ChainHashCache
+from inflight.kv.prefix_cache import NUM_RECENT, BlockHasher, ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 
@@ -48,16 +46,6 @@ def test_hashes_at_marks_equal_the_full_list(token_ids: list[int], salt: str, ch
     marks = sorted(mark for mark in chosen if mark * SIZE <= len(token_ids))
     every = names(token_ids, salt)
     assert BlockHasher(SIZE).hashes_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
-
-
-def test_marks_are_shared_and_increasingly_sparse() -> None:
-    whole = BlockMarks().up_to(70_000)
-    assert whole[:66] == [*range(1, 65), 66, 68]
-    assert len(whole) < 64 + 32 * 11
-    assert all(0 < later - mark <= max(1, mark / 32) for mark, later in itertools.pairwise(whole))
-    marks = BlockMarks()
-    for num_blocks in (0, 1, 64, 65, 66, 500, 3000, 499):
-        assert marks.up_to(num_blocks) == [mark for mark in whole if mark <= num_blocks]
 
 
 def test_output_blocks_are_hashed_too() -> None:

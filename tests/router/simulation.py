@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver
-from inflight.engine.delta_queue import DeltaQueue, DeltaStream
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 
+from inflight.router.replica import BlockMarks
 from tests.router.simulation import Simulation, simulated
 
 NUM_SESSIONS, NUM_TURNS, ANSWER = 64, 8, 8
@@ -142,3 +144,13 @@ async def test_a_tenant_that_floods_all_replicas_does_not_keep_others_waiting(ro
             *(ask("few", 1000 + index, 500.0) for index in range(8)),
         )
         assert max(ended["few"]) < 0.5 * max(ended["many"])
+
+
+def test_marks_are_shared_and_increasingly_sparse() -> None:
+    whole = BlockMarks().up_to(70_000)
+    assert whole[:66] == [*range(1, 65), 66, 68]
+    assert len(whole) < 64 + 32 * 11
+    assert all(0 < later - mark <= max(1, mark / 32) for mark, later in itertools.pairwise(whole))
+    marks = BlockMarks()
+    for num_blocks in (0, 1, 64, 65, 66, 500, 3000, 499):
+        assert marks.up_to(num_blocks) == [mark for mark in whole if mark <= num_blocks]

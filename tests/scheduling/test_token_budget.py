@@ -11,7 +11,7 @@ from inflight.config import SchedulerConfig
 from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError
 from inflight.scheduling import TimedTokenBudget, TokenBudget
-from inflight.scheduling.token_budget import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
+from inflight.scheduling.policy import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
 from tests.support.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 

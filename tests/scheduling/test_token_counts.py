@@ -6,7 +6,7 @@ import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
-from inflight.scheduling.token_counts import TokenCounts
+from inflight.scheduling.request_pool import TokenCounts
 from tests.scheduling.several import VerifyingRunner
 from tests.support.requests import FakeEngine, make_request
 

@@ -12,9 +12,9 @@ from tests.server.live import Backend, Live, live_server
 
 @pytest.fixture(scope="session")
 def backend() -> Iterator[Backend]:
-    found = Backend(num_blocks=2048, max_num_seqs=64, max_queue=1024)
-    yield found
-    found.close()
+    backend = Backend(num_blocks=2048, max_num_seqs=64, max_queue=1024)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="session")

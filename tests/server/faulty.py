@@ -81,8 +81,8 @@ class FaultyRunner:
         return self._real.launch(batch)
 
     def collect(self, handle: Any) -> Sampled:
-        found: Sampled = self._real.collect(handle)
-        return found
+        sampled: Sampled = self._real.collect(handle)
+        return sampled
 
     def close(self) -> None:
         self._real.close()

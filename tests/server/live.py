@@ -21,7 +21,7 @@ from inflight.engine.remote.process_client import ProcessClient
 from inflight.frontend import Frontend
 from inflight.server.access.keys import load_keys
 from inflight.server.config import ServerConfig
-from inflight.server.observability.tracing import NoTracer, Tracer
+from inflight.server.observability.request_log import Tracer
 from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
 from tests.server.faulty import BUILD
@@ -136,22 +136,22 @@ def live_server(
     backend: Backend, tracer: Tracer | None = None, is_open: bool = True, **options: Any
 ) -> Iterator[Live]:
     """A server with these options over the backend's engine; unless it is open, one that still loads."""
-    given = ServerConfig.create(in_process=True, **{"port": 0, "shutdown_timeout": 0.0, **options})
-    listener = listen(given)
+    config = ServerConfig.create(in_process=True, **{"port": 0, "shutdown_timeout": 0.0, **options})
+    listener = listen(config)
     engine = backend.engine
-    keys = load_keys(given.api_key, given.keys)
-    hosts = hosts_of(given, keys, listener)
+    keys = load_keys(config.api_key, config.keys)
+    hosts = hosts_of(config, keys, listener)
 
     async def start() -> tuple[ServerState, Server]:
-        state = ServerState(engine, given, keys, hosts, tracer or NoTracer())
-        server = Server(given)
+        state = ServerState(engine, config, keys, hosts, tracer or Tracer())
+        server = Server(config)
         if is_open:
             server.open(state)
         return state, server
 
     state, server = backend.run(start())
     finished = asyncio.run_coroutine_threadsafe(server.serve([listener]), backend.loop)
-    url = f"{'https' if given.ssl_certfile else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{'https' if config.ssl_certfile else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     with httpx.Client(base_url=url, timeout=SECONDS) as http:
         live = Live(backend, state, server, url, http, finished)
         try:

@@ -36,11 +36,11 @@ CUT_SHORT: list[ParserEvent] = [
 
 def read_events(stream: bytes) -> list[dict[str, Any]]:
     """The objects of named events, whose names are their types."""
-    found = []
+    events = []
     for block in stream.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        found.append(event)
+        events.append(event)
     assert stream.endswith(b"\n\n") or not stream
-    return found
+    return events

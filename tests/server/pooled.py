@@ -108,6 +108,6 @@ class PooledBackend(Backend):
 
     @property
     def runner(self) -> PoolingRunner:
-        found: Any = self.core.runner
-        assert isinstance(found, PoolingRunner)
-        return found
+        runner: Any = self.core.runner
+        assert isinstance(runner, PoolingRunner)
+        return runner

@@ -16,7 +16,7 @@ import tokenizers
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
-from inflight.engine.step_records import StepObserver
+from inflight.engine.client import StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request
@@ -68,17 +68,19 @@ class ScriptedClient:
     async def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         request = next(request for request in self.requests if request.request_id == request_id)
         ids = self._told[request_id]
-        given = ids[: request.max_tokens]
-        for start, end in pairwise([*range(0, len(given), self.piece), len(given)]):
+        answer_ids = ids[: request.max_tokens]
+        for start, end in pairwise([*range(0, len(answer_ids), self.piece), len(answer_ids)]):
             while start >= self.num_allowed:
                 await asyncio.sleep(0.002)
             scored: list[PositionLogprobs] = [
-                pack_logprobs([TokenLogprob(i, -0.5, 1)]) for i in given[start:end]
+                pack_logprobs([TokenLogprob(i, -0.5, 1)]) for i in answer_ids[start:end]
             ]
             yield Delta(
-                request_id, given[start:end], logprobs=scored if request.params.logprobs is not None else None
+                request_id,
+                answer_ids[start:end],
+                logprobs=scored if request.params.logprobs is not None else None,
             )
-        reason = "error" if self.error else "stop" if given == ids else "length"
+        reason = "error" if self.error else "stop" if answer_ids == ids else "length"
         record = RequestRecord(request_id, "", 0, request.num_prompt_tokens, finish_reason=reason)
         code, message = self.error or (None, None)
         stop_id = ids[-1] if reason == "stop" else None

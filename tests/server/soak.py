@@ -43,7 +43,7 @@ class OutageError(Exception):
 
 def questions_of(llm: LLM) -> list[Question]:
     """Short and long, with prefixes in common, greedy and seeded, one answer and several."""
-    found = []
+    questions = []
     story = [5 + number % 300 for number in range(200)]
     for number in range(16):
         fields: dict[str, Any] = {
@@ -57,13 +57,13 @@ def questions_of(llm: LLM) -> list[Question]:
         body = {**fields, "stream": number % 4 < 3, "logprobs": 2 if number == 7 else None}
         prompt = story[: 8 + 12 * number]
         output = llm.generate(prompt, SamplingParams(**fields))[0]
-        found.append(Question(COMPLETIONS, {**body, "prompt": prompt}, [a.text for a in output.outputs]))
+        questions.append(Question(COMPLETIONS, {**body, "prompt": prompt}, [a.text for a in output.outputs]))
         if number < 8:
             messages: Any = [{"role": "user", "content": f"Tell me about {'rain and ' * number}foxes."}]
             output = llm.chat(messages, SamplingParams(**fields))[0]
             body["logprobs"] = None
-            found.append(Question(CHAT, {**body, "messages": messages}, [a.text for a in output.outputs]))
-    return found
+            questions.append(Question(CHAT, {**body, "messages": messages}, [a.text for a in output.outputs]))
+    return questions
 
 
 class Soak:

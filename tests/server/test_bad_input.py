@@ -196,8 +196,8 @@ def neighbours_text(llm: LLM) -> str:
 
 @pytest.fixture(scope="module")
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as found:
-        yield found
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
 
 
 def refused(live: Live, path: str, content: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -209,7 +209,7 @@ def refused(live: Live, path: str, content: str | bytes, **headers: str) -> tupl
 
 
 @pytest.mark.parametrize(("path", "more", "param", "message"), ROWS)
-def test_refusals(
+def test_invalid_parameters_are_rejected_and_other_streams_continue(
     path: str,
     more: dict[str, Any],
     param: str | None,
@@ -248,12 +248,12 @@ def test_refusals(
         (b'{"prompt": ' + b"[" * 50_000, "invalid_json"),
     ],
 )
-def test_bodies_that_are_no_json_objects(content: bytes, code: str, live: Live) -> None:
+def test_bodies_that_are_not_json_objects_are_rejected(content: bytes, code: str, live: Live) -> None:
     status, error = refused(live, COMPLETIONS, content)
     assert (status, error["code"]) == (400, code)
 
 
-def test_other_statuses(live: Live) -> None:
+def test_unknown_models_paths_methods_and_types_are_rejected(live: Live) -> None:
     status, error = refused(live, COMPLETIONS, b'{"prompt": "x", "model": "other"}')
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert refused(live, "/v1/nothing", b"{}")[0] == 404
@@ -265,12 +265,12 @@ def test_other_statuses(live: Live) -> None:
     assert live.http.get("/v1/models/other").status_code == 404
 
 
-def test_a_token_limit_beyond_the_context_is_cut(live: Live) -> None:
+def test_max_tokens_beyond_the_context_is_reduced(live: Live) -> None:
     answer = live.complete([5] * 4088, max_tokens=10**6, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def test_errors_inside_tell_nothing(
+def test_internal_errors_reveal_nothing(
     live: Live, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -284,7 +284,7 @@ def test_errors_inside_tell_nothing(
     assert "/secret/path" in caplog.text
 
 
-def test_unknown_fields_may_be_ignored_and_limits_hold(backend: Backend) -> None:
+def test_unknown_fields_are_ignored_on_request_and_limits_still_hold(backend: Backend) -> None:
     with live_server(backend, ignore_unknown_fields=True, max_prompt_tokens=100, max_output_tokens=8) as live:
         for more, status in UNKNOWN:
             response = live.post(CHAT, {"messages": [USER], "max_tokens": 1, **more})

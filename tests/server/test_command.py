@@ -49,7 +49,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def read_until_ready(process: subprocess.Popen[str]) -> str:
-    """What it says up to the end of its summary."""
+    """Return what the server prints up to the end of its banner."""
     assert process.stderr is not None
     said = ""
     while said.count("curl") < 2:
@@ -61,7 +61,7 @@ def read_until_ready(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """A server that is ready, a client, and what it said."""
+    """Start a server; yield its process, a client and what it printed until it was ready."""
     with started(*arguments) as process:
         said = read_until_ready(process)
         url = re.findall(r"(http://\S+)/metrics", said)[0]
@@ -69,7 +69,9 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
             yield process, http, said
 
 
-def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_finishes_after_a_signal_and_the_server_exits_cleanly(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_QWERTY", "1")
     arguments = ("--shutdown-timeout", "60", "--log-format", "json", "--trust-remote-code")
     with serving(*arguments) as (process, http, said):
@@ -93,7 +95,7 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
             for number, line in enumerate(response.iter_lines()):
                 if number == 0:
                     assert has_torch(worker_of(process))
-                    assert not has_torch(process.pid)  # whoever serves needs none
+                    assert not has_torch(process.pid)  # only the engine needs it
                     process.send_signal(signal.SIGTERM)
                     check_no_one_else_is_served(http)
                 if line.startswith("data: {"):
@@ -104,7 +106,7 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
         assert process.wait(120) == 0
         assert process.stderr is not None
         lines = [json.loads(line) for line in process.stderr.read().splitlines() if line]
-    # The stream ends last; who asked just before the signal took effect was answered too.
+    # The stream ends last; requests sent just before the signal took effect were answered too.
     *_, access = [line for line in lines if line["logger"] == "inflight.access" and line["status"] == 200]
     assert access["request_id"].startswith("cmpl-")
     assert (access["method"], access["path"]) == ("POST", PATH)
@@ -112,7 +114,7 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
 
 
 def check_no_one_else_is_served(http: httpx.Client) -> None:
-    """Soon, by a server that was told to stop."""
+    """Check that a stopping server soon rejects new requests."""
     while (refused := http.post(PATH, json={"prompt": "x", "max_tokens": 1})).status_code == 200:
         pass
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -124,10 +126,10 @@ def has_torch(process_id: int) -> bool:
 
 
 def worker_of(process: subprocess.Popen[str]) -> int:
-    """The engine's process, once it is there."""
-    while not (found := children(process.pid, "inflight.engine.remote.worker")):
+    """Return the id of the engine process once it runs."""
+    while not (process_ids := children(process.pid, "inflight.engine.remote.worker")):
         time.sleep(0.01)
-    (number,) = found
+    (number,) = process_ids
     return number
 
 
@@ -141,8 +143,8 @@ def kill_while_it_streams(process: subprocess.Popen[str], http: httpx.Client) ->
     assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_unavailable")
 
 
-def test_an_engine_that_dies_ends_its_streams_and_comes_back_until_it_is_given_up(llm: LLM) -> None:
-    """Then the server ends: a supervisor of services can only restart what has ended."""
+def test_dead_engine_is_restarted_until_max_restarts_then_the_server_exits(llm: LLM) -> None:
+    """The server exits, so that a service supervisor can restart it."""
     with serving("--max-restarts", "1") as (process, http, _):
         kill_while_it_streams(process, http)
         statuses: list[int] = []
@@ -182,7 +184,7 @@ def check_one_line(code: int | str | None, said: str, message: str) -> None:
         (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],
 )
-def test_what_cannot_work_is_one_line_before_anything_starts(
+def test_invalid_options_are_reported_in_one_line_before_anything_starts(
     arguments: tuple[str, ...],
     message: str,
     monkeypatch: pytest.MonkeyPatch,

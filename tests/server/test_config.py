@@ -43,7 +43,7 @@ def test_shown_defaults_are_the_real_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         ({"port": 99999}, "port is 99999: allowed is an integer from 0 to 65535"),
         ({"port": -1}, "from 0 to 65535"),
@@ -69,9 +69,9 @@ def test_shown_defaults_are_the_real_ones() -> None:
         ({"api_key": (" ",)}, "empty"),
     ],
 )
-def test_invalid_values_are_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ServerConfig.create(**given)
+        ServerConfig.create(**values)
 
 
 @pytest.mark.parametrize("name", ["target_step_ms", "max_num_seqs"])

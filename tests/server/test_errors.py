@@ -1,4 +1,4 @@
-"""What clients are told about errors from below: by class and code, never by the words of a message."""
+"""Clients get errors by the exception's class and code, never by the words of its message."""
 
 from __future__ import annotations
 
@@ -44,32 +44,37 @@ ROWS: list[tuple[InflightError, int, str, str | None, str | None]] = [
 ]
 
 
-def told(error: ApiError) -> tuple[int, Any]:
-    found = msgspec.json.decode(error.body())["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    return error.status, found
+def sent(error: ApiError) -> tuple[int, Any]:
+    error_object = msgspec.json.decode(error.body())["error"]
+    assert set(error_object) == {"message", "type", "param", "code"}
+    return error.status, error_object
 
 
 @pytest.mark.parametrize(("error", "status", "kind", "param", "code"), ROWS)
-@pytest.mark.parametrize("far", [False, True], ids=["here", "over the wire"])
-def test_errors_from_below(
-    error: InflightError, status: int, kind: str, param: str | None, code: str | None, far: bool
+@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "over the wire"])
+def test_exceptions_get_their_status_type_and_code(
+    error: InflightError, status: int, kind: str, param: str | None, code: str | None, is_remote: bool
 ) -> None:
-    raised = RemoteError.of(error).error() if far else error
-    found_status, found = told(of_exception(raised, retry_after=7))
-    assert (found_status, found["type"], found["param"], found["code"]) == (status, kind, param, code)
-    # What went wrong inside is not for clients.
-    assert (found["message"] == str(error)) == (status in (400, 429))
+    raised = RemoteError.of(error).error() if is_remote else error
+    sent_status, error_object = sent(of_exception(raised, retry_after=7))
+    assert (sent_status, error_object["type"], error_object["param"], error_object["code"]) == (
+        status,
+        kind,
+        param,
+        code,
+    )
+    # Internal details are not sent to clients.
+    assert (error_object["message"] == str(error)) == (status in (400, 429))
 
 
-def test_when_to_come_back() -> None:
+def test_retry_after_is_sent_where_a_retry_can_help() -> None:
     assert of_exception(QueueFullError("full"), retry_after=7).headers["retry-after"] == "7"
     assert "retry-after" in of_exception(EngineDeadError("it restarts")).headers
     assert "retry-after" not in of_exception(EngineError("broken")).headers
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "told_code"),
+    ("code", "status", "sent_code"),
     [
         ("no_token_allowed", 400, "no_token_allowed"),
         ("step_failed", 500, "engine_error"),
@@ -77,8 +82,8 @@ def test_when_to_come_back() -> None:
         (None, 500, "engine_error"),
     ],
 )
-def test_answers_that_end_with_an_error(code: str | None, status: int, told_code: str) -> None:
+def test_failed_answers_get_their_status_and_code(code: str | None, status: int, sent_code: str) -> None:
     delta = Delta("r", [], finish_reason="error", error=MISLEADING, error_code=code)
-    found_status, found = told(of_answer(delta))
-    assert (found_status, found["code"], found["param"]) == (status, told_code, None)
-    assert MISLEADING not in found["message"]
+    sent_status, error_object = sent(of_answer(delta))
+    assert (sent_status, error_object["code"], error_object["param"]) == (status, sent_code, None)
+    assert MISLEADING not in error_object["message"]

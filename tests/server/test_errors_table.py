@@ -22,10 +22,10 @@ from tests.server.test_limits_table import PAGE, rows
 PACKAGE = Path(inflight.__file__).parent
 CODE = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
 BELOW = ("frontend", "agents", "constraints", "text", "router", "engine")
-LEFT = 499  # the client has gone: no one reads it
+LEFT = 499  # the client has disconnected: nobody reads it
 
-INSIDE = {"aborted", "logits_not_finite"}  # which a server tells as `cancelled`, and as `engine_error`
-# Where the code is no literal beside the status: it is that of an exception, or chosen before.
+INSIDE = {"aborted", "logits_not_finite"}  # sent as `cancelled` and as `engine_error`
+# Codes that are not a literal beside the status: those of exceptions, or chosen before.
 ELSEWHERE = {
     400: {
         *(
@@ -46,14 +46,14 @@ ELSEWHERE = {
 
 
 def table() -> dict[int, tuple[str, set[str]]]:
-    """Type and codes by status."""
+    """Return the type and codes of each status."""
     section = PAGE.partition("## Errors\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    found = {}
+    table_rows = {}
     for line in lines[2:]:
         status, kind, codes = (cell.strip() for cell in line.strip("|").split("|"))
-        found[int(status)] = kind.strip("`"), set(CODE.findall(codes)) - {"param"}
-    return found
+        table_rows[int(status)] = kind.strip("`"), set(CODE.findall(codes)) - {"param"}
+    return table_rows
 
 
 def named(call: ast.Call) -> str:
@@ -74,32 +74,32 @@ def code_of(call: ast.Call) -> Any:
 
 
 def source() -> dict[int, set[str]]:
-    """Codes by status."""
-    found: dict[int, set[str]] = defaultdict(set)
+    """Return the codes of each status."""
+    codes_by_status: dict[int, set[str]] = defaultdict(set)
     for call in calls_of("server"):
         if named(call) == "ApiError" and isinstance(status := literal(call.args[0]), int):
-            found[status] |= {code_of(call)} - {None}
+            codes_by_status[status] |= {code_of(call)} - {None}
     for status, codes in ELSEWHERE.items():
-        found[status] |= codes
-    del found[LEFT]
-    return dict(found)
+        codes_by_status[status] |= codes
+    del codes_by_status[LEFT]
+    return dict(codes_by_status)
 
 
-def test_every_status_and_code_is_told() -> None:
+def test_error_table_has_every_status_and_code() -> None:
     assert {status: codes for status, (_, codes) in table().items()} == source()
 
 
-def test_the_types_are_those_of_the_answers() -> None:
+def test_error_table_has_the_types_of_responses() -> None:
     for status, (kind, _) in table().items():
         assert f'"type":"{kind}"'.encode() in ApiError(status, "").body()
 
 
-def test_codes_from_below_the_server_are_told() -> None:
-    told = {code for _, codes in table().values() for code in codes}
+def test_error_table_has_codes_of_lower_packages() -> None:
+    documented = {code for _, codes in table().values() for code in codes}
     below = {code_of(call) for folder in BELOW for call in calls_of(folder)} - {None}
-    assert below - told == INSIDE
+    assert below - documented == INSIDE
 
 
-def test_the_limits_table_has_no_other_codes() -> None:
-    told = {code for _, codes in table().values() for code in codes}
-    assert {code for *_, answer in rows() for code in CODE.findall(answer)} <= told
+def test_limits_table_uses_codes_of_the_error_table() -> None:
+    documented = {code for _, codes in table().values() for code in codes}
+    assert {code for *_, answer in rows() for code in CODE.findall(answer)} <= documented

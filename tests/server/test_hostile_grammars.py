@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from inflight.constraints import GrammarValidator, trial
+from inflight.constraints import GrammarValidator
+from inflight.constraints import validator as validator_module
 from inflight.server.state import TEXT_THREADS
 from tests.constraints.test_validator import INTERSECTIONS
 from tests.server.live import Backend, Live, live_server
@@ -27,7 +28,7 @@ def keyed(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "keys.yaml"
     path.write_text("keys: [{name: alice, key: alice-secret}, {name: mallory, key: mallory-secret}]")
     for name in ("ATTEMPT_SECONDS", "TRIAL_SECONDS", "WALL_SECONDS"):
-        monkeypatch.setattr(trial, name, 3600.0)
+        monkeypatch.setattr(validator_module, name, 3600.0)
     with live_server(backend, keys=str(path)) as live:
         yield live
         live.wait_until("no trial", lambda: not validator(live)._shared)
@@ -74,7 +75,7 @@ def send_hostile(live: Live, stack: ExitStack) -> list[socket.socket]:
     return connections
 
 
-def test_chats_of_other_keys_are_answered_meanwhile(keyed: Live) -> None:
+def test_hostile_grammars_do_not_block_chats_of_other_keys(keyed: Live) -> None:
     headers = {"authorization": "Bearer alice-secret"}
     with ExitStack() as stack:
         send_hostile(keyed, stack)
@@ -90,7 +91,7 @@ def test_chats_of_other_keys_are_answered_meanwhile(keyed: Live) -> None:
         assert num_trying(keyed) == 1  # the other process is not for the same key
 
 
-def test_clients_that_go_away_end_their_trials(keyed: Live) -> None:
+def test_disconnected_clients_end_their_grammar_trials(keyed: Live) -> None:
     with ExitStack() as stack:
         connections = send_hostile(keyed, stack)
         for connection in connections:

@@ -1,4 +1,4 @@
-"""Clients that leave, steps that fail, servers that stop: what must go on goes on."""
+"""Clients that disconnect, steps that fail and servers that stop, while other requests continue."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def slow_steps(backend: Backend, seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_frees_its_blocks(
+def test_disconnected_client_frees_its_blocks(
     streamed: bool, n: int, live: Live, backend: Backend, text: str
 ) -> None:
     metrics = live.state.metrics
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_frees_its_blocks(
     live.wait_until_idle()
 
 
-def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) -> None:
+def test_client_that_does_not_read_stalls_no_one(backend: Backend, text: str) -> None:
     body = json.dumps({**ENDLESS, "stream": True, "n": 16, "temperature": 1.0, "logprobs": 20}).encode()
     with live_server(backend) as live:
         host, _, port = live.url.removeprefix("http://").partition(":")
@@ -81,23 +81,21 @@ def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) 
         live.wait_until_idle()
 
 
-def test_a_slow_reader_gets_every_token(live: Live, llm: LLM) -> None:
+def test_slow_reader_gets_every_token(live: Live, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     whole = llm.generate([5, 6], params)[0].outputs[0].text
-    found = ""
+    text = ""
     with live.http.stream("POST", PATH, json={**ENDLESS, "max_tokens": 120, "stream": True}) as response:
         for number, line in enumerate(response.iter_lines()):
             if line.startswith("data: {"):
-                found += json.loads(line[6:])["choices"][0]["text"]
+                text += json.loads(line[6:])["choices"][0]["text"]
             if number % 20 == 0:
                 time.sleep(0.01)
-    assert found == whole
+    assert text == whole
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_step_that_fails_ends_its_requests_only(
-    streamed: bool, live: Live, backend: Backend, text: str
-) -> None:
+def test_failed_step_ends_only_its_requests(streamed: bool, live: Live, backend: Backend, text: str) -> None:
     runner = BreakingRunner(backend.core, "collect", 5)
     try:
         with live.http.stream("POST", PATH, json={**GOOD, "stream": streamed}) as response:
@@ -121,7 +119,7 @@ def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, llm
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     text = llm.generate([5, 6], params)[0].outputs[0].text
     with live_server(backend, shutdown_timeout=60.0) as live, ExitStack() as held:
-        held.enter_context(slow_steps(backend, 0.02))  # until all that is asked meanwhile is answered
+        held.enter_context(slow_steps(backend, 0.02))  # until the requests below are answered
         with live.http.stream("POST", PATH, json={**GOOD, "max_tokens": 400, "stream": True}) as response:
             backend.loop.call_soon_threadsafe(live.server.stop)
             live.wait_until("draining", lambda: live.state.draining)
@@ -142,10 +140,10 @@ def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, llm
 
 class _Done:
     def result(self, timeout: float) -> None:
-        """It has stopped already."""
+        """Return at once: the server has stopped already."""
 
 
-def test_what_does_not_finish_in_time_is_ended(backend: Backend) -> None:
+def test_streams_that_outlast_the_shutdown_timeout_end_with_an_error(backend: Backend) -> None:
     with slow_steps(backend, 0.01), live_server(backend, shutdown_timeout=0.1) as live:
         with live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}) as response:
             backend.loop.call_soon_threadsafe(live.server.stop)
@@ -162,31 +160,33 @@ async def _num_used(backend: Backend) -> int:
     return (await backend.engine.stats()).kv.num_used
 
 
-# ---- the story of a request ----
+# ---- reports of requests ----
 
 
-def test_the_story_of_a_request(live: Live) -> None:
+def test_report_of_a_finished_request_adds_up(live: Live) -> None:
     prompt = [11] * 100
     live.complete(prompt, max_tokens=5, ignore_eos=True)
-    live.complete(prompt, max_tokens=5, ignore_eos=True, n=2, request_id="story-1")
-    story = live.http.get("/v1/requests/story-1").json()
-    assert (story["id"], story["status"], story["route"]) == ("story-1", "finished", PATH)
-    assert [answer["index"] for answer in story["answers"]] == [0, 1]
-    for answer in story["answers"]:
+    live.complete(prompt, max_tokens=5, ignore_eos=True, n=2, request_id="report-1")
+    report = live.http.get("/v1/requests/report-1").json()
+    assert (report["id"], report["status"], report["route"]) == ("report-1", "finished", PATH)
+    assert [answer["index"] for answer in report["answers"]] == [0, 1]
+    for answer in report["answers"]:
         assert answer["finish_reason"] == "length"
         assert (answer["num_prompt_tokens"], answer["num_cached_tokens"]) == (100, 96)
         assert answer["num_output_tokens"] == 5
         for name in ("queued_seconds", "prefill_seconds", "decode_seconds"):
-            assert 0 <= answer[name] <= story["total_seconds"]
-        found = answer["breakdown"]
-        total = sum(found["queue"].values()) + sum(found[name] for name in found if name != "queue")
+            assert 0 <= answer[name] <= report["total_seconds"]
+        breakdown = answer["breakdown"]
+        total = sum(breakdown["queue"].values()) + sum(
+            breakdown[name] for name in breakdown if name != "queue"
+        )
         parts = [answer[name] for name in ("queued_seconds", "prefill_seconds", "decode_seconds")]
         assert total == pytest.approx(sum(parts), abs=1e-6), "the engine lets it go with its last token"
-    assert "4 tokens computed, 96 cached" in story["why"]
-    assert story["client_seconds"] >= 0
+    assert "4 tokens computed, 96 cached" in report["why"]
+    assert report["client_seconds"] >= 0
 
 
-def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
+def test_report_of_a_queued_request_names_what_it_waits_for(live: Live, backend: Backend) -> None:
     rows = backend.core.scheduler.pool._free_rows
     kept = rows[:]
     rows[:] = rows[:1]
@@ -196,10 +196,10 @@ def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
             live.http.stream("POST", PATH, json={**ENDLESS, "stream": True, "request_id": "first"}),
             live.http.stream("POST", PATH, json={**GOOD, "stream": True, "request_id": "second"}),
         ):
-            story = live.http.get("/v1/requests/second").json()
-            assert story["status"] == "queued"
-            assert story["waited_for"]["ids"] == ["first"]
-            assert story["waited_for"]["num_requests"] == 1
+            report = live.http.get("/v1/requests/second").json()
+            assert report["status"] == "queued"
+            assert report["waited_for"]["ids"] == ["first"]
+            assert report["waited_for"]["num_requests"] == 1
             deleted = live.http.delete("/v1/requests/second").json()
             assert deleted == {
                 "id": "second",
@@ -214,17 +214,17 @@ def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
         rows[:] = kept
 
 
-def test_what_is_cancelled_before_it_reaches_the_engine_never_does(live: Live) -> None:
+def test_request_cancelled_early_never_reaches_the_engine(live: Live) -> None:
     go_on = threading.Event()
     held = [live.state.threads.submit("", go_on.wait) for _ in range(TEXT_THREADS)]
     chat = {"messages": [{"role": "user", "content": "x"}], "request_id": "early"}
     num_requests = live.state.metrics.requests["generate"]
-    with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(live.post, "/v1/chat/completions", chat)
+    with ThreadPoolExecutor(1) as threads:
+        response_of_chat = threads.submit(live.post, "/v1/chat/completions", chat)
         try:
             live.wait_until("the request", lambda: len(live.state.request_log))
             assert live.http.delete("/v1/requests/early").json()["cancelled"] is True
-            response = asked.result(30)
+            response = response_of_chat.result(30)
         finally:
             go_on.set()
     assert (response.status_code, response.json()["error"]["code"]) == (409, "cancelled")
@@ -233,7 +233,7 @@ def test_what_is_cancelled_before_it_reaches_the_engine_never_does(live: Live) -
     assert live.state.metrics.requests["generate"] == num_requests
 
 
-def test_the_history_is_bounded(backend: Backend) -> None:
+def test_request_history_is_bounded(backend: Backend) -> None:
     with live_server(backend, request_history=2) as live:
         for number in range(4):
             live.complete([5], max_tokens=1, request_id=f"h{number}")
@@ -242,37 +242,39 @@ def test_the_history_is_bounded(backend: Backend) -> None:
         assert len(live.state.request_log._by_engine_id) == 2
 
 
-def test_the_same_id_can_be_used_again(live: Live) -> None:
+def test_request_id_can_be_reused(live: Live) -> None:
     for _ in range(2):
         assert live.complete([5], max_tokens=1, request_id="again")["id"] == "again"
     events = stream(live, PATH, {"prompt": [5], "max_tokens": 1, "request_id": "again"})
     assert events[0]["id"] == "again"
 
 
-def test_many_at_once_come_and_go(live: Live, backend: Backend, text: str) -> None:
-    """A third of them leaves early; the rest have every token."""
+def test_concurrent_streams_get_every_token_while_others_disconnect(
+    live: Live, backend: Backend, text: str
+) -> None:
+    """A third of the clients disconnect early; the others get every token."""
 
-    def one(number: int) -> str | None:
+    def stream_one(number: int) -> str | None:
         body: dict[str, Any] = {**(ENDLESS if number % 3 == 0 else GOOD), "stream": True}
-        found = ""
+        texts = ""
         with live.http.stream("POST", PATH, json=body) as response:
             for count, line in enumerate(response.iter_lines()):
                 if line.startswith("data: {"):
-                    found += json.loads(line[6:])["choices"][0]["text"]
+                    texts += json.loads(line[6:])["choices"][0]["text"]
                 if number % 3 == 0 and count > number:
                     return None
-        return found
+        return texts
 
     with ThreadPoolExecutor(16) as threads:
-        found = list(threads.map(one, range(48)))
-    assert [item for number, item in enumerate(found) if number % 3] == [text] * 32
+        texts = list(threads.map(stream_one, range(48)))
+    assert [item for number, item in enumerate(texts) if number % 3] == [text] * 32
     live.wait_until_idle()
     usage = backend.core.scheduler.pool.usage()
     assert usage.num_free + usage.num_cached == usage.num_blocks
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-async def test_the_end_of_a_terminal_is_heard_unless_it_is_ignored(is_ignored: bool) -> None:
+async def test_sighup_is_handled_unless_it_is_ignored(is_ignored: bool) -> None:
     before = signal.getsignal(signal.SIGHUP)
     mine = signal.SIG_IGN if is_ignored else signal.SIG_DFL  # nohup ignores it
     signal.signal(signal.SIGHUP, mine)

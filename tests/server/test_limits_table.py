@@ -6,21 +6,20 @@ import re
 from pathlib import Path
 
 import inflight
-from inflight.constraints.trial import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
+from inflight.constraints.validator import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
 from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.config import SERVE_OPTIONS
-from inflight.server.http.body import MAX_PARTS, MAX_VALUES
+from inflight.server.http.bodies import MAX_PARTS, MAX_VALUES, PIECE
 from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
-from inflight.server.http.unsent import PIECE
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.server.state import TEXT_THREADS
-from inflight.text.chat import MAX_MESSAGES
-from inflight.text.render import RenderLimits
+from inflight.text import RenderLimits
+from inflight.text.chat_template import MAX_MESSAGES
 
 PACKAGE = Path(inflight.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()
@@ -85,12 +84,12 @@ def declared(name: str) -> str:
     return f"{default:,g} s" if option.unit == "seconds" else f"{default:,}"
 
 
-def test_every_limit_is_there_as_it_is_declared() -> None:
+def test_limits_table_matches_the_declarations() -> None:
     by_flag, others = {}, {}
     for what, flag, default, _ in rows():
-        found = FLAG.fullmatch(flag)
-        if found is not None:
-            by_flag[found[1].removeprefix("--").replace("-", "_")] = default
+        match = FLAG.fullmatch(flag)
+        if match is not None:
+            by_flag[match[1].removeprefix("--").replace("-", "_")] = default
         else:
             others[what] = default
     limits = [
@@ -101,7 +100,7 @@ def test_every_limit_is_there_as_it_is_declared() -> None:
     assert others == CONSTANTS
 
 
-def test_figures_inside_the_rows() -> None:
+def test_limits_table_has_the_right_figures() -> None:
     text = "\n".join(" ".join(row) for row in rows())
     assert f"answers over {PIECE >> 10} KiB" in text
     assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text

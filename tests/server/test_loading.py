@@ -1,4 +1,4 @@
-"""A server answers from the first moment on: that it loads, and then as itself."""
+"""A server answers 503 while its model loads, and serves on the same socket afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from inflight.server.loading_app import LoadingApp
+from inflight.server.app import LoadingApp
 from tests.server.test_command import read_until_ready, started, worker_of
 from tests.server.waiting import POLICY, VARIABLE
 
@@ -37,7 +37,7 @@ def check_refusal(response: httpx.Response) -> None:
     assert (error["type"], error["code"], error["param"]) == ("service_unavailable_error", "loading", None)
 
 
-async def test_what_is_told_while_loading() -> None:
+async def test_loading_server_answers_503() -> None:
     loading_app = LoadingApp()
     async with client_of(loading_app) as http:
         for path in ("/health", "/ready"):
@@ -51,7 +51,7 @@ async def test_what_is_told_while_loading() -> None:
         check_refusal(await http.post(COMPLETIONS, json=BODY))
 
 
-async def test_browsers_get_a_page_that_waits() -> None:
+async def test_loading_server_sends_browsers_a_page_that_waits() -> None:
     async with client_of(LoadingApp()) as http:
         response = await http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
         assert response.status_code == 503
@@ -61,7 +61,7 @@ async def test_browsers_get_a_page_that_waits() -> None:
         check_refusal(await http.get("/v1/models", headers={"accept": "text/html"}))
 
 
-async def test_progress_is_told_where_it_is_known() -> None:
+async def test_health_reports_loading_progress() -> None:
     loading_app = LoadingApp()
     async with client_of(loading_app) as http:
         loading_app.progress(25, 100)
@@ -70,7 +70,7 @@ async def test_progress_is_told_where_it_is_known() -> None:
         assert (await http.get("/ready")).json()["progress"] is None
 
 
-async def test_the_application_takes_over() -> None:
+async def test_application_takes_over_once_loaded() -> None:
     loading_app = LoadingApp()
     async with client_of(loading_app) as http:
         check_refusal(await http.get("/"))
@@ -84,22 +84,24 @@ async def test_the_application_takes_over() -> None:
 
 @contextmanager
 def loading(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A server that loads until a file is there, and a client."""
+    """Start a server that loads until a file exists; yield its process and a client."""
     with started("--policy", POLICY, "--log-level", "debug", *arguments) as process:
         assert process.stderr is not None
         said = ""
-        while (found := re.search(r"listening on (\S+), port (\d+)", said)) is None:
+        while (address_line := re.search(r"listening on (\S+), port (\d+)", said)) is None:
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said = line
-        address = f"{'https' if '--ssl-certfile' in arguments else 'http'}://{found[1]}:{found[2]}"
+        address = (
+            f"{'https' if '--ssl-certfile' in arguments else 'http'}://{address_line[1]}:{address_line[2]}"
+        )
         with httpx.Client(base_url=address, timeout=60, verify=TRUSTED) as http:
             yield process, http
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Once it is there, models are loaded."""
+    """Return the file that lets models be loaded once it exists."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "go"))
     return tmp_path / "go"
 
@@ -109,7 +111,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [((), signal.SIGHUP), (("--in-process", "--api-key", "secret", *TLS_FILES), signal.SIGTERM)],
     ids=["process", "TLS"],
 )
-def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Signals, file: Path) -> None:
+def test_server_listens_while_it_loads_and_then_serves(
+    arguments: tuple[str, ...], number: signal.Signals, file: Path
+) -> None:
     with loading(*arguments) as (process, http):
         assert http.get("/health").json()["status"] == "loading"
         check_refusal(http.post(COMPLETIONS, json=BODY))
@@ -131,7 +135,7 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Si
     ("in_process", "number"),
     [(False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGTERM)],
 )
-def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: Path) -> None:
+def test_signal_while_loading_stops_the_server(in_process: bool, number: signal.Signals, file: Path) -> None:
     with loading(*(["--in-process"] if in_process else [])) as (process, http):
         assert http.get("/ready").status_code == 503
         worker = None if in_process else worker_of(process)
@@ -145,7 +149,7 @@ def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: 
             os.kill(worker, 0)
 
 
-def test_the_address_is_held_from_the_start(file: Path) -> None:
+def test_loading_server_holds_its_address(file: Path) -> None:
     with loading() as (_, http), started("--port", str(http.base_url.port)) as second:
         assert second.wait(120) == 1
         assert second.stderr is not None
@@ -153,7 +157,7 @@ def test_the_address_is_held_from_the_start(file: Path) -> None:
     assert not file.exists()
 
 
-def test_a_model_that_cannot_be_loaded_leaves_no_server_but_one_line(tmp_path: Path) -> None:
+def test_model_that_cannot_be_loaded_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with started(str(tmp_path)) as process:
         assert process.wait(120) == 1

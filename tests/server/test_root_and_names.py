@@ -1,4 +1,4 @@
-"""A server under a path of a larger site, whose model is called by its path, and which is strict: one for all of it."""
+"""A server below a root path, whose model is requested by its path, with --strict."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def strict(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield live
 
 
-@pytest.mark.parametrize("prefix", ["", "/llm"])  # of a proxy that takes it off, and of one that does not
-def test_paths_below_the_root(strict: Live, prefix: str) -> None:
+@pytest.mark.parametrize("prefix", ["", "/llm"])  # a proxy that strips it, and one that does not
+def test_paths_work_with_and_without_the_root_path(strict: Live, prefix: str) -> None:
     assert strict.http.get(f"{prefix}/health").status_code == 200
     assert strict.post(f"{prefix}/v1/completions", {**PROMPT, "max_tokens": 2}).status_code == 200
     assert strict.http.get(f"{prefix}/llm/health").status_code == (404 if prefix else 200)
 
 
-def test_only_whole_names_are_the_root(strict: Live) -> None:
+def test_root_path_matches_whole_segments_only(strict: Live) -> None:
     assert strict.http.get("/llmhealth").status_code == 404
     assert strict.http.get("/llm").headers["content-type"].startswith("text/html")  # the chat page
 
@@ -40,7 +40,7 @@ def test_only_whole_names_are_the_root(strict: Live) -> None:
         ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
     ],
 )
-def test_strict_refuses_what_the_context_has_no_room_for(
+def test_strict_rejects_max_tokens_beyond_the_context(
     strict: Live, path: str, body: dict[str, object], name: str
 ) -> None:
     limit = strict.state.model.frontend.max_model_len
@@ -49,19 +49,19 @@ def test_strict_refuses_what_the_context_has_no_room_for(
     assert f"{name} is {limit}: together they must be at most {limit}" in response.json()["error"]["message"]
 
 
-def test_strict_takes_what_fits(strict: Live) -> None:
-    room = strict.state.model.frontend.max_model_len - 2
-    assert strict.post("/v1/completions", {**PROMPT, "max_tokens": room + 1}).status_code == 400
-    short = {**PROMPT, "stop": [" "], "max_tokens": room}
+def test_strict_accepts_what_fits(strict: Live) -> None:
+    max_tokens = strict.state.model.frontend.max_model_len - 2
+    assert strict.post("/v1/completions", {**PROMPT, "max_tokens": max_tokens + 1}).status_code == 400
+    short = {**PROMPT, "stop": [" "], "max_tokens": max_tokens}
     assert strict.post("/v1/completions", short).status_code == 200
 
 
-def test_otherwise_an_answer_gets_the_rest_of_the_context(live: Live) -> None:
-    found = live.complete([5, 6], max_tokens=50_000, stop=[" "])
-    assert found["choices"][0]["finish_reason"] == "stop"
+def test_without_strict_an_answer_gets_the_rest_of_the_context(live: Live) -> None:
+    completion = live.complete([5, 6], max_tokens=50_000, stop=[" "])
+    assert completion["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_model_answers_to_its_path_too(strict: Live, live: Live) -> None:
+def test_model_can_be_requested_by_its_path(strict: Live, live: Live) -> None:
     path = strict.state.options.model
     assert path is not None
     for name in (path, path.rstrip("/"), "small0"):

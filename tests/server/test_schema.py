@@ -1,4 +1,4 @@
-"""Bodies made from the API's own document, good and bad: no server error, only the statuses and shapes it tells of."""
+"""Valid and invalid bodies generated from the OpenAPI document get only the statuses and shapes that it declares."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SCORING = ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/v1/em
 CLASSIFYING = ("/classify", "/v1/classify")
 FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
 RESPONSE = "/v1/responses/{response_id}"
-ASKING = ("/server_info", "/is_sleeping")
-TELLING = ("/reset_prefix_cache", "/sleep", "/wake_up")
-CHANGING = (  # which no one may here
-    *TELLING,
+ADMIN_READS = ("/server_info", "/is_sleeping")
+ADMIN_COMMANDS = ("/reset_prefix_cache", "/sleep", "/wake_up")
+ADMIN_CHANGES = (  # the server has no admin key
+    *ADMIN_COMMANDS,
     *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
 )
 OPERATIONS = [
@@ -43,12 +43,12 @@ OPERATIONS = [
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
-    *(("GET", path, 2) for path in ("/docs", "/load", "/ping", *ASKING)),
+    *(("GET", path, 2) for path in ("/docs", "/load", "/ping", *ADMIN_READS)),
     *(("GET", path, 2) for path in ("/v1/replicas", "/replicas")),
-    *(("POST", path, 2) for path in CHANGING),
+    *(("POST", path, 2) for path in ADMIN_CHANGES),
     ("DELETE", "/v1/replicas/{replica}", 2),
 ]
-# A body for each path that is answered: which of those that are made from the document are is a matter of chance.
+# A valid body for each path, since the generated ones may all be rejected.
 TEXTS = {"input": ["one", "another"]}
 PAIRS = {"query": "one", "documents": ["one", "another"]}
 SCORES = {"text_1": "one", "text_2": ["one", "another"]}
@@ -108,25 +108,25 @@ def document(server: Live) -> Any:
     return schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
 
 
-def test_every_operation_is_tried(document: Any) -> None:
-    found = {(result.ok().method.upper(), result.ok().path) for result in document.get_all_operations()}
-    assert found == {(method, path) for method, path, _ in OPERATIONS}
+def test_every_operation_is_tested(document: Any) -> None:
+    operations = {(result.ok().method.upper(), result.ok().path) for result in document.get_all_operations()}
+    assert operations == {(method, path) for method, path, _ in OPERATIONS}
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path", "max_examples"), OPERATIONS)
-def test_what_the_document_tells(
+def test_responses_conform_to_the_document(
     method: str, path: str, max_examples: int, mode: GenerationMode, document: Any, request: Any
 ) -> None:
-    able = "scorer" if path in SCORING else "classifier" if path in CLASSIFYING else "server"
-    server: Live = request.getfixturevalue(able)
+    fixture = "scorer" if path in SCORING else "classifier" if path in CLASSIFYING else "server"
+    server: Live = request.getfixturevalue(fixture)
     operation = document[path][method]
     if mode.is_negative and not operation.body:
-        return  # nothing is sent that could be wrong
+        return  # there is nothing to invalidate
     if mode.is_positive and "{" not in path:
         case = operation.Case(body=ANSWERED[path]) if operation.body else operation.Case()
         response = case.call(base_url=server.url, timeout=60)
-        refused = (method == "POST" and path in CHANGING) or path in ASKING
+        refused = (method == "POST" and path in ADMIN_CHANGES) or path in ADMIN_READS
         assert response.status_code == (403 if refused else 200), response.text
         case.validate_response(response, checks=CHECKS)
 
@@ -140,7 +140,7 @@ def test_what_the_document_tells(
     def check(case: Any) -> None:
         if path in GENERATING and mode.is_positive:
             make_answerable(path, case.body)
-        elif able != "server" and mode.is_positive:
+        elif fixture != "server" and mode.is_positive:
             make_fit(case.body)
         response = case.call(base_url=server.url, timeout=60)
         if response.headers["content-type"][0].startswith("text/event-stream"):
@@ -155,14 +155,13 @@ def test_what_the_document_tells(
 
 
 def make_fit(body: dict[str, Any]) -> None:
-    """What is asked for is something that the model has."""
+    """Remove fields that the model may not support."""
     for name in ("model", "dimensions", "prompt_name", "scale", "instruction", "priority"):
         body.pop(name, None)
 
 
 def make_answerable(path: str, body: dict[str, Any]) -> None:
-    """What is asked for must be quick, and of the model that is there. Other things that cannot be are left, but for
-    messages without content, which most conversations have."""
+    """Make a body short to answer and valid for the served model, and give every message a content."""
     body.pop("model", None)
     for message in body.get("messages", ()):
         message["content"] = message.get("content") or "Hello."
@@ -170,7 +169,7 @@ def make_answerable(path: str, body: dict[str, Any]) -> None:
         if body.get(name):
             body[name] = min(body[name], 4)
     body.setdefault("max_output_tokens" if path == "/v1/responses" else "max_tokens", 4)
-    if path in CONVERSING:  # whose events have tests of their own
+    if path in CONVERSING:  # their events have tests of their own
         body.pop("stream", None)
     if body.get("n"):
         body["n"] = min(body["n"], 2)

@@ -24,9 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from inflight import LLM
-from inflight.constraints import trial, trial_worker
-from inflight.text import render_worker
-from inflight.text.render import RenderLimits
+from inflight.constraints import trial_worker, validator
+from inflight.text import RenderLimits, render_worker
 from tests.server.live import SECONDS, ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
@@ -37,8 +36,11 @@ NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "160"))
 NUM_KILLS, NUM_HANGS = (12, 4) if IS_LONG else (1, 0)  # a hang takes a minute to be found
 NUM_BLOCKS = 1024
 MIB = 1 << 20
-# Processes that a server has beside engines, and of how many at most. They come and go.
-MOST_WORKERS = {render_worker.__file__: RenderLimits().max_workers, trial_worker.__file__: trial.NUM_WORKERS}
+# The worker processes of a server besides engines, and their maximum number. They come and go.
+MOST_WORKERS = {
+    render_worker.__file__: RenderLimits().max_workers,
+    trial_worker.__file__: validator.NUM_WORKERS,
+}
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
 
 
@@ -47,7 +49,7 @@ def questions(llm: LLM) -> list[Question]:
     return questions_of(llm)
 
 
-def test_nothing_is_left_behind(questions: list[Question]) -> None:
+def test_soak_leaves_no_request_task_or_block_behind(questions: list[Question]) -> None:
     backend = ProcessBackend(num_blocks=512, max_num_seqs=24, max_queue=256)
     try:
         with live_server(backend) as live:
@@ -74,7 +76,7 @@ def test_nothing_is_left_behind(questions: list[Question]) -> None:
 
 
 async def num_tasks_of(server: Any) -> int:
-    """Of a server without connections, and of the loop that it is in."""
+    """Return the number of tasks once the server has no connections."""
     while server.server_state.connections or server.server_state.tasks:
         await asyncio.sleep(0.01)
     return len(asyncio.all_tasks())
@@ -117,7 +119,7 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def server(questions: list[Question], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """One that has seen every kind of request."""
+    """A server that has already handled every kind of request."""
     folder = tmp_path_factory.mktemp("temporary")
     options = ("--max-num-seqs", "24", "--request-history", "64", "--no-log-requests")
     with pytest.MonkeyPatch.context() as patch:
@@ -125,15 +127,15 @@ def server(questions: list[Question], tmp_path_factory: pytest.TempPathFactory) 
         with serving(*options, "--max-restarts", "1000") as (process, http, _):
             assert process.stderr is not None
             threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills up
-            found = Serving(process, http, folder)
-            asyncio.run(found.soak(questions, seed=0).run(120))
-            found.wait_until_idle()
-            yield found
+            serving_process = Serving(process, http, folder)
+            asyncio.run(serving_process.soak(questions, seed=0).run(120))
+            serving_process.wait_until_idle()
+            yield serving_process
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds."""
+    """The resources that a server holds."""
 
     memory: dict[str, int]  # bytes
     num_engines: int
@@ -154,18 +156,18 @@ class Held:
         return cls(memory, len(engines), num_workers, num_others, num_files, server.num_disconnects(), paths)
 
     def is_settled(self, num_files: int) -> bool:
-        """Nothing of what was done lives on."""
+        """Return whether nothing of the finished requests is left."""
         is_within = all(self.num_workers[script] <= most for script, most in MOST_WORKERS.items())
         return is_within and not self.num_others and self.num_files <= num_files
 
 
 def resident(process_id: int) -> int:
-    """Bytes."""
+    """Return the resident memory in bytes."""
     status = Path(f"/proc/{process_id}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
-def tell(soak: Soak, seconds: float, before: Held, after: Held) -> None:
+def print_summary(soak: Soak, seconds: float, before: Held, after: Held) -> None:
     num_disconnects = after.num_disconnects - before.num_disconnects
     memory = (
         f"{name} {before.memory[name] // MIB} -> {after.memory[name] // MIB} MiB" for name in before.memory
@@ -176,7 +178,7 @@ def tell(soak: Soak, seconds: float, before: Held, after: Held) -> None:
     print(f"{', '.join(memory)}; {before.num_files} -> {after.num_files} files and sockets")
 
 
-def test_no_memory_grows(
+def test_soak_does_not_grow_memory(
     server: Serving, questions: list[Question], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, start = Held.by(server), time.monotonic()
@@ -188,13 +190,13 @@ def test_no_memory_grows(
     after = Held.by(server)
     if IS_LONG:
         with capfd.disabled():
-            tell(soak, seconds, before, after)
+            print_summary(soak, seconds, before, after)
     assert sum(server.blocks().values()) == NUM_BLOCKS
     # What one more kind of request first needs is not growth; what each of them leaves would be.
     assert all(after.memory[name] - before.memory[name] < 24 * MIB for name in before.memory)
 
 
-def test_nothing_is_left_of_engines_that_were_killed(
+def test_killed_engines_leave_nothing_behind(
     server: Serving, questions: list[Question], capfd: pytest.CaptureFixture[str]
 ) -> None:
     num_requests = NUM_REQUESTS if IS_LONG else 3 * NUM_AT_ONCE
@@ -213,7 +215,7 @@ def test_nothing_is_left_of_engines_that_were_killed(
         time.sleep(0.05)
     if IS_LONG:
         with capfd.disabled():
-            tell(soak, seconds, before, after)
+            print_summary(soak, seconds, before, after)
     assert soak.seen["lost"] > 0
     assert sum(server.blocks().values()) == NUM_BLOCKS
     assert after.num_engines == before.num_engines == 1

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import inflight
 from inflight.errors import PromptError, TemplateError, TemplateWorkerError
 from inflight.text import ChatTemplate, RenderLimits, check_messages
-from inflight.text.chat import MAX_MESSAGES
+from inflight.text.chat_template import MAX_MESSAGES
 
 from .samples import backend
 from .templates import ALL, HOSTILE

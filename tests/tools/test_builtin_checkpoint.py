@@ -48,7 +48,7 @@ def test_the_checkpoint_is_complete_and_small() -> None:
     assert Shape().as_dict().items() <= config.items()
 
 
-def test_it_answers_and_ends_by_itself() -> None:
+def test_model_answers_and_stops() -> None:
     texts = [greedy(prompt)[2] for prompt in PROMPTS]
     assert "cold" in texts[0].lower()
     assert "cloud" in texts[1]
@@ -70,7 +70,7 @@ def test_the_engine_gives_the_same_tokens_as_transformers(prompt: str) -> None:
     assert list(output.token_ids)[: len(answer)] == answer
 
 
-def test_prompts_to_judge_by_are_held_out_and_in_order() -> None:
+def test_evaluation_prompts_are_held_out_and_in_order() -> None:
     few, more = answers.held_out_prompts(5, 3), answers.held_out_prompts(5, 6)
     assert more[:3] == few
     assert all(is_held_out(example) and len(example.turns) == 2 for example in more)

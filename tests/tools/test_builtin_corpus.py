@@ -37,7 +37,7 @@ def test_documents_hardly_repeat() -> None:
     assert len(texts) > 0.99 * texts.total()
 
 
-def test_every_kind_runs_often_without_leftover_templates() -> None:
+def test_no_document_has_leftover_placeholders() -> None:
     for kind in KINDS:
         rng = Random(3)
         for _ in range(60):
@@ -71,7 +71,7 @@ def test_articles_fit_the_next_word() -> None:
                 assert found[1].lower() == article(found[2]), found[0]
 
 
-def test_answers_take_up_the_subjects_of_the_prompt() -> None:
+def test_answers_mention_the_subjects_of_the_prompt() -> None:
     checked = 0
     for example in some_documents():
         if example.kind in ("story", "compare", "dialogue", "animal", "job") and len(example.subjects) > 1:
@@ -146,7 +146,7 @@ def test_sums_are_right() -> None:
         assert (words[answer] if answer in words else int(answer)) == signs[found[2]](left, right), example
 
 
-def test_lists_have_as_many_items_as_asked() -> None:
+def test_lists_have_the_requested_number_of_items() -> None:
     rng, words = Random(5), {number(n): n for n in range(11)}
     for _ in range(200):
         example = facts.listing(rng)

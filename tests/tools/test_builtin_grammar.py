@@ -35,7 +35,7 @@ def test_article_follows_the_sound(phrase: str, expected: str) -> None:
         ("octopus", "octopuses"),
     ],
 )
-def test_plural(noun: str, expected: str) -> None:
+def test_plurals_are_correct(noun: str, expected: str) -> None:
     assert plural(noun) == expected
 
 
@@ -43,7 +43,7 @@ def test_plural(noun: str, expected: str) -> None:
     ("n", "expected"),
     [(0, "zero"), (13, "thirteen"), (20, "twenty"), (42, "forty-two"), (100, "one hundred")],
 )
-def test_number(n: int, expected: str) -> None:
+def test_numbers_are_spelled_correctly(n: int, expected: str) -> None:
     assert number(n) == expected
 
 
@@ -51,7 +51,7 @@ def test_numbers_are_all_different() -> None:
     assert len({number(n) for n in range(101)}) == 101
 
 
-def test_join_and_capital() -> None:
+def test_words_are_joined_and_capitalized() -> None:
     assert join(["a"]) == "a"
     assert join(["a", "b"]) == "a and b"
     assert join(["a", "b", "c"], "or") == "a, b or c"

@@ -75,9 +75,7 @@ def test_the_files_are_complete_small_and_packaged() -> None:
     assert size < 6_000_000
 
 
-def test_they_rank_the_written_questions_as_they_were_evaluated(
-    reranker: LLM, embedder: LLM, evaluated: Any
-) -> None:
+def test_rankings_match_the_recorded_evaluation(reranker: LLM, embedder: LLM, evaluated: Any) -> None:
     def first(one: RankedList, found: list[float]) -> str:
         return one.texts[found.index(max(found))]
 
@@ -89,7 +87,7 @@ def test_they_rank_the_written_questions_as_they_were_evaluated(
             assert [first(one, of_one) for one, of_one in zip(lists, found, strict=True)] == told
 
 
-def test_scores_are_those_of_transformers(reranker: LLM) -> None:
+def test_scores_match_transformers(reranker: LLM) -> None:
     folder = builtin_folder("reranker")
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     batch = AutoTokenizer.from_pretrained(folder)(
@@ -100,7 +98,7 @@ def test_scores_are_those_of_transformers(reranker: LLM) -> None:
     np.testing.assert_allclose(scores(reranker, QUERY, TEXTS), expected, atol=1e-4)
 
 
-def test_embeddings_are_those_of_transformers(embedder: LLM) -> None:
+def test_embeddings_match_transformers(embedder: LLM) -> None:
     folder = builtin_folder("embedder")
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     batch = AutoTokenizer.from_pretrained(folder)(TEXTS, return_tensors="pt", padding=True)
@@ -114,7 +112,7 @@ def test_embeddings_are_those_of_transformers(embedder: LLM) -> None:
     np.testing.assert_allclose(shorter, beginning / beginning.norm(), atol=1e-4)
 
 
-def test_commands_need_no_model(tmp_path: Path) -> None:
+def test_commands_use_the_built_in_models(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("\n".join(reversed(TEXTS)), encoding="utf-8")
     ranked = CliRunner().invoke(app, ["rerank", QUERY, str(file), "--json"], catch_exceptions=False)
@@ -123,5 +121,5 @@ def test_commands_need_no_model(tmp_path: Path) -> None:
     assert len(json.loads(embedded.stdout)["embedding"]) == 128
 
 
-def test_the_docs_have_the_figures_that_were_measured(evaluated: Any) -> None:
+def test_docs_quote_the_recorded_figures(evaluated: Any) -> None:
     assert table(evaluated["sets"]) in (ROOT / "docs" / "scoring.md").read_text(encoding="utf-8")

@@ -55,12 +55,12 @@ def _as_sent(message: Turn) -> dict[str, Any]:
     return sent
 
 
-def test_the_template_tells_its_formats(template: ChatTemplate) -> None:
+def test_formats_are_detected_from_the_template(template: ChatTemplate) -> None:
     assert detect_reasoning_format(template) == "think"
     assert detect_tool_format(template, "think") == "hermes"
 
 
-def test_the_template_writes_what_is_trained(template: ChatTemplate) -> None:
+def test_template_renders_the_training_text(template: ChatTemplate) -> None:
     for chat in some_chats()[:60]:
         text = template.render(as_request(chat), tools=chat.tools, add_generation_prompt=False)
         assert text + END_OF_TEXT == chat.text
@@ -76,7 +76,7 @@ def test_the_template_writes_what_is_trained(template: ChatTemplate) -> None:
         assert template.render(as_request(chat), add_generation_prompt=False) + END_OF_TEXT == example.text
 
 
-def test_thinking_is_asked_for_by_an_open_block(template: ChatTemplate) -> None:
+def test_open_block_requests_thinking(template: ChatTemplate) -> None:
     example = next(
         one for one in documents(SEED, 0, 400) if one.thought and len(one.turns) == 2 and not one.system
     )
@@ -92,7 +92,7 @@ def test_thinking_is_asked_for_by_an_open_block(template: ChatTemplate) -> None:
     assert message.reasoning == example.thought
 
 
-def test_old_thoughts_are_left_out(template: ChatTemplate) -> None:
+def test_earlier_thoughts_are_not_rendered(template: ChatTemplate) -> None:
     question = {"role": "user", "content": "Hi"}
     answer = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHello!", "reasoning_content": "Hm."}
     text = template.render([question, answer, question])
@@ -103,7 +103,7 @@ def test_old_thoughts_are_left_out(template: ChatTemplate) -> None:
     )
 
 
-def test_calls_are_read_back_by_the_parser() -> None:
+def test_parser_reads_the_trained_calls() -> None:
     for chat in some_chats()[:100]:
         for message in chat.messages:
             if message.calls:
@@ -113,7 +113,7 @@ def test_calls_are_read_back_by_the_parser() -> None:
                 )
 
 
-def test_a_call_names_a_tool_and_keeps_to_its_schema() -> None:
+def test_calls_match_the_schema_of_a_tool() -> None:
     for chat in some_chats():
         tools = {tool["function"]["name"]: tool["function"] for tool in chat.tools}
         assert len(tools) == len(chat.tools)
@@ -180,7 +180,7 @@ def test_held_out_words_are_never_trained_on() -> None:
     assert sum(f'"{city}"' in held_out for city in cities) > 10
 
 
-def test_names_are_those_of_clients_or_made_up() -> None:
+def test_tool_names_are_common_or_invented() -> None:
     """What is common is a handful; a made-up name hardly ever comes in two chats."""
 
     def named(naming: tool_names.Naming) -> list[str]:
@@ -214,7 +214,7 @@ def test_a_number_is_a_string_where_the_schema_says_so() -> None:
     assert min(found.values()) > 10
 
 
-def test_what_comes_first_is_short() -> None:
+def test_easy_chats_are_short() -> None:
     chats = [easy_chat(SEED, index) for index in range(300)]
     assert {"copy", "call", "first call"} <= {chat.kind for chat in chats}
     assert max(len(chat.tools) for chat in chats) < 10
@@ -228,7 +228,7 @@ def _by_the_book(loop: Loop) -> str:
     return tasks[done].call.text if done < len(tasks) else " ".join(loop.needed)
 
 
-def test_loops_end_well_for_a_perfect_model_only() -> None:
+def test_agent_loops_succeed_only_for_a_perfect_model() -> None:
     perfect, wrong = list(loops(SEED, 60)), list(loops(SEED, 60))
     assert {one.kind for one in perfect} == {"one tool", "two tools", "chain", "extraction"}
 
@@ -248,7 +248,7 @@ def test_loops_end_well_for_a_perfect_model_only() -> None:
     assert text.endswith("<|im_start|>assistant\n")
 
 
-def test_what_is_given_is_marked_in_the_arrays(tmp_path: Path) -> None:
+def test_prompt_tokens_are_marked_in_the_arrays(tmp_path: Path) -> None:
     tokenizer = dataset.make_tokenizer(seed=0, documents_used=150)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     dataset.generate(tmp_path, count=1, num_tool_chats=60, num_easy=2, seed=SEED, processes=1, seconds=60)
@@ -269,14 +269,14 @@ def test_what_is_given_is_marked_in_the_arrays(tmp_path: Path) -> None:
         assert all(segment.text not in found for segment in chat.segments[:-2:2])
 
 
-def test_markup_is_tokens_but_not_special_ones() -> None:
+def test_markup_is_single_tokens_that_are_not_special() -> None:
     tokenizer = dataset.make_tokenizer(seed=0, documents_used=150)
     ids = [token_id(tokenizer, text) for text in MARKUP]
     assert tokenizer.encode("".join(MARKUP)).ids == ids
     assert tokenizer.decode(ids) == "".join(MARKUP)
 
 
-def test_a_word_is_cut_alike_with_and_without_a_space() -> None:
+def test_words_split_alike_with_and_without_a_space() -> None:
     tokenizer = dataset.make_tokenizer(seed=0, documents_used=150)
     for chat in some_chats()[:50]:
         for word in set(re.findall(r"[A-Za-z]+", chat.messages[0].content)):

@@ -60,7 +60,7 @@ def test_any_text_survives_the_round_trip(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_shipped_shape_fits_the_repository() -> None:
+def test_shipped_model_is_small_enough_for_the_repository() -> None:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in Decoder(Shape()).parameters())
     assert 2 * size < 13_500_000
@@ -102,7 +102,7 @@ def test_exported_tokenizer_and_chat_template_match_the_training_text(tmp_path: 
     length=st.integers(4, 30),
     skip=st.integers(0, 9),
 )
-def test_rows_begin_at_documents_and_leave_none_out(lengths: list[int], length: int, skip: int) -> None:
+def test_rows_start_at_documents_and_cover_all_of_them(lengths: list[int], length: int, skip: int) -> None:
     ids = np.concatenate([[1] * (n - 1) + [0] for n in lengths]).astype(np.uint16)
     if len(ids) < length + 1:
         return
@@ -117,7 +117,7 @@ def test_rows_begin_at_documents_and_leave_none_out(lengths: list[int], length: 
             assert any(row <= begin and begin + size <= row + length + 1 for row in rows)
 
 
-def test_generated_arrays_are_the_documents(tmp_path: Path) -> None:
+def test_generated_arrays_contain_the_documents(tmp_path: Path) -> None:
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     counts = dataset.generate(
         tmp_path, count=30, num_tool_chats=2, num_easy=2, seed=3, processes=1, seconds=60
@@ -151,7 +151,7 @@ def some_batches(tokens: dict[str, int], progress: float) -> Iterator[torch.Tens
     )
 
 
-def test_every_so_often_a_batch_has_long_rows() -> None:
+def test_some_batches_have_long_rows() -> None:
     found = some_batches({"chats": 1, "tools": 1, "easy": 1, "long": 2}, 0.0)
     for step in range(1, 10):
         rows = next(found)
@@ -162,13 +162,13 @@ def test_every_so_often_a_batch_has_long_rows() -> None:
     assert {tuple(next(without).shape) for _ in range(4)} == {(10, 33)}
 
 
-def test_shares_change_after_a_third() -> None:
+def test_mixture_changes_after_a_third_of_the_training() -> None:
     for progress, wanted in ((0.2, {1: 4, 2: 2, 3: 4}), (0.5, {1: 5, 2: 4, 3: 1})):
         rows = next(some_batches({"chats": 1, "tools": 2, "easy": 3, "long": 0}, progress))
         assert Counter(rows.max(dim=1).values.tolist()) == wanted
 
 
-def test_only_what_is_learned_counts() -> None:
+def test_loss_counts_only_learned_tokens() -> None:
     torch.manual_seed(0)
     model = Decoder(TINY)
     model.tool_weight = 2.0
@@ -189,7 +189,7 @@ def test_only_what_is_learned_counts() -> None:
         assert float(model.loss(changed)) != pytest.approx(rest)
 
 
-def test_the_rate_warms_up_and_decays() -> None:
+def test_learning_rate_warms_up_and_decays() -> None:
     schedule = plan(steps=100)
     rates = [schedule.rate(schedule.progress(step, 0.0)) for step in range(101)]
     assert rates[0] < rates[2]
@@ -219,7 +219,7 @@ def test_training_learns_and_survives_a_broken_compiler(capsys: pytest.CaptureFi
     assert trainer.validate(ids, 0) < 1.0
 
 
-def test_a_checkpoint_is_loaded_again(tmp_path: Path) -> None:
+def test_checkpoint_can_be_loaded_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Decoder(TINY)
     export(model, tokenizer(), tmp_path, torch.float32)
@@ -230,7 +230,7 @@ def test_a_checkpoint_is_loaded_again(tmp_path: Path) -> None:
         assert torch.equal(model(ids), again(ids))
 
 
-def test_sums_by_heart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list(sums.small_sums(3))
     assert [one.result for one in asked if one.question == "What is 2 plus 9?"] == [11]
     answers = [f"It is {one.result}." for one in asked]

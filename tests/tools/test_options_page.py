@@ -11,7 +11,7 @@ DOCS = PAGE.parent
 FLAGS = {option.flag: option for option in SERVE_OPTIONS.values()}
 
 
-def test_the_page_is_current() -> None:
+def test_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tools.options_page"
 
 

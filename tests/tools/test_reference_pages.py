@@ -22,7 +22,7 @@ def commands(name: str, command: Any) -> Iterator[str]:
         yield from commands(f"{name} {child}", found)
 
 
-def test_every_command_and_every_flag() -> None:
+def test_reference_has_every_command_and_flag() -> None:
     page = cli_page()
     names = list(commands("inflight", typer.main.get_command(app)))
     assert re.findall(r"^## `(.+)`$", page, re.M) == names
@@ -33,7 +33,7 @@ def test_every_command_and_every_flag() -> None:
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 4 for row in rows)  # no cell breaks its table
 
 
-def test_every_public_class_and_method() -> None:
+def test_reference_has_every_public_class_and_method() -> None:
     page = api_page()
     classes = [name for name in inflight.__all__ if isinstance(getattr(inflight, name), type)]
     assert re.findall(r"^## `(\w+)`$", page, re.M) == classes

@@ -39,7 +39,7 @@ def stirred(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_list_is_decided_by_its_index_and_only_its_first_text_answers(source: str) -> None:
+def test_list_depends_on_its_index_and_only_its_first_text_answers(source: str) -> None:
     for index in range(20):
         one = ranked_list(3, Side.TRAIN, index, 6, source)
         assert one == ranked_list(3, Side.TRAIN, index, 6, source)
@@ -49,7 +49,7 @@ def test_a_list_is_decided_by_its_index_and_only_its_first_text_answers(source: 
         assert one.texts[0] not in one.texts[1:]
 
 
-def test_what_is_held_out_never_appears_in_training() -> None:
+def test_held_out_texts_never_appear_in_training() -> None:
     seen = [ranked_list(0, Side.TRAIN, index, 6, "subject") for index in range(1000)]
     shown = " ".join(part for one in seen for part in (one.query, *one.texts)).lower()
     assert "two threads wait for each other" in shown
@@ -75,7 +75,7 @@ def test_every_ascii_word_splits_into_known_pieces() -> None:
     assert encoded.type_ids[-1] == 1
 
 
-def test_pairs_on_the_device_are_those_of_the_tokenizer() -> None:
+def test_pairs_on_the_device_match_the_tokenizer() -> None:
     one = [ranked_list(0, Side.TRAIN, index, 6) for index in range(8)]
     lists = Lists(encode(tokenizer(), one), torch.device("cpu"))
     index = torch.arange(8)
@@ -141,7 +141,7 @@ def test_both_models_fit_into_six_megabytes() -> None:
     assert size + 2 * 60_000 < 6_000_000  # and two tokenizers
 
 
-def test_losses_fall_on_lists_seen_again() -> None:
+def test_losses_fall_on_repeated_lists() -> None:
     torch.manual_seed(0)
     lists = Lists(
         encode(tokenizer(), [ranked_list(0, Side.TRAIN, index, 6, "known") for index in range(8)]),
@@ -165,7 +165,7 @@ def test_losses_fall_on_lists_seen_again() -> None:
         assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_ranking_loss_wants_answers_first_and_unrelated_texts_last() -> None:
+def test_ranking_loss_rewards_answers_first_and_unrelated_texts_last() -> None:
     grades = torch.tensor([[ANSWERS, RELATED, UNRELATED]])
     used = torch.ones(1, 3, dtype=torch.bool)
     right = ranking_loss(torch.tensor([[3.0, -1.0, -3.0]]), grades, used)
@@ -173,7 +173,7 @@ def test_the_ranking_loss_wants_answers_first_and_unrelated_texts_last() -> None
     assert right < ranking_loss(torch.tensor([[-1.0, 3.0, -3.0]]), grades, used)
 
 
-def test_bm25_counts_rare_words_most_and_figures_share_the_places_of_equals() -> None:
+def test_bm25_weights_rare_words_and_ties_share_ranks() -> None:
     texts = ["the cat sat", "the dogs sat", "the tree"]
     scores = Bm25(texts).scores("the dog", texts)
     assert scores[1] > scores[0] > 0

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.frontend import ChatRequest, Frontend
 from inflight.server.app import MISSING_ROUTES
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
 from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.prepare import chat_request
 from tests.server.calling import TEMPLATE

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
-from inflight.agents.calls import CallEmitter
-from inflight.agents.events import ContentDelta, ParserEvent, ReasoningDelta
-from inflight.agents.formats.base import ToolFormat
+from inflight.agents.formats.base import CallEmitter, ToolFormat
 from inflight.agents.grammar_writer import AnswerShape, GrammarWriter
-from inflight.agents.json_reader import emit_value
-from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.reading import ContentDelta, Markers, ParserEvent, Reading, ReasoningDelta, Source
+from inflight.agents.values import emit_value
 from inflight.errors import ParameterError
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -165,5 +164,5 @@ def _last_message(writer: GrammarWriter, shape: AnswerShape, text: str) -> str:
 
 
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-HARMONY = ToolFormat(_read, _MARKERS, opened_by=_opened_by)
-HARMONY_WITHOUT_CALLS = ToolFormat(_read_without_calls, _MARKERS, opened_by=_opened_by)
+HARMONY = ToolFormat(_MARKERS, read_message=_read, opened_by=_opened_by)
+HARMONY_WITHOUT_CALLS = replace(HARMONY, read_message=_read_without_calls)

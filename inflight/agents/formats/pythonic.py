@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.calls import CallEmitter
-from inflight.agents.events import ContentDelta
-from inflight.agents.formats.base import ToolFormat
+from inflight.agents.formats.base import CallEmitter, ToolFormat
 from inflight.agents.grammar_writer import (
     CallGrammar,
     GrammarWriter,
@@ -20,24 +18,16 @@ from inflight.agents.grammar_writer import (
     json_value,
     tool_parameters,
 )
-from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.reading import Markers, Reading, Source
 from inflight.agents.values import json_string, python_to_json, schema_types
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_STARTS = Markers(_START)
 _NAME = re.compile(r"[\w.\-]*")
 _IN_VALUE = re.compile(r"""[^,()\[\]{}'"]*""")
 _IN_STRING = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 
 
-def read(source: Source, calls: CallEmitter) -> Reading[None]:
-    yield from _read_calls(source, calls)
-    while (start := (yield from source.emit_until(_STARTS, ContentDelta, trim=True))) is not None:
-        if not (yield from _read_calls(source, calls)):
-            yield ContentDelta(start)
-
-
-def _read_calls(source: Source, calls: CallEmitter) -> Reading[bool]:
+def _read_calls(source: Source, calls: CallEmitter, _: str) -> Reading[bool]:
     if not (yield from _read_call(source, calls, "[")):
         return False
     while (yield from _read_call(source, calls, ",")):
@@ -172,7 +162,8 @@ def _write_value(writer: GrammarWriter, parameter: Parameter) -> str:
 
 
 PYTHONIC = ToolFormat(
-    read,
     (_START, _END),
+    Markers(_START),
+    _read_calls,
     CallGrammar(_START, _write, repeats_opening=False, bare_start="\\[", name_pattern=_NAME),
 )

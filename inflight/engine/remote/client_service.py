@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
-from inflight.engine.remote.outbox import Outbox
+from inflight.engine.remote.engine_loop import Outbox
 from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Reply, RunCommand, StepOutputs, Watch
 from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError

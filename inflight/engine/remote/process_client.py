@@ -14,9 +14,18 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
-from inflight.engine.delta_queue import DeltaQueue, DeltaStream
-from inflight.engine.history import History
+from inflight.engine.client import (
+    CacheObserver,
+    Command,
+    DeltaQueue,
+    DeltaStream,
+    Health,
+    History,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    notify,
+)
 from inflight.engine.remote.supervisor import (
     EngineEnded,
     EngineStalled,
@@ -36,14 +45,11 @@ from inflight.engine.remote.wire import (
     WatchCache,
     encode_add,
 )
-from inflight.engine.sleep import Command
 from inflight.engine.stats import EngineStats
-from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import ConfigError, EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
-from inflight.processes.channel import Codec, Message
+from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
-from inflight.processes.rpc import PendingCalls
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.client import ModelFacts, RequestState
-from inflight.engine.sleep import Command
+from inflight.engine.client import Command, ModelFacts, RequestState
 from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord

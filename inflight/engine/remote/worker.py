@@ -24,7 +24,7 @@ from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import EngineSockets, Failed, Progress, Ready, Start, Stopped, ToEngine
 from inflight.logs import configure_logging
 from inflight.processes.channel import ConnectionInfo, RemoteError
-from inflight.processes.parent_watch import reporting_input, run_child
+from inflight.processes.child import reporting_input, run_child
 from inflight.registry import Registry
 
 logger = logging.getLogger("inflight.engine.remote.worker")  # __name__ is __main__ here

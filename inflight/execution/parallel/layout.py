@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from inflight.config import MAX_RANKS  # as kMaxRanks in native/group.cpp
-from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.shared_memory import OnLoss, SharedMemory, SharedStream
+from inflight.execution.parallel.shared_memory import OnLoss, SharedCollective, SharedMemory, SharedStream
 from inflight.native.library import Library
 
 logger = logging.getLogger(__name__)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+import msgspec
 
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.layout import RankLayout, RankMemory
@@ -20,13 +24,14 @@ from inflight.execution.parallel.messages import (
     RankMessage,
     RankStart,
     ToFirst,
+    decode_report,
     encode,
 )
-from inflight.execution.parallel.rank_process import RankProcess
 from inflight.logs import JsonFormatter
 from inflight.models.decoders.shard import RankShare
 from inflight.native.library import Library
 from inflight.processes.channel import RemoteError
+from inflight.processes.child import ChildHost, ChildProcess
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +216,59 @@ class RankProcesses:
         if is_late and latest is not None and self._failure is None:
             limit = f"{self._start_timeout:g} seconds while it was starting (start_timeout)"
             self._give_up(latest, f"made no progress for {limit}")
+
+
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.execution.parallel.worker")
+
+OnReport = Callable[[int, ToFirst], None]  # rank and report
+OnEnd = Callable[[int, str], None]  # rank and how it ended
+
+
+class RankProcess:
+    """The process of one rank other than the first, and the thread that starts it and reads its reports."""
+
+    def __init__(self, start: RankStart, on_report: OnReport, on_end: OnEnd) -> None:
+        self.rank = start.rank
+        self._start = start
+        self._on_report = on_report
+        self._on_end = on_end
+        self._child: ChildProcess | None = None
+        self._killed = False
+        self._thread = threading.Thread(target=self._run, name=f"inflight-rank-{self.rank}", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self._killed = True
+        if self._child is not None:
+            self._child.kill()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._child is None else self._child.process_id
+
+    def _run(self) -> None:
+        try:
+            end = self._run_child()
+        except Exception as error:  # a rank that cannot be started must not keep the first one waiting
+            end = f"could not be started: {error}"
+        self._on_end(self.rank, end)
+
+    def _run_child(self) -> str:
+        reading, writing = os.pipe()
+        host = ChildHost(f"rank {self.rank}", COMMAND, descriptors=(self._start.memory, writing))
+        child = self._child = ChildProcess(host, msgspec.structs.replace(self._start, reports=writing))
+        if self._killed:
+            child.kill()
+        with open(writing, "wb") as writer, open(reading, "rb") as reports:
+
+            def read_reports() -> None:
+                writer.close()  # so that the reports end with the process
+                for line in reports:
+                    with contextlib.suppress(msgspec.DecodeError):  # cut off by its end
+                        self._on_report(self.rank, decode_report(line))
+
+            end = child.run_and_follow(read_reports)
+        return f"(process {child.process_id}) ended {end}"

@@ -1,19 +1,37 @@
-"""The runner of several ranks, in rank 0's process: it sends each step to the other ranks, then computes its part."""
+"""The runners of several ranks. Rank 0's sends each step to the others, then computes its part; the others follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
+from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
-from inflight.execution.forward import torch_threads
-from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.follower import RankRunner
-from inflight.execution.parallel.messages import End, RankStep, SampledIds, decode_results, encode
+from inflight.execution.forward import ForwardPass, torch_threads
+from inflight.execution.parallel.layout import RankMemory
+from inflight.execution.parallel.links import SharedLinks
+from inflight.execution.parallel.messages import (
+    Begin,
+    Begun,
+    End,
+    Loaded,
+    RankStep,
+    Report,
+    SampledIds,
+    decode,
+    decode_results,
+    encode,
+    encode_results,
+)
 from inflight.execution.parallel.rank_processes import RankProcesses
-from inflight.execution.parallel.shared_memory import SharedStream
+from inflight.execution.parallel.shared_memory import SharedCollective, SharedStream
+from inflight.execution.runner import ModelRunner
+from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.shard import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
@@ -120,3 +138,183 @@ class PipelineRunner:
     def close(self) -> None:
         self._follower.close()
         self._first.end()
+
+
+# ---- ranks that follow rank 0 ----
+
+
+class _ExpectedTokens(NamedTuple):
+    rows: Tensor  # [S]
+    lengths: Tensor  # [S]
+
+
+class TokenRows(Protocol):
+    tokens: Tensor  # [max_rows, max_len]
+
+    def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
+        """Store token number lengths[i] of row rows[i], [n] each."""
+
+
+class PendingTokens:
+    """Tokens that another rank samples, from the launch of their step until they are written to the rows of this
+    rank."""
+
+    def __init__(self, rows: TokenRows) -> None:
+        self._rows = rows
+        self._expected: dict[int, _ExpectedTokens] = {}  # by step
+        self._admitted = torch.full((len(rows.tokens),), -1)  # by row: the step that admitted its request
+
+    def expect(self, batch: Batch, rows: Tensor, lengths: Tensor) -> None:
+        """Note that this step samples tokens number `lengths` [S] of `rows` [S], which arrive later."""
+        for row, _ in batch.admissions:
+            self._admitted[row] = batch.step
+        if len(rows):
+            self._expected[batch.step] = _ExpectedTokens(rows, lengths)
+
+    def write(self, sampled: list[SampledIds]) -> None:
+        """Write arrived tokens, before the next step's admissions. Rows that changed their request since are
+        skipped."""
+        for step, token_ids in ((ids.step, ids.token_ids) for ids in sampled):
+            for old in [number for number in self._expected if number < step]:
+                del self._expected[old]  # the step failed
+            rows, lengths = self._expected.pop(step)
+            tokens = torch.tensor(token_ids)
+            unchanged = self._admitted[rows] <= step
+            self._rows.append(rows[unchanged], lengths[unchanged], tokens[unchanged])
+
+
+class RankRunner(Protocol):
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StageRunner(Runner[Any], Protocol):
+    @property
+    def rows(self) -> TokenRows: ...
+
+
+class LoadedRank(NamedTuple):
+    """A rank's model and grammars, before `Begin` allocates its KV memory."""
+
+    decoder: Decoder
+    grammars: GrammarCompiler
+    num_blocks: int | None = None  # that fit, where ranks have their own memory
+    # On GPUs, where every rank has the same runner as the first.
+    make_runner: Callable[[Begin], Any] | None = None
+
+
+def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
+    """Follow the first rank's messages until the process ends."""
+    decoder, grammars, num_blocks, make_runner = loaded
+    report(Loaded(num_blocks))
+    steps = memory.steps()
+    runner: RankRunner | None = None
+    while True:
+        match decode(steps.receive(memory.rank - 1)):
+            case Begin() as begin:
+                if make_runner is not None:
+                    runner = rank_runner(make_runner(begin), memory)
+                elif memory.ranks.is_last_stage(memory.rank):
+                    links = SharedLinks(memory, decoder.spec.hidden_size)
+                    sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
+                    runner = rank_runner(ModelRunner(decoder, *sizes, grammars, links), memory)
+                else:
+                    runner = Follower(decoder, begin, memory)
+                report(Begun())
+            case RankStep(batch, sampled):
+                assert runner is not None
+                runner.run(batch, sampled)
+            case End():
+                if runner is not None:
+                    runner.close()
+                runner = None
+
+
+def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
+    """Wrap the runner of a rank on a GPU, or of the last stage, by the rank's role."""
+    layout = memory.ranks
+    if not layout.is_last_stage(memory.rank):
+        return StageRank(runner)
+    if layout.pipeline > 1 and memory.rank == layout.sampler:
+        return SamplingRank(runner, memory.results())
+    return MirroredRank(runner)
+
+
+class StageRank:
+    """A rank on a GPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+        self._pending = PendingTokens(runner.rows)
+
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:
+        self._pending.write(sampled)
+        self._runner.launch(batch)  # which also sends the hidden states to the next stage
+        entries = [entry for entry, samples in enumerate(batch.samples) if samples]
+        rows, lengths = torch.tensor(batch.rows), torch.tensor(batch.starts) + torch.tensor(batch.counts)
+        self._pending.expect(batch, rows[entries], lengths[entries])
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class MirroredRank:
+    """A rank of the last stage that mirrors the first one there, sampling included: all sample the same tokens.
+
+    Nobody reads its results. A step is waited for when the next is launched, so that the device always has work, but
+    never more than two steps of it.
+    """
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        self._runner = runner
+        self._last: Any = None
+
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:  # noqa: ARG002
+        handle = self._runner.launch(batch)
+        if self._last is not None:
+            self._runner.collect(self._last)
+        self._last = handle
+
+    def close(self) -> None:
+        self._last = None
+        self._runner.close()
+
+
+class Follower:
+    """A rank on a CPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
+
+    def __init__(self, decoder: Decoder, begin: Begin, memory: RankMemory) -> None:
+        links = SharedLinks(memory, decoder.spec.hidden_size)
+        self._forward = ForwardPass(
+            decoder, begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len, links
+        )
+        self._pending = PendingTokens(self._forward.rows)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:
+        self._pending.write(sampled)
+        inputs = self._forward.prepare(batch)
+        self._pending.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
+        self._forward.run_stage(inputs)
+
+    def close(self) -> None:
+        self._forward.close()
+
+
+class SamplingRank:
+    """The first rank of the last stage, with several stages: sends each step's results to rank 0.
+
+    Its own rows already have the tokens that it samples.
+    """
+
+    def __init__(self, runner: Runner[Any], results: SharedStream) -> None:
+        self._runner = runner
+        self._results = results
+
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:  # noqa: ARG002
+        handle = self._runner.launch(batch)
+        self._results.send(encode_results(self._runner.collect(handle)))
+
+    def close(self) -> None:
+        self._runner.close()

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one engine share, and streams of bytes through rings in it."""
+"""Memory that the ranks of one engine share: streams of bytes through rings in it, and collectives of a stage."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
 
 from inflight.native.library import Library
 
@@ -84,3 +88,96 @@ class SharedStream:
         code = self.library.stream_read(*ring, address, count)
         if code:
             self.on_loss(code)
+
+
+# A rank that arrives more than PATIENCE seconds after the others is lost. Where these took long themselves (large steps
+# on a slow machine), it gets SLOWNESS times as long in addition.
+PATIENCE, SLOWNESS = 4.0, 4.0
+
+
+@dataclass(slots=True)
+class SharedCollective:
+    """Implements `Collective` for float32 on a CPU.
+
+    Sums are taken in the order of the ranks, element by element: a result depends neither on the rest of the step nor
+    on which rank arrived first.
+    """
+
+    capturable: ClassVar[bool] = False
+
+    library: Library
+    memory: SharedMemory  # keeps the address mapped
+    address: int
+    rank: int
+    size: int
+    slot: int  # bytes
+    spins: int
+    on_loss: OnLoss
+    watches: bool = False  # whether a rank that does not arrive is lost, or waited for
+    _since: float = field(default_factory=time.monotonic)
+    _extra: float = 0.0  # seconds
+
+    def begin_step(self) -> None:
+        """Start measuring the time that this rank computes."""
+        self._since = time.monotonic()
+
+    def allow(self, seconds: float) -> None:
+        """Give the other ranks extra time before the next exchange, for work that this rank may have done already."""
+        self._extra = seconds
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.to(torch.float32).contiguous()
+        self.call(self.library.group_sum, x.data_ptr(), x.numel())
+        return x
+
+    def call(self, function: Callable[..., int], *arguments: int | None) -> None:
+        """Call a function of the library that all ranks call together."""
+        limit = 0
+        if self.watches:
+            limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since) + self._extra))
+        group = self.address, self.rank, self.size, self.slot, self.spins, limit
+        code = function(*group, *arguments)
+        if code:
+            self.on_loss(code)
+        self._since, self._extra = time.monotonic(), 0.0
+
+
+MAX_EXCHANGE = 255  # bytes
+
+
+def exchange(shared: SharedCollective, data: bytes) -> list[bytes]:
+    """Return the data of all ranks, in order. It is a sum in which each rank fills its own row."""
+    assert len(data) <= MAX_EXCHANGE, f"{len(data)} bytes are too many to exchange"
+    rows = torch.zeros(shared.size, 1 + MAX_EXCHANGE)
+    rows[shared.rank, : 1 + len(data)] = torch.tensor([len(data), *data], dtype=torch.float32)
+    return [bytes(values[:count]) for count, *values in shared.sum(rows).int().tolist()]
+
+
+def all_agree(shared: SharedCollective, mine: bool) -> bool:
+    return all(answer == b"1" for answer in exchange(shared, b"1" if mine else b"0"))
+
+
+class HostCollective:
+    """Implements `GatheringCollective` for any device and dtype, through the host: correct, but slow.
+
+    Each operation waits for the device, so steps cannot be captured.
+    """
+
+    capturable = False
+
+    def __init__(self, shared: SharedCollective) -> None:
+        self._shared = shared
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.copy_(self._shared.sum(x.float().cpu()))
+
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        """Gather columns; rows with wanted[i] == 0 are not transferred."""
+        first, width = sum(widths[: self._shared.rank]), sum(widths)
+        out = torch.empty(len(x), width, device=x.device)
+        rows = slice(None) if wanted is None else wanted.nonzero()[:, 0]
+        mine = x[rows].cpu()
+        columns = torch.zeros(len(mine), width)
+        columns[:, first : first + x.shape[1]] = mine
+        out[rows] = self._shared.sum(columns).to(x.device)
+        return out

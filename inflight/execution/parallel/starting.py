@@ -144,9 +144,14 @@ def parallel_core(
     max_queue: int | None,
 ) -> EngineCore:
     """Return an engine over all ranks. `make_runner` makes the runner of this one."""
-    from inflight.execution.parallel.follower import Follower, rank_runner
     from inflight.execution.parallel.messages import Begin
-    from inflight.execution.parallel.runner import FirstRank, MirroredRunner, PipelineRunner
+    from inflight.execution.parallel.runner import (
+        FirstRank,
+        Follower,
+        MirroredRunner,
+        PipelineRunner,
+        rank_runner,
+    )
 
     library = native_library()
     assert library is not None

@@ -1,6 +1,6 @@
 """The process of a rank other than the first: loads its part of the model and computes its part of each step.
 
-Started by `rank_process.py` as `python -m inflight.execution.parallel.worker`.
+Started by `rank_processes.py` as `python -m inflight.execution.parallel.worker`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.errors import EngineError
-from inflight.execution.parallel.follower import LoadedRank, follow
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, Loading, RankStart, Report, encode_report
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
+from inflight.execution.parallel.runner import LoadedRank, follow
 from inflight.logs import configure_logging
 from inflight.native.library import native_library
 from inflight.processes.channel import RemoteError
-from inflight.processes.parent_watch import reporting_input, run_child
+from inflight.processes.child import reporting_input, run_child
 from inflight.registry import Registry
 
-logger = logging.getLogger(
-    "inflight.execution.parallel.worker"
-)  # as the main module it would be called __main__
+logger = logging.getLogger("inflight.execution.parallel.worker")  # __name__ is __main__ here
 
 LoadRank = Callable[[EngineConfig, RankMemory, Callable[[int, int], None]], LoadedRank]
 LOADERS: Registry[LoadRank] = Registry("loader", {})

@@ -1,4 +1,4 @@
-"""API keys and the admin key: who a caller is, what limits it has, and what it has used."""
+"""API keys and the admin key: who a caller is, what limits it has, what it has used, and whether it is admitted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from inflight.errors import ConfigError
 from inflight.events import RequestRecord
@@ -52,9 +53,7 @@ class Caller:
     weight: float = 1.0
     requests_per_minute: float | None = None
     max_concurrent: int | None = None
-    own_cache: bool = (
-        False  # cached prefixes are not shared, so that timing reveals nothing about its prompts
-    )
+    own_cache: bool = False  # cached prefixes are not shared: timing reveals nothing about its prompts
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
     usage: KeyUsage = field(default_factory=KeyUsage)
@@ -216,6 +215,54 @@ def _denied(message: str, code: str) -> ApiError:
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
+# ---- admission ----
+
+
+class AdmissionControl(Protocol):
+    """Counts requests. `request_id` is None for short calls that are not listed under /v1/requests."""
+
+    async def enter(self, caller: Caller, request_id: str | None) -> None:
+        """Count one more request. Raises ApiError if the key's limit is reached or the id is in use."""
+
+    def leave(self, caller: Caller, request_id: str | None) -> None:
+        """End a request that had entered."""
+
+
+class LocalAdmission:
+    """Counts in this process: that of a single-process server, or the one that counts for several API workers."""
+
+    def __init__(self) -> None:
+        self._running: set[tuple[str, str]] = set()
+
+    async def enter(self, caller: Caller, request_id: str | None) -> None:
+        caller.enter()
+        if request_id is None:
+            return
+        if (caller.name, request_id) in self._running:
+            caller.leave()
+            message = f"request_id is {request_id!r}: a request with this id is already running"
+            raise ApiError(400, message, code="request_id_in_use", param="request_id")
+        self._running.add((caller.name, request_id))
+
+    def leave(self, caller: Caller, request_id: str | None) -> None:
+        caller.leave()
+        if request_id is not None:
+            self._running.discard((caller.name, request_id))
+
+
+@asynccontextmanager
+async def counted(admission: AdmissionControl, caller: Caller) -> AsyncGenerator[None]:
+    """Count a request while the context is open. Raises ApiError if the key's limit is reached."""
+    await admission.enter(caller, None)
+    try:
+        yield
+    finally:
+        admission.leave(caller, None)
+
+
+# ---- the keys file ----
+
+
 def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
     """Return the keys from flags, which belong to one caller, and from a file, where each has a name."""
     shared = Caller()
@@ -233,7 +280,7 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
                 f"{which} has surrounding spaces or characters that are not printable ASCII: no client could send it"
             )
     if len(set(keys)) < len(keys):
-        raise ConfigError("the same API key is given twice")
+        raise ConfigError("the same API key is listed twice")
     return Keys(entries)
 
 

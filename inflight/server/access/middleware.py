@@ -16,9 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.anthropic.errors import error_at, is_anthropic
-from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.unsent import PacedSend
+from inflight.server.errors import ApiError, error_at, is_anthropic, of_exception
+from inflight.server.http.bodies import PacedSend
 
 if TYPE_CHECKING:
     from inflight.server.state import ServerState
@@ -210,12 +209,8 @@ class RootPath:
         await self._app(scope, receive, send)
 
 
-ALL = "*"
-_SAFE_METHODS = (
-    "GET",
-    "HEAD",
-    "OPTIONS",
-)  # they change nothing, and without CORS a page cannot read the response
+# They change nothing, and without CORS a page cannot read the response.
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _SAME_SITE = ("same-origin", "none")  # a page of this server, or an address typed by the user
 
 

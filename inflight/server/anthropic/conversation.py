@@ -21,7 +21,7 @@ from inflight.server.anthropic.schemas import (
 )
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
-from inflight.server.params import ContentConstraint
+from inflight.server.prepare import ContentConstraint
 
 # Some clients start the system prompt with a billing line that differs in every request. In the prompt it would mean
 # nothing to the model and defeat the prefix cache.

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from inflight.server.anthropic.errors import error_body, error_response
 from inflight.server.errors import ApiError
 from inflight.server.formatters import Choice, PartKind, PartWriter, ResponseFormatter, encode, usage_of
 
@@ -114,10 +113,10 @@ class MessagesFormatter(ResponseFormatter):
         yield encode(self._message(_usage(choice)) | {"content": self._blocks.blocks} | _end(choice))
 
     def error_event(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(error, self._request_id)
+        return b"event: error\ndata: %b\n\n" % error.anthropic_body(self._request_id)
 
     def error_response(self, error: ApiError) -> Response:
-        return error_response(error, self._request_id)
+        return error.anthropic_response(self._request_id)
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {

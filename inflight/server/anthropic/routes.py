@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.frontend.chat import num_characters
-from inflight.server.access.admission import counted
+from inflight.server.access.keys import counted
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.formatter import MessagesFormatter
 from inflight.server.anthropic.schemas import (
@@ -21,10 +21,9 @@ from inflight.server.anthropic.schemas import (
     TokenCount,
 )
 from inflight.server.engine_response import EngineResponse
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
-from inflight.server.params import conversation_params
-from inflight.server.prepare import check_tokenizer, prepare_chat
+from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
 from inflight.server.routes.service import check_size, text_limit
 from inflight.server.state import caller_of, state_of
 
@@ -59,13 +58,7 @@ async def create_message(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller,
-            lambda: prepare_chat(
-                *(model, caller, chat_of(body), params),
-                priority=body.priority or 0,
-                user=user,
-                cache_salt=body.cache_salt or "",
-            ),
+            caller, lambda: prepare_chat(model, caller, body, chat_of(body), params, user)
         )
         await response.generate(prepared, params)
 

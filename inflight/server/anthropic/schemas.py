@@ -17,7 +17,7 @@ from inflight.server.schemas import (
     missing,
     ranged,
 )
-from inflight.text.chat import MAX_MESSAGES
+from inflight.text.chat_template import MAX_MESSAGES
 
 
 class CachedPart(ReturnedPart):

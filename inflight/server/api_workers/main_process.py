@@ -7,15 +7,16 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 from inflight.errors import EngineDeadError
 from inflight.server.access.keys import Keys
 from inflight.server.access.middleware import Hosts
 from inflight.server.api_workers.pool import EXIT_SECONDS, ApiWorkerPool
 from inflight.server.config import ServerConfig
-from inflight.server.observability.tracing import NoTracer
-from inflight.server.run import BACKLOG, announce, start_state
+from inflight.server.observability.banner import announce
+from inflight.server.observability.request_log import Tracer
+from inflight.server.run import BACKLOG, start_state
 from inflight.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,16 @@ async def serve_with_workers(
         loop.call_soon_threadsafe(workers.progress, num_done, num_total)
 
     try:
-        loading = asyncio.create_task(start_state(options, keys, hosts, NoTracer(), progress))
-        if not await _finishes_first(loading, running, signals):
+        loading = asyncio.create_task(start_state(options, keys, hosts, Tracer(), progress))
+        try:
+            await _first(signals, running, loading)
+        finally:
+            if not loading.done():
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+        if running.done():
+            running.result()  # raises the error of a worker that failed
+        if loading.cancelled():
             return False
         engine, state = loading.result()
         try:
@@ -74,23 +83,6 @@ async def serve_with_workers(
     return True
 
 
-async def _finishes_first(
-    loading: asyncio.Task[object], running: asyncio.Task[None], signals: StopSignals
-) -> bool:
-    """Return whether the engine is ready before a stop signal comes. Raises the error of a worker that failed."""
-    stopping = asyncio.create_task(signals.wait())
-    try:
-        await asyncio.wait((loading, running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        if not loading.done():
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-    if running.done():
-        running.result()
-    return not loading.cancelled()
-
-
 async def _watch(
     workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], signals: StopSignals
 ) -> None:
@@ -103,7 +95,7 @@ async def _watch(
         await workers.send_health(state)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_POLL):
-                await _first(running, signals.wait)
+                await _first(signals, running)
     if not running.done():
         await _drain(workers, state, running, signals)
     running.result()
@@ -117,7 +109,7 @@ async def _drain(
     workers.drain()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(state.options.shutdown_timeout + EXIT_SECONDS):
-            await _first(running, signals.wait)
+            await _first(signals, running)
             if not running.done():
                 workers.drain()
                 await asyncio.wait((running,), timeout=EXIT_SECONDS)
@@ -125,12 +117,13 @@ async def _drain(
     await asyncio.wait((running,))
 
 
-async def _first(running: asyncio.Task[None], wait: Callable[[], Awaitable[None]]) -> None:
-    other = asyncio.ensure_future(wait())
+async def _first(signals: StopSignals, *tasks: asyncio.Task[Any]) -> None:
+    """Wait until one of the tasks is done or a signal comes."""
+    signal_task = asyncio.ensure_future(signals.wait())
     try:
-        await asyncio.wait((running, other), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((*tasks, signal_task), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        other.cancel()
+        signal_task.cancel()
 
 
 class StopSignals:

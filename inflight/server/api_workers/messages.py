@@ -18,8 +18,7 @@ from inflight.engine.remote.wire import (
     StepOutputs,
     Watch,
 )
-from inflight.processes.channel import Message, RemoteError, Stop
-from inflight.processes.rpc import RpcCall, RpcReply
+from inflight.processes.channel import Message, RemoteError, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
@@ -186,6 +185,7 @@ class WorkerHeartbeat(Message, frozen=True):
 
 WorkerCall = RpcCall[WorkerRequest]
 WorkerReply = RpcReply[RpcError]
+Rpc = RpcPeer[WorkerRequest, RpcError]
 
 FromWorker = (
     Add

@@ -19,13 +19,10 @@ from inflight.engine import EngineClient, EngineStats
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Progress, Ready, RunCommand, Watch
 from inflight.errors import EngineDeadError, EngineError
-from inflight.processes.channel import Message, Stop
+from inflight.processes.channel import Message, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.processes.child import ChildHost
 from inflight.processes.connected_process import ConnectedProcess
-from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
-from inflight.server.access.admission import AdmissionControl, LocalAdmission
-from inflight.server.access.keys import Caller, Keys
-from inflight.server.api_workers.connection import Rpc
+from inflight.server.access.keys import AdmissionControl, Caller, Keys, LocalAdmission
 from inflight.server.api_workers.messages import (
     MAIN,
     Drain,
@@ -43,6 +40,7 @@ from inflight.server.api_workers.messages import (
     RelayedRequest,
     RelayedResponse,
     RemoveResponse,
+    Rpc,
     RpcError,
     StartWorker,
     TakeCounts,
@@ -164,9 +162,8 @@ class ApiWorkerPool:
         self._admission = LocalAdmission()
         self._workers: dict[int, ApiWorkerProcess] = {}  # by number
         self._num_launches = 0
-        self._locations: OrderedDict[tuple[str, str], ApiWorkerProcess] = (
-            OrderedDict()
-        )  # the worker of each request, by caller and id
+        # The worker of each request, by caller and id.
+        self._locations: OrderedDict[tuple[str, str], ApiWorkerProcess] = OrderedDict()
         self._state: ServerState | None = None
         self._stats: EngineStats
         self._is_draining = False
@@ -244,9 +241,8 @@ class ApiWorkerPool:
         limits = self._options.process
         if limits.kill_silent_after is None:
             return math.inf
-        return (
-            min(limits.silent_after, limits.kill_silent_after) if worker.is_open else limits.kill_silent_after
-        )
+        seconds = limits.kill_silent_after
+        return min(limits.silent_after, seconds) if worker.is_open else seconds
 
     async def _send_first(self, worker: ApiWorkerProcess) -> None:
         """Send the first message, once the process has connected."""

@@ -10,18 +10,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
 from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
-from inflight.server.anthropic.errors import error_at
 from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
-from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.unsent import PacedSend
+from inflight.server.errors import ApiError, error_at, of_exception
+from inflight.server.http.bodies import PacedSend
 from inflight.server.state import ServerState
 
 # The main process answers these paths and those below ADMIN. No other process has the admin key.
 COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
 REQUESTS = "/v1/requests/"  # followed by an id; answered by the worker that has or had the request
-RESPONSES = (
-    "/v1/responses/"  # followed by an id; answered by the worker that writes it, or by any once it is stored
-)
+# Followed by an id; answered by the worker that writes it, or by any once it is stored.
+RESPONSES = "/v1/responses/"
 
 Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
 Find = Callable[[str, str, bool], Awaitable[int | None]]  # caller, request id, whether it must be running
@@ -47,7 +45,7 @@ class RelayMiddleware:
             relayed = await self._relay(_relayed(scope, target))
         except EngineDeadError:
             message = "the process that has this request or response has just ended: send the request again"
-            error = ApiError(503, message, code="front_unavailable", retry_after=1)
+            error = ApiError(503, message, code="api_worker_unavailable", retry_after=1)
             return await error_at(scope["path"], error)(scope, receive, send)
         except Exception as raised:
             return await error_at(scope["path"], of_exception(raised))(scope, receive, send)

@@ -18,12 +18,12 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from inflight.server.errors import ApiError
-from inflight.server.http.framing import RequestFraming
 from inflight.server.http.limits import (
     ConnectionLimits,
     ConnectionSlots,
     HangupWatch,
     ParsingTurns,
+    RequestFraming,
     WriteTimer,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from inflight import __version__
@@ -9,9 +11,22 @@ from inflight.engine import ModelFacts
 from inflight.scoring import Task
 from inflight.server.state import ServerState
 
+logger = logging.getLogger(__name__)
 
-def banner(state: ServerState, sockname: Any) -> str:
-    """Return the text to print once the server takes requests; `sockname` is the address it listens on."""
+
+def announce(state: ServerState, sockname: Any) -> None:
+    """Print the startup banner to standard error, as one log record if logs are JSON.
+
+    `sockname` is the address that the server listens on.
+    """
+    text = _banner(state, sockname)
+    if state.options.process.log_format == "json":
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _banner(state: ServerState, sockname: Any) -> str:
     facts, options = state.model.client.facts, state.options
     url = _base_url(state, sockname)
     rows = [

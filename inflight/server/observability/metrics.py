@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 
@@ -289,21 +289,6 @@ class Metrics:
         return metric
 
 
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("num_requests_running", "Requests in the batch", lambda stats: stats.num_running),
-    ("num_requests_waiting", "Requests in the queue", lambda stats: stats.num_waiting),
-    (
-        "kv_cache_usage_perc",
-        "Fraction of KV blocks in use",
-        lambda stats: stats.kv.num_used / max(1, stats.kv.num_blocks),
-    ),
-)
-_TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens", lambda stats: stats.num_prompt_tokens),
-    ("generation_tokens", "Output tokens", lambda stats: stats.num_output_tokens),
-    ("prefix_cache_queries", "Tokens looked up in the prefix cache", lambda stats: stats.num_prefix_queries),
-    ("prefix_cache_hits", "Tokens found in the prefix cache", lambda stats: stats.num_prefix_hits),
-)
 _LABELS = ("model_name", "replica")
 
 
@@ -325,12 +310,12 @@ def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric
         restarts.add_metric(labels, replica.health.num_restarts)
     yield from (up, queued, restarts)
     known = [(replica.replica_id, replica.stats) for replica in replicas if replica.stats is not None]
-    for family, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _TOTALS)):
-        for name, text, value in figures:
-            metric = family(f"inflight:replica_{name}", f"{text}, by replica", labels=_LABELS)
-            for replica_id, stats in known:
-                metric.add_metric([model, replica_id], value(stats))
-            yield metric
+    for item in ENGINE_METRICS:
+        family = GaugeMetricFamily if item.kind == "gauge" else CounterMetricFamily
+        metric = family(f"inflight:replica_{item.name}", f"{item.text}, by replica", labels=_LABELS)
+        for replica_id, stats in known:
+            metric.add_metric([model, replica_id], item.read(stats))
+        yield metric
 
 
 class _Families:

@@ -1,24 +1,29 @@
-"""The running and recently finished requests, by caller and id."""
+"""Records of requests: the running and recently finished ones, when a queue slot becomes free, and optional spans."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from inflight.errors import ConfigError
 from inflight.events import RequestRecord
 from inflight.frontend import Generation
 from inflight.scoring import Task
-from inflight.server.access.admission import QueuePace
 from inflight.server.access.keys import Caller
-from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
 from inflight.server.formatters import ResponseFormatter
 
+MAX_SECONDS = 600  # the longest estimate
+_WEIGHT = 0.2  # of the latest interval between two ends in the moving average
 MAX_RECORDS = 16  # texts of one request whose records are kept: there may be thousands
 Outcome = Literal["finished", "failed", "cancelled"]
+Reason = Literal[
+    "first_token", "request", "disconnect", "cancelled", "shutdown"
+]  # for ending a request early
 
 
 @dataclass(eq=False)
@@ -31,7 +36,7 @@ class LoggedRequest:
     stream: bool
     priority: int
     tenant: str
-    cancel_scope: CancelScope
+    interrupt: Callable[[Reason], None]
     task: Task = "generate"
     created: int = field(default_factory=lambda: int(time.time()))
     started_at: float = field(default_factory=time.perf_counter)
@@ -41,9 +46,8 @@ class LoggedRequest:
     outcome: Outcome | None = None
     generation: Generation | None = None  # while it runs
     formatter: ResponseFormatter | None = None  # of a generation, while it runs
-    abort: Callable[[], Awaitable[int]] | None = (
-        None  # while it runs: ends it and returns the number of freed blocks
-    )
+    # While it runs: ends it and returns the number of freed blocks.
+    abort: Callable[[], Awaitable[int]] | None = None
     queued: bool = False  # accepted by the engine
     num_answers: int = 0  # or texts; each has its own id in the engine
     engine_ids: list[str] = field(default_factory=list)  # of all answers, or of the first texts
@@ -53,6 +57,55 @@ class LoggedRequest:
     @property
     def key(self) -> tuple[str, str]:
         return self.caller.name, self.request_id
+
+
+class QueuePace:
+    """Estimates when a queue slot becomes free, which is when a running answer ends.
+
+    There are two estimates: from the recent intervals between ends, and from the tokens that running answers may still
+    generate. The smaller one is used.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._between_ends: float | None = None  # seconds, moving average; None before the first end
+        self._last_end = clock()
+
+    def resume(self) -> None:
+        """Restart the clock after an idle time, which was not spent on any answer."""
+        self._last_end = self._clock()
+
+    def record_ends(self, num_answers: int) -> None:
+        """Note that answers have left the engine."""
+        now = self._clock()
+        for _ in range(num_answers):
+            seconds = (now - self._last_end) / num_answers
+            if self._between_ends is None:
+                self._between_ends = seconds
+            self._between_ends += _WEIGHT * (seconds - self._between_ends)
+        if num_answers:
+            self._last_end = now
+
+    def seconds_to_free_slot(self, running: Iterable[LoggedRequest]) -> int:
+        now = self._clock()
+        # If an end is overdue, the running answers take longer than earlier ones did.
+        waited = now - self._last_end
+        by_pace = math.inf if self._between_ends is None else max(self._between_ends, waited)
+        predicted = min([by_pace, *(_seconds_left(logged, now) for logged in running)])
+        seconds = predicted if predicted < math.inf else waited
+        return math.ceil(min(max(round(seconds, 1), 1), MAX_SECONDS))
+
+
+def _seconds_left(logged: LoggedRequest, now: float) -> float:
+    """Return when the first answer of a request will reach its `max_tokens` at its current rate."""
+    if logged.generation is None or logged.first_token_at is None:
+        return math.inf
+    seconds, left = now - logged.first_token_at, math.inf
+    for answer in logged.generation.answers:
+        num_tokens = len(answer.output.token_ids)
+        if num_tokens > 1 and not answer.output.finished:
+            left = min(left, seconds / (num_tokens - 1) * (answer.request.max_tokens - num_tokens))
+    return left
 
 
 class RequestLog:
@@ -127,7 +180,7 @@ class RequestLog:
             return None
         logged.outcome = "cancelled"
         if logged.abort is None:  # it is still being prepared
-            logged.cancel_scope.end("cancelled")
+            logged.interrupt("cancelled")
             return 0
         return await logged.abort()
 
@@ -140,3 +193,101 @@ class RequestLog:
     def retry_after(self) -> int:
         """Return the estimated seconds until a queue slot is free."""
         return self.pace.seconds_to_free_slot(self._running.values())
+
+
+# ---- tracing ----
+
+
+class Tracer:
+    """Traces nothing."""
+
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
+        """Trace a finished request from its records."""
+
+    def close(self) -> None:
+        pass
+
+
+class OtelTracer(Tracer):
+    """Creates spans when requests end, from times that are recorded anyway."""
+
+    def __init__(self, endpoint: str, exporter: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ImportError as error:
+            raise ConfigError(
+                "otlp_traces_endpoint is set, but OpenTelemetry is not installed: "
+                "run pip install 'inflight-llm[otel]', or do not set the option"
+            ) from error
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "inflight"}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("inflight.server")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        now, ended = time.time_ns(), time.perf_counter()
+
+        def at(moment: float) -> int:
+            return now - int((ended - moment) * 1e9)
+
+        span = self._tracer.start_span(
+            logged.task,
+            context=self._propagator.extract(dict(headers)),
+            kind=SpanKind.SERVER,
+            start_time=at(logged.started_at),
+            attributes=_attributes(logged, model),
+        )
+        if logged.first_token_at is not None:
+            span.add_event("first token", timestamp=at(logged.first_token_at))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(end_time=now)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def tracer_of(endpoint: str | None) -> Tracer:
+    """Return a tracer that sends spans to the endpoint, or that traces nothing if there is none."""
+    return Tracer() if endpoint is None else OtelTracer(endpoint)
+
+
+def _operation(logged: LoggedRequest) -> str:
+    if logged.task == "generate":
+        return "text_completion" if logged.route == "/v1/completions" else "chat"
+    return "embeddings" if logged.task == "embed" else logged.task
+
+
+def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
+    records = list(logged.records.values())
+    attributes: dict[str, Any] = {
+        "gen_ai.request.model": model,
+        "gen_ai.request.id": logged.request_id,
+        "gen_ai.operation.name": _operation(logged),
+        "inflight.tenant": logged.tenant,
+        "inflight.num_answers": logged.num_answers,
+        "gen_ai.usage.output_tokens": sum(record.num_output_tokens for record in records),
+        "gen_ai.usage.cached_tokens": sum(record.num_cached_tokens for record in records),
+        "inflight.num_preemptions": sum(record.num_preemptions for record in records),
+    }
+    if records:
+        attributes["gen_ai.usage.input_tokens"] = logged.num_pooled_tokens or records[0].num_prompt_tokens
+        if records[0].admitted_at is not None:
+            attributes["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
+    if logged.first_token_at is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = logged.first_token_at - logged.started_at
+    return attributes

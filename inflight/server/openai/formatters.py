@@ -31,8 +31,8 @@ DONE = b"data: [DONE]\n\n"
 class OpenAIFormatter(ResponseFormatter):
     """The parts that completions and chats share."""
 
-    object_whole = ""
-    object_event = ""
+    object_whole: str
+    object_event: str
 
     def __init__(
         self,
@@ -88,7 +88,23 @@ class OpenAIFormatter(ResponseFormatter):
     def closing(self, choices: list[Choice]) -> bytes:
         return (self._event([], usage=usage_of(choices)) if self._usage else b"") + DONE
 
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
+        return json_pieces(self._answer(choices))
+
+    def _answer(self, choices: list[Choice]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self.object_whole,
+            "choices": map(self._item, choices),
+            "usage": usage_of(choices),
+        }
+
+    def _item(self, choice: Choice) -> dict[str, Any]:
+        """Return one of the `choices` of a whole answer."""
+        raise NotImplementedError
+
     def _fields(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return one of the `choices` of an event with new text."""
         raise NotImplementedError
 
     def _choice_event(self, choice: Choice, fields: dict[str, Any]) -> bytes:
@@ -111,10 +127,12 @@ class CompletionFormatter(OpenAIFormatter):
     object_whole = object_event = "text_completion"
 
     def end(self, choice: Choice) -> bytes:
+        return self._choice_event(choice, self._last_fields(choice))
+
+    def _last_fields(self, choice: Choice) -> dict[str, Any]:
         output = choice.answer.output
         fields = self._fields(choice, choice.answer.take_text())
-        fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-        return self._choice_event(choice, fields)
+        return fields | {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
     def _fields(self, choice: Choice, text: str) -> dict[str, Any]:
         ids, positions = self._tokens(choice)
@@ -147,21 +165,8 @@ class CompletionFormatter(OpenAIFormatter):
             positions = [*(choice.prompt.prompt_positions or []), *positions]
         return ids, positions
 
-    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
-        return json_pieces(
-            {
-                **self._head,
-                "object": self.object_whole,
-                "choices": map(self._item, choices),
-                "usage": usage_of(choices),
-            }
-        )
-
     def _item(self, choice: Choice) -> dict[str, Any]:
-        output = choice.answer.output
-        choice.num_sent = 0
-        fields = self._fields(choice, choice.answer.take_text())
-        fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        fields = self._last_fields(choice)
         if self._num_prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._prompt_logprobs(choice)
         return fields
@@ -192,12 +197,7 @@ class ChatFormatter(OpenAIFormatter):
         if isinstance(event, ContentDelta):
             return self._text_event(choice, event.text)
         delta = self._message_delta(event)
-        if delta is None:
-            return b""
-        fields = self._delta(choice, delta, self._logprobs(choice))
-        fields |= self._new_ids(choice)
-        choice.num_sent = choice.num_tokens
-        return self._choice_event(choice, fields)
+        return b"" if delta is None else self._choice_event(choice, self._delta_with_tokens(choice, delta))
 
     def _message_delta(self, event: ParserEvent) -> dict[str, Any] | None:
         match event:
@@ -222,8 +222,10 @@ class ChatFormatter(OpenAIFormatter):
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        fields = self._delta(choice, {"content": text}, self._logprobs(choice))
-        fields |= self._new_ids(choice)
+        return self._delta_with_tokens(choice, {"content": text})
+
+    def _delta_with_tokens(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        fields = self._delta(choice, delta, self._logprobs(choice)) | self._new_ids(choice)
         choice.num_sent = choice.num_tokens
         return fields
 
@@ -233,18 +235,13 @@ class ChatFormatter(OpenAIFormatter):
         positions = choice.answer.positions[choice.num_sent :]
         return chat_logprobs(positions, self._num_logprobs, self._tokenizer)
 
-    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
-        answer = {
-            **self._head,
-            "object": self.object_whole,
-            "choices": map(self._item, choices),
-            "usage": usage_of(choices),
-        }
+    def _answer(self, choices: list[Choice]) -> dict[str, Any]:
+        answer = super()._answer(choices)
         if self._with_ids:
             answer["prompt_token_ids"] = choices[0].prompt.prompt_token_ids
         if self._num_prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_logprobs(choices[0])
-        return json_pieces(answer)
+        return answer
 
     def _item(self, choice: Choice) -> dict[str, Any]:
         choice.answer.complete()
@@ -270,11 +267,9 @@ class ChatFormatter(OpenAIFormatter):
 def _prompt_text(choice: Choice, tokenizer: Tokenizer | None) -> str:
     if choice.prompt.prompt is not None:
         return choice.prompt.prompt
-    return (
-        ""
-        if tokenizer is None
-        else tokenizer.decode(choice.prompt.prompt_token_ids, skip_special_tokens=False)
-    )
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(choice.prompt.prompt_token_ids, skip_special_tokens=False)
 
 
 T = TypeVar("T")

@@ -11,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.engine_response import EngineResponse
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.openai.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openai.schemas import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody
 from inflight.server.openapi import documented
-from inflight.server.params import GenerationParams, chat_params, completion_params
 from inflight.server.prepare import (
+    GenerationParams,
+    chat_params,
     chat_request,
     check_answers,
+    completion_params,
     prepare_chat,
     prepare_completion,
     split_prompts,
@@ -73,13 +75,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller,
-            lambda: prepare_chat(
-                *(model, caller, chat_request(body), params),
-                priority=body.priority or 0,
-                user=body.user,
-                cache_salt=body.cache_salt or "",
-            ),
+            caller, lambda: prepare_chat(model, caller, body, chat_request(body), params, body.user)
         )
         await response.generate(prepared, params)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field
 
 from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
@@ -13,34 +13,17 @@ from inflight.server.schemas import (
     ConstrainedBody,
     FinishReason,
     Items,
+    TextsOrIds,
     Unset,
     Usage,
     missing,
     ranged,
 )
-from inflight.text.chat import MAX_MESSAGES
-
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-# Validated in prepare.py: a union of four lists would report four errors for one mistake.
-Prompts = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                _IDS,
-                {"type": "array", "items": _TEXT, "minItems": 1},
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ],
-            "description": "A text, its token ids, or a list of either.",
-        }
-    ),
-]
+from inflight.text.chat_template import MAX_MESSAGES
 
 
 class CompletionBody(ConstrainedBody):
-    prompt: Prompts
+    prompt: TextsOrIds
     max_tokens: int | None = ranged(
         minimum=0, description="0 is allowed with echo: it returns only the prompt's logprobs."
     )

@@ -1,4 +1,4 @@
-"""Models, version, tokenization, and reports of requests."""
+"""Models, version and tokenization."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from starlette.responses import Response
 from inflight import __version__
 from inflight.errors import PromptError
 from inflight.frontend.chat import num_characters
-from inflight.server.access.admission import counted
+from inflight.server.access.keys import counted
 from inflight.server.errors import ApiError
-from inflight.server.http.body import read_json
-from inflight.server.observability.request_report import report_of
+from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, tokenized_chat
 from inflight.server.routes.schemas import (
-    Cancelled,
     DetokenizeBody,
     DetokenizedText,
     Model,
     Models,
     PoolingHead,
-    RequestReport,
     TokenizeBody,
     Tokens,
     Version,
@@ -142,23 +139,3 @@ def _tokenizer(model: ServedModel) -> Tokenizer:
     if model.frontend.tokenizer is None:
         raise ApiError(400, "the model is served without a tokenizer", code="no_tokenizer")
     return model.frontend.tokenizer
-
-
-# ---- requests ----
-
-
-@router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
-async def request_report(request: Request) -> Response:
-    """Report what happened to a request of yours and why it took so long."""
-    state = state_of(request)
-    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
-    return respond(await report_of(state, logged))
-
-
-@router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
-async def cancel_request(request: Request) -> Response:
-    """Cancel a request of yours; its answers end with the finish reason "abort"."""
-    state = state_of(request)
-    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
-    freed = await state.request_log.cancel(logged)
-    return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))

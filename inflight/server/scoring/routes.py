@@ -18,7 +18,7 @@ from inflight.events import RequestRecord
 from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import MAX_RECORDS
 from inflight.server.openapi import documented
 from inflight.server.scoring.formatters import (
@@ -40,6 +40,7 @@ from inflight.server.scoring.schemas import (
     ScoreAnswer,
     ScoreBody,
     ScoringBody,
+    TextsBody,
 )
 from inflight.server.state import ServedModel, state_of
 
@@ -114,7 +115,7 @@ async def _read(request: Request, schema: type[T], task: Task) -> tuple[T, Serve
     return body, *state.find_model(body.model, task)
 
 
-def _truncation(body: EmbeddingsBody | ClassifyBody) -> dict[str, Any]:
+def _truncation(body: TextsBody) -> dict[str, Any]:
     limit = body.truncate_prompt_tokens
     if limit == -1:
         return {"truncate": True}

@@ -6,23 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from inflight.request import MAX_SALT_LENGTH
 from inflight.scoring import Scale
-from inflight.server.schemas import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
+from inflight.server.schemas import (
+    TEXT,
+    EngineBody,
+    Ignored,
+    TextsOrIds,
+    Unset,
+    Usage,
+    missing,
+    one_or_many,
+    ranged,
+)
 
-_TEXT = {"type": "string"}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-
-
-def _one_or_many(*kinds: dict[str, Any], description: str) -> WithJsonSchema:
-    lists = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
-    return WithJsonSchema({"anyOf": [*kinds, *lists], "description": description})
-
-
-# Validated in routes.py: a union would report several errors for one mistake, and millions for a long list.
-Inputs = Annotated[Any, _one_or_many(_TEXT, _IDS, description="A text, its token ids, or a list of either.")]
-Texts = Annotated[Any, _one_or_many(_TEXT, description="A text, or a list of texts.")]
-DOCUMENT = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]}
+# Validated in routes.py.
+Texts = Annotated[Any, one_or_many(TEXT, description="A text, or a list of texts.")]
+DOCUMENT = {"anyOf": [TEXT, {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}]}
 Documents = Annotated[
     Any,
     WithJsonSchema(
@@ -36,20 +35,7 @@ Documents = Annotated[
 ]
 
 
-class PoolingBody(Body):
-    model: str | None = Field(None, description="A name from /v1/models; optional.")
-    user: str | None = Field(
-        None, max_length=256, description="The user that fair scheduling counts this request against."
-    )
-    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
-    cache_salt: str | None = Field(
-        None,
-        max_length=MAX_SALT_LENGTH,
-        description="Cached prefixes are shared only between requests with the same salt.",
-    )
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The id of the answer, also for /v1/requests."
-    )
+class PoolingBody(EngineBody):
     truncate: bool | None = Field(
         None, description="Truncate texts that are too long instead of refusing them."
     )
@@ -60,6 +46,15 @@ class PoolingBody(Body):
     additional_data: Ignored = None
     add_special_tokens: Literal[True] | None = missing("send token ids to control them")
     mm_processor_kwargs: Unset = missing("only text input is supported")
+
+
+class TextsBody(PoolingBody):
+    """The parameters of embeddings and classes."""
+
+    input: TextsOrIds
+    truncate_prompt_tokens: int | None = ranged(
+        minimum=-1, description="Truncate each text to this many tokens; -1: to the model's maximum."
+    )
 
 
 class PooledAnswer(BaseModel):
@@ -78,12 +73,8 @@ class ScaledAnswer(PooledAnswer):
     scale: Scale
 
 
-class ClassifyBody(PoolingBody):
-    input: Inputs
+class ClassifyBody(TextsBody):
     scale: Scale | None = None
-    truncate_prompt_tokens: int | None = ranged(
-        minimum=-1, description="Truncate each text to this many tokens; -1: to the model's maximum."
-    )
 
 
 class Classification(BaseModel):
@@ -100,8 +91,7 @@ class ClassifyAnswer(ScaledAnswer):
     data: list[Classification]
 
 
-class EmbeddingsBody(PoolingBody):
-    input: Inputs
+class EmbeddingsBody(TextsBody):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="float by default; base64 encodes little-endian float32."
     )
@@ -109,9 +99,6 @@ class EmbeddingsBody(PoolingBody):
         minimum=1, description="For models trained to have their embeddings truncated."
     )
     prompt_name: str | None = Field(None, description="The name of one of the model's own prompts.")
-    truncate_prompt_tokens: int | None = ranged(
-        minimum=-1, description="Truncate each text to this many tokens; -1: to the model's maximum."
-    )
 
     messages: Unset = missing("send their text as input")
     embed_dtype: Literal["float32"] | None = missing("numbers are float32")

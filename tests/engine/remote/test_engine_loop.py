@@ -13,9 +13,7 @@ import msgspec
 import pytest
 
 from inflight.engine.fake import expected_tokens
-from inflight.engine.remote import engine_loop
-from inflight.engine.remote.engine_loop import CHECK_EVERY, EngineLoop
-from inflight.engine.remote.outbox import STATS_EVERY
+from inflight.engine.remote.engine_loop import CHECK_EVERY, STATS_EVERY, EngineLoop
 from inflight.engine.remote.wire import Abort, Add, Describe, StepOutputs, ToEngine
 from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
@@ -121,7 +119,7 @@ def test_failing_message_about_a_request_affects_no_other(
 ) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(engine.core, "abort", Mock(side_effect=ValueError("broken on purpose")))
-    monkeypatch.setattr(engine_loop, "request_state", Mock(side_effect=ValueError("broken on purpose")))
+    monkeypatch.setattr(engine.core, "describe", Mock(side_effect=ValueError("broken on purpose")))
     wire = run_loop(engine, add(1, PROMPT), add(2, PROMPT), message)
     error = wire.errors[7]
     assert error is not None

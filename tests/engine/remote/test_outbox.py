@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.engine.remote.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
+from inflight.engine.remote.engine_loop import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
 from inflight.engine.remote.wire import Reply, StepOutputs
 from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob, pack_logprobs
 from tests.support.requests import FakeEngine, make_request

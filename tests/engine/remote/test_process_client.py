@@ -37,7 +37,7 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
-from inflight.processes import child, connected_process, parent_watch
+from inflight.processes import child, connected_process
 from inflight.processes.channel import RemoteError
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
@@ -705,7 +705,7 @@ async def test_progress_of_a_start_counts_and_not_its_time(
 
 
 def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = parent_watch.MOVED_BYTES
+    size = child.MOVED_BYTES
     amounts = iter([0, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 9])
     reports: list[int] = []
     is_over = threading.Event()
@@ -717,17 +717,17 @@ def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.Mon
             return 2 * size
         return found
 
-    monkeypatch.setattr(parent_watch, "_bytes_moved", moved)
-    with parent_watch.reporting_input(lambda: reports.append(1), 0.001):
+    monkeypatch.setattr(child, "_bytes_moved", moved)
+    with child.reporting_input(lambda: reports.append(1), 0.001):
         assert is_over.wait(60)
     assert len(reports) == 2
 
 
 def test_bytes_moved_are_those_of_this_process(tmp_path: Path) -> None:
-    before = parent_watch._bytes_moved()
+    before = child._bytes_moved()
     (tmp_path / "weights").write_bytes(bytes(1 << 20))
     (tmp_path / "weights").read_bytes()
-    assert parent_watch._bytes_moved() - before >= 2 << 20
+    assert child._bytes_moved() - before >= 2 << 20
 
 
 # ---- closing ----

@@ -17,8 +17,8 @@ from inflight.constraints import GrammarCompiler
 from inflight.execution import platforms
 from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
-from inflight.execution.parallel.follower import StageRank
 from inflight.execution.parallel.messages import SampledIds
+from inflight.execution.parallel.runner import StageRank
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder

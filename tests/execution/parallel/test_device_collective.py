@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inflight.execution.parallel import device_collective as module
-from inflight.execution.parallel.collective import HostCollective, SharedCollective, all_agree, exchange
 from inflight.execution.parallel.device_collective import NcclCollective, device_collective
+from inflight.execution.parallel.shared_memory import HostCollective, SharedCollective, all_agree, exchange
 from tests.execution.parallel.test_shared_memory import LIBRARY, together
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="ranks need the compiled kernels")

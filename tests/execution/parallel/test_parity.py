@@ -13,10 +13,10 @@ import pytest
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
 from inflight.errors import EngineAsleepError
-from inflight.execution.parallel.collective import HostCollective, SharedCollective
-from inflight.execution.parallel.follower import LoadedRank
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Begin
+from inflight.execution.parallel.runner import LoadedRank
+from inflight.execution.parallel.shared_memory import HostCollective, SharedCollective
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner

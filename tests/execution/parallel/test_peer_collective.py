@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
+from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
 from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS
 from inflight.layers.kernels import Residual
 from inflight.layers.triton.next_norm import NextNorm

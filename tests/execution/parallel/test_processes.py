@@ -265,7 +265,7 @@ def test_a_rank_that_cannot_be_started_is_one_line(folder: Folder, monkeypatch: 
     def no_pipe() -> tuple[int, int]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("inflight.execution.parallel.rank_process.os.pipe", no_pipe)
+    monkeypatch.setattr("inflight.execution.parallel.rank_processes.os.pipe", no_pipe)
     with pytest.raises(DeviceLostError, match=r"^rank 1 of 2 could not be started: .*Too many open files$"):
         LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.layout import RankLayout, RankMemory
+from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.native.library import native_library
 
 LIBRARY = native_library()
@@ -75,7 +75,7 @@ def test_extra_patience_applies_to_one_exchange() -> None:
 
 
 def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inflight.execution.parallel.collective.PATIENCE", 0.1)
+    monkeypatch.setattr("inflight.execution.parallel.shared_memory.PATIENCE", 0.1)
     first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))
     assert first is not None
     first.watches = True

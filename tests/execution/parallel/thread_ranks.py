@@ -7,10 +7,10 @@ import threading
 from typing import NoReturn
 
 from inflight.config import EngineConfig
-from inflight.execution.parallel.follower import follow
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, RankStart, Report, decode_report, encode_report
-from inflight.execution.parallel.rank_process import OnEnd, OnReport
+from inflight.execution.parallel.rank_processes import OnEnd, OnReport
+from inflight.execution.parallel.runner import follow
 from inflight.loading import load_rank
 from inflight.native.library import native_library
 from inflight.processes.channel import RemoteError

@@ -147,8 +147,8 @@ def test_tokenize_counts_against_the_limits_of_a_key(
 def test_cached_prefixes_belong_to_a_key_unless_shared(keyed: Live) -> None:
     def cached(key: str, prompt: list[int], **more: str) -> int:
         response = keyed.post(PATH, {**GOOD, "prompt": prompt, **more}, headers=bearer(key))
-        found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+        num_cached: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return num_cached
 
     assert cached("alice-secret", [9] * 40) == 0
     assert cached("alice-secret", [9] * 40) == 32
@@ -239,7 +239,7 @@ def test_without_keys_there_is_one_caller() -> None:
         ("keys: [{name: a, key: x, colour: red}]", "whose only fields are"),
         ("keys: [{name: a, key: x, cache: both}]", "own or shared"),
         ("keys: [{name: a, key: x}, {name: a, key: y}]", "two keys with the name 'a'"),
-        ("keys: [{name: a, key: x}, {name: b, key: x}]", "given twice"),
+        ("keys: [{name: a, key: x}, {name: b, key: x}]", "listed twice"),
         ("keys: [", "is not YAML"),
     ],
 )
@@ -279,14 +279,14 @@ def test_missing_keys_file_is_refused() -> None:
 def test_cors_headers_are_sent_to_allowed_origins_only(backend: Backend) -> None:
     """A browser asks first, without a key; the answer to the request itself must be readable too."""
     with live_server(backend, api_key=("k",), allowed_origins=("https://a.example",)) as live:
-        asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
-        preflight = live.http.options(PATH, headers=asked)
+        preflight_headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        preflight = live.http.options(PATH, headers=preflight_headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
         denied = live.post(PATH, GOOD, headers={"origin": "https://a.example"})
         assert denied.status_code == 401
         assert denied.headers["access-control-allow-origin"] == "https://a.example"
-        other = live.http.options(PATH, headers={**asked, "origin": "https://b.example"})
+        other = live.http.options(PATH, headers={**preflight_headers, "origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
     with live_server(backend) as live:
         plain = live.post(PATH, GOOD, headers={"origin": "https://a.example"})

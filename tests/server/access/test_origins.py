@@ -16,8 +16,8 @@ PAGE = "https://page.example"
 
 
 def allowed(origins: Origins, method: str = "POST", **headers: str) -> bool:
-    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope: Any = {"type": "http", "method": method, "headers": given}
+    raw_headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope: Any = {"type": "http", "method": method, "headers": raw_headers}
     try:
         origins.check(scope)
     except ApiError:

@@ -39,13 +39,13 @@ def post(live: Live, key: str, **more: Any) -> int:
 def used(live: Live) -> dict[str, list[float]]:
     """The figures of each key, in the order of NAMES."""
     text = live.http.get("/metrics", headers={"authorization": "Bearer plain"}).text
-    found: dict[str, list[float]] = {}
+    usage: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "key" in sample.labels:
-                assert family.name == f"inflight:key_{NAMES[len(found.setdefault(sample.labels['key'], []))]}"
-                found[sample.labels["key"]].append(sample.value)
-    return found
+                assert family.name == f"inflight:key_{NAMES[len(usage.setdefault(sample.labels['key'], []))]}"
+                usage[sample.labels["key"]].append(sample.value)
+    return usage
 
 
 def test_usage_is_counted_per_key(keyed: Live) -> None:
@@ -53,11 +53,11 @@ def test_usage_is_counted_per_key(keyed: Live) -> None:
     assert post(keyed, "alice-secret") == 200
     assert post(keyed, "alice-secret", n=2) == 200
     assert [post(keyed, "bob-secret") for _ in range(2)] == [200, 429]
-    found = used(keyed)
-    assert found["alice"][:3] == [2, 9, 12]  # of three answers
-    assert found['bob "the'][:3] == [1, 3, 4]
-    assert found["carol"] == [0, 0, 0, 0]
-    assert all(found[name][3] > 0 for name in ("alice", 'bob "the'))
+    usage = used(keyed)
+    assert usage["alice"][:3] == [2, 9, 12]  # of three answers
+    assert usage['bob "the'][:3] == [1, 3, 4]
+    assert usage["carol"] == [0, 0, 0, 0]
+    assert all(usage[name][3] > 0 for name in ("alice", 'bob "the'))
 
 
 def test_only_named_keys_are_labels(keyed: Live) -> None:
@@ -65,10 +65,10 @@ def test_only_named_keys_are_labels(keyed: Live) -> None:
         assert post(keyed, "plain", user=user) == 200
     assert post(keyed, "carol-secret", user="mallory") == 200
     assert keyed.http.get("/health").status_code == 200
-    found = used(keyed)
-    assert set(found) == {"alice", 'bob "the', "carol"}
-    assert found["alice"] == [0, 0, 0, 0]
-    assert found["carol"][0] == 1
+    usage = used(keyed)
+    assert set(usage) == {"alice", 'bob "the', "carol"}
+    assert usage["alice"] == [0, 0, 0, 0]
+    assert usage["carol"][0] == 1
 
 
 def test_refused_requests_do_not_count(keyed: Live) -> None:

@@ -12,7 +12,7 @@ from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.schemas import MessagesBody
 from inflight.server.errors import ApiError
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
 
 USER = {"role": "user", "content": "1 + 2?"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -20,31 +20,31 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-def body_of(**given: Any) -> MessagesBody:
-    whole = {"max_tokens": 16, "messages": [USER], **given}
+def body_of(**fields: Any) -> MessagesBody:
+    whole = {"max_tokens": 16, "messages": [USER], **fields}
     return parse_body(MessagesBody, json.dumps(whole).encode())
 
 
-def converted(**given: Any) -> ChatRequest:
-    """With all checks, as the route makes them."""
-    body = body_of(**given)
+def converted(**fields: Any) -> ChatRequest:
+    """Return the conversation after all checks that the route makes."""
+    body = body_of(**fields)
     check(body)
     return chat_of(body)
 
 
-def messages(*given: Any, **more: Any) -> Any:
-    return chat_of(body_of(messages=list(given) or [USER], **more)).messages
+def messages(*fields: Any, **more: Any) -> Any:
+    return chat_of(body_of(messages=list(fields) or [USER], **more)).messages
 
 
-def test_the_system_prompt_is_a_text_or_blocks() -> None:
+def test_system_prompt_may_be_a_text_or_blocks() -> None:
     system = {"role": "system", "content": "Be short.\n\nBe kind."}
     blocks = [{"type": "text", "text": "Be short.", **EPHEMERAL}, {"type": "text", "text": "Be kind."}]
     assert messages(system="Be short.\n\nBe kind.") == messages(system=blocks) == [system, USER]
 
 
 @pytest.mark.parametrize("number", ["1", "2"])
-def test_a_line_for_billing_is_no_part_of_the_prompt(number: str) -> None:
-    """It is another one in each request: no prefix would be found in the cache."""
+def test_billing_line_is_not_part_of_the_prompt(number: str) -> None:
+    """It differs in every request, so the prefix cache would never hit."""
     line = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
     blocks = [{"type": "text", "text": line}, {"type": "text", "text": "Be short.", **EPHEMERAL}]
     assert messages(system=blocks) == messages(system="Be short.")
@@ -52,7 +52,7 @@ def test_a_line_for_billing_is_no_part_of_the_prompt(number: str) -> None:
     assert messages(system=line) == [USER]
 
 
-def test_blocks_of_a_turn() -> None:
+def test_blocks_of_a_turn_become_one_message() -> None:
     from anthropic.types import ToolUseBlock  # which takes seconds to import
 
     call = ToolUseBlock.model_validate(CALL).model_dump()
@@ -63,14 +63,14 @@ def test_blocks_of_a_turn() -> None:
         call,
     ]
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}
-    found = messages(
+    chat = messages(
         USER,
         {"role": "assistant", "content": turn},
         {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
         {"role": "user", "content": "Go on."},
     )
     function = {"name": "add", "arguments": {"a": 1}}
-    assert found == [
+    assert chat == [
         USER,
         {
             "role": "assistant",
@@ -83,21 +83,21 @@ def test_blocks_of_a_turn() -> None:
     ]
 
 
-def test_a_result_that_is_an_error_says_so() -> None:
+def test_error_result_starts_with_error() -> None:
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such file", "is_error": True}
-    found = messages({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})
-    assert found[-1]["content"] == "Error: no such file"
+    chat = messages({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})
+    assert chat[-1]["content"] == "Error: no such file"
 
 
-def test_tools_are_those_of_chats() -> None:
-    found = chat_of(body_of(tools=[{**TOOL, **EPHEMERAL}]))
+def test_tools_become_chat_functions() -> None:
+    chat = chat_of(body_of(tools=[{**TOOL, **EPHEMERAL}]))
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
-    assert found.tools == [{"type": "function", "function": function}]
-    assert (found.tool_choice, found.parallel_tool_calls) == ("auto", True)
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("auto", True)
 
 
 @pytest.mark.parametrize(
-    ("given", "choice"),
+    ("fields", "choice"),
     [
         ({"type": "auto"}, "auto"),
         ({"type": "any"}, "required"),
@@ -105,12 +105,12 @@ def test_tools_are_those_of_chats() -> None:
         ({"type": "tool", "name": "add"}, NamedTool("add")),
     ],
 )
-def test_tool_choice(given: dict[str, Any], choice: Any) -> None:
-    found = chat_of(body_of(tools=[TOOL], tool_choice={**given, "disable_parallel_tool_use": True}))
-    assert (found.tool_choice, found.parallel_tool_calls) == (choice, False)
+def test_tool_choice_is_translated(fields: dict[str, Any], choice: Any) -> None:
+    chat = chat_of(body_of(tools=[TOOL], tool_choice={**fields, "disable_parallel_tool_use": True}))
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (choice, False)
 
 
-def test_thinking() -> None:
+def test_thinking_becomes_effort_and_budget() -> None:
     enabled = chat_of(body_of(thinking={"type": "enabled", "budget_tokens": 8}))
     assert (enabled.reasoning_effort, enabled.max_reasoning_tokens) == ("medium", 8)
     disabled = chat_of(body_of(thinking={"type": "disabled"}))
@@ -121,15 +121,15 @@ def test_thinking() -> None:
     assert chat_of(body_of()).reasoning_effort is None
 
 
-def test_the_form_of_the_text() -> None:
+def test_output_format_becomes_a_json_constraint() -> None:
     schema = {"type": "object", "properties": {}}
-    found = text_constraint(body_of(output_config={"format": {"type": "json_schema", "schema": schema}}))
-    assert found is not None
-    assert (found.kind, found.value) == ("json", schema)
+    constraint = text_constraint(body_of(output_config={"format": {"type": "json_schema", "schema": schema}}))
+    assert constraint is not None
+    assert (constraint.kind, constraint.value) == ("json", schema)
     assert text_constraint(body_of()) is None
 
 
-def test_users_with_long_names() -> None:
+def test_long_user_ids_are_hashed() -> None:
     assert user_of(body_of(metadata={"user_id": "u"})) == "u"
     assert user_of(body_of(user="u")) == "u"
     longest = {user_of(body_of(metadata={"user_id": "u" * 1000 + end})) for end in "ab"}
@@ -138,7 +138,7 @@ def test_users_with_long_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "message"),
+    ("fields", "param", "message"),
     [
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -170,7 +170,7 @@ def test_users_with_long_names() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ApiError, match=message) as refused:
-        converted(**given)
+        converted(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from inflight.server.anthropic.errors import error_body, error_response
 from inflight.server.anthropic.formatter import SIGNATURE, MessageBlocks
 from inflight.server.errors import ApiError
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events
@@ -18,7 +17,7 @@ from tests.server.parsed import CUT_SHORT, WHOLE, read_events
 
 @cache
 def types() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Of events and of blocks, by the package, which takes seconds to import."""
+    """Return the types of events and of blocks of the package, which takes seconds to import."""
     from anthropic.types import ContentBlock, RawMessageStreamEvent
 
     return TypeAdapter(RawMessageStreamEvent), TypeAdapter(ContentBlock)
@@ -29,23 +28,23 @@ def written(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     event_type, block_type = types()
     blocks = MessageBlocks(shows_thinking)
-    told = read_events(blocks.write(events) + blocks.finish(True))
-    for event in told:
+    sent = read_events(blocks.write(events) + blocks.finish(True))
+    for event in sent:
         event_type.validate_python(event)
     for block in blocks.blocks:
         block_type.validate_python(block)
-    return told, blocks.blocks
+    return sent, blocks.blocks
 
 
-def test_the_order_of_events() -> None:
-    told, _ = written(WHOLE)
-    kinds = [(event["type"].removeprefix("content_block_"), event["index"]) for event in told]
+def test_each_block_is_started_filled_and_stopped_before_the_next() -> None:
+    sent, _ = written(WHOLE)
+    kinds = [(event["type"].removeprefix("content_block_"), event["index"]) for event in sent]
     one_by_one = [(kind, index) for index in range(4) for kind in ("start", "delta", "stop")]
     assert [kind for kind, _ in groupby(kinds)] == one_by_one
 
 
 def test_deltas_add_up_to_the_blocks() -> None:
-    told, blocks = written(WHOLE)
+    sent, blocks = written(WHOLE)
     assert blocks == [
         {"type": "thinking", "thinking": "I should add.", "signature": SIGNATURE},
         {"type": "text", "text": "Let me add."},
@@ -54,7 +53,7 @@ def test_deltas_add_up_to_the_blocks() -> None:
     ]
     assert blocks[3]["id"].startswith("call_")
     texts = ["", "", "", ""]
-    for event in told:
+    for event in sent:
         if event["type"] == "content_block_delta":
             _, *text = event["delta"].values()
             texts[event["index"]] += "".join(text)
@@ -63,19 +62,19 @@ def test_deltas_add_up_to_the_blocks() -> None:
     assert texts == [f"I should add.{SIGNATURE}", "Let me add.", '{"a": 1}', "{}"]
 
 
-def test_thinking_that_is_not_shown() -> None:
-    told, blocks = written(WHOLE[:2], shows_thinking=False)
+def test_omitted_thinking_keeps_its_signature() -> None:
+    sent, blocks = written(WHOLE[:2], shows_thinking=False)
     assert blocks == [{"type": "thinking", "thinking": "", "signature": SIGNATURE}]
-    assert [event["delta"]["type"] for event in told if "delta" in event] == ["signature_delta"]
+    assert [event["delta"]["type"] for event in sent if "delta" in event] == ["signature_delta"]
 
 
-def test_arguments_that_broke_off() -> None:
+def test_incomplete_arguments_become_an_empty_input() -> None:
     _, (block,) = written(CUT_SHORT)
     assert block["input"] == {}
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "kind"),
+    ("status", "sent_status", "kind"),
     [
         (400, 400, "invalid_request_error"),
         (401, 401, "authentication_error"),
@@ -89,15 +88,15 @@ def test_arguments_that_broke_off() -> None:
         (504, 504, "timeout_error"),
     ],
 )
-def test_errors(status: int, told: int, kind: str) -> None:
+def test_errors_have_anthropic_status_and_type(status: int, sent_status: int, kind: str) -> None:
     error = ApiError(status, "no", retry_after=3)
-    response = error_response(error, "req-1")
-    assert response.status_code == told
+    response = error.anthropic_response("req-1")
+    assert response.status_code == sent_status
     assert response.headers["retry-after"] == "3"
-    assert response.body == error_body(error, "req-1")
-    found = json.loads(bytes(response.body))
-    assert found == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req-1"}
-    if kind != "request_too_large":  # of which the documentation tells, and the package does not know
+    assert response.body == error.anthropic_body("req-1")
+    body = json.loads(bytes(response.body))
+    assert body == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req-1"}
+    if kind != "request_too_large":  # documented, but missing in the package
         from anthropic.types.shared import ErrorResponse
 
-        ErrorResponse.model_validate(found)
+        ErrorResponse.model_validate(body)

@@ -1,4 +1,4 @@
-"""`inflight serve --api-workers 2`: real processes, and whatever holds for a server holds over both."""
+"""`inflight serve --api-workers 2`: limits, requests and metrics hold across both processes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ keys:
   - {name: few, key: few-key, requests_per_minute: 3}
 """
 GOOD = {"prompt": [5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-# Whoever asks for it leaves before its end.
+# Its clients disconnect before its end.
 ENDLESS = {**GOOD, "max_tokens": 2000, "n": 16, "temperature": 1, "stream": True}
 
 
 def until(what: str, condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + SECONDS
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.02)
-    return found
+    return value
 
 
 @dataclass
@@ -55,25 +55,25 @@ class TwoWorkers:
         return sorted(children(self.process.pid, "inflight.server.api_workers.worker"))
 
     def connect(self, key: str) -> httpx.Client:
-        found = httpx.Client(
+        client = httpx.Client(
             base_url=self.url,
             timeout=SECONDS,
             limits=httpx.Limits(max_connections=1),
             headers={"authorization": f"Bearer {key}"},
         )
-        self.connections.append(found)
-        return found
+        self.connections.append(client)
+        return client
 
     def to_each(self, key: str = "free-key") -> dict[int, httpx.Client]:
         """A connection to each API worker."""
         workers = until("two API workers", lambda: len(self.workers) == 2 and self.workers)
-        found: dict[int, httpx.Client] = {}
-        while set(found) != set(workers):
+        clients: dict[int, httpx.Client] = {}
+        while set(clients) != set(workers):
             http = self.connect(key)
             response = http.get("/version")
             port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
-            found.setdefault(_owner(workers, httpx.URL(self.url).port, port), http)
-        return found
+            clients.setdefault(_owner(workers, httpx.URL(self.url).port, port), http)
+        return clients
 
     def pair(self, key: str = "free-key") -> tuple[httpx.Client, httpx.Client]:
         first, second = self.to_each(key).values()
@@ -81,8 +81,7 @@ class TwoWorkers:
 
 
 def _owner(process_ids: list[int], server_port: int | None, client_port: int) -> int:
-    """Which of these processes has the other end of a connection between these ports. One of them alone may be in what
-    is left of others' connections, too."""
+    """Return the process that has the server's end of the connection between these ports."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = [f"{server_port:04X}", f"{client_port:04X}"]
     (inode,) = (row[9] for row in rows if [end.rpartition(":")[2] for end in row[1:3]] == ends)
@@ -131,11 +130,11 @@ def health(http: httpx.Client) -> Any:
 
 
 def counts(http: httpx.Client, name: str, labels: str) -> float:
-    found = re.findall(rf"^inflight:{name}_total\{{.*{labels}.*\}} (.*)$", http.get("/metrics").text, re.M)
-    return sum(map(float, found))
+    values = re.findall(rf"^inflight:{name}_total\{{.*{labels}.*\}} (.*)$", http.get("/metrics").text, re.M)
+    return sum(map(float, values))
 
 
-def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoWorkers) -> None:
+def test_workers_give_the_same_answers_and_metrics_are_summed(server: TwoWorkers) -> None:
     first, second = server.pair()
     before = counts(first, "key_requests", 'key="free"')
     texts = {answered(http)["choices"][0]["text"] for http in (first, second, second)}
@@ -150,7 +149,7 @@ def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoWorkers) -> 
     assert drawn[0] != drawn[1], "requests without a seed have the same one in both"
 
 
-def test_limits_of_a_key_hold_over_both(server: TwoWorkers) -> None:
+def test_limits_of_a_key_hold_across_workers(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json=ENDLESS) as response:
         next(response.iter_lines())
@@ -162,7 +161,7 @@ def test_limits_of_a_key_hold_over_both(server: TwoWorkers) -> None:
     assert statuses == [200, 200, 200, 429]
 
 
-def test_a_request_is_known_and_ended_by_any(server: TwoWorkers) -> None:
+def test_any_worker_reports_and_cancels_a_request(server: TwoWorkers) -> None:
     first, second = server.pair()
     (other, _) = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json={**ENDLESS, "request_id": "mine"}) as response:
@@ -182,7 +181,7 @@ def test_a_request_is_known_and_ended_by_any(server: TwoWorkers) -> None:
         assert refusal(http.get("/v1/requests/unknown")) == (404, "request_not_found")
 
 
-def test_what_one_has_stored_the_other_goes_on_from(server: TwoWorkers) -> None:
+def test_stored_response_is_continued_by_another_worker(server: TwoWorkers) -> None:
     first, second = server.pair()
     body = {"input": "Tell me of foxes.", "max_output_tokens": 4, "temperature": 0}
     stored = answered(first, body, "/v1/responses")
@@ -215,7 +214,7 @@ def test_items_and_pages_are_found_by_every_worker(server: TwoWorkers) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
 
 
-def test_an_answer_that_is_not_read_counts_in_every_worker(server: TwoWorkers) -> None:
+def test_unread_response_counts_against_its_key_in_every_worker(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     wide = "\N{GRINNING FACE}"  # four bytes: the limit of what a response repeats counts characters
     body = {
@@ -253,7 +252,7 @@ def test_the_main_process_answers_for_the_engine(server: TwoWorkers) -> None:
         assert http.head("/health").content == b""
 
 
-def test_they_sleep_and_wake_up_as_one(server: TwoWorkers) -> None:
+def test_sleep_and_wake_up_apply_to_all_workers(server: TwoWorkers) -> None:
     first, second = server.pair()
     admin = {"authorization": "Bearer the-admin-key"}
     assert refusal(first.post("/sleep")) == (401, "invalid_admin_key")
@@ -273,7 +272,7 @@ def test_they_sleep_and_wake_up_as_one(server: TwoWorkers) -> None:
         assert answered(http)["usage"]["completion_tokens"] == 8
 
 
-def test_a_worker_that_dies_takes_only_its_own_with_it(server: TwoWorkers) -> None:
+def test_dead_worker_loses_only_its_own_requests_and_is_restarted(server: TwoWorkers) -> None:
     by_process = server.to_each("one-key")
     (killed, first), (other, second) = by_process.items()
     before = counts(second, "key_requests", 'key="one"')
@@ -296,7 +295,7 @@ def test_a_worker_that_dies_takes_only_its_own_with_it(server: TwoWorkers) -> No
     assert counts(second, "key_requests", 'key="one"') >= before + 3
 
 
-def test_a_stream_outlives_the_signal_and_nothing_is_left(server: TwoWorkers) -> None:
+def test_stream_finishes_after_the_signal_and_no_process_is_left(server: TwoWorkers) -> None:
     first, _ = server.pair()
     with first.stream("POST", "/v1/completions", json={**ENDLESS, "max_tokens": 300, "n": 1}) as response:
         lines = response.iter_lines()

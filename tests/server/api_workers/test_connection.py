@@ -8,8 +8,8 @@ from typing import Any, cast
 import msgspec
 
 from inflight.server.access.keys import Caller
-from inflight.server.api_workers.connection import RemoteResponses, Rpc
-from inflight.server.api_workers.messages import FindResponse
+from inflight.server.api_workers.messages import FindResponse, Rpc
+from inflight.server.api_workers.worker import RemoteResponses
 from inflight.server.openai.responses.store import ResponseContent
 
 ALICE = Caller("alice")
@@ -37,23 +37,23 @@ class MainProcess:
 async def test_readers_share_one_copy_that_is_sent_once() -> None:
     main = MainProcess()
     responses = RemoteResponses(cast(Rpc, main))
-    found = await asyncio.gather(*(responses.content(ALICE, "r") for _ in range(3)))
-    found.append(await responses.content(ALICE, "r"))
-    assert found[0] is not None
-    assert len({id(content) for content in found}) == 1
-    assert found[0].data == main.content.data
+    contents = await asyncio.gather(*(responses.content(ALICE, "r") for _ in range(3)))
+    contents.append(await responses.content(ALICE, "r"))
+    assert contents[0] is not None
+    assert len({id(content) for content in contents}) == 1
+    assert contents[0].data == main.content.data
     assert (main.versions, main.num_bytes) == ([None, "v1"], 1000)
     main.content = ResponseContent(b"y" * 10, "v2")  # the id is used again
     later = await responses.content(ALICE, "r")
     assert later == main.content
-    assert found[0].data == b"x" * 1000
-    found.clear()
+    assert contents[0].data == b"x" * 1000
+    contents.clear()
     del later
     await responses.content(ALICE, "r")
     assert main.versions[-1] is None  # nobody read it any more, so it was not kept here
 
 
-async def test_a_reader_that_leaves_does_not_take_the_answer_from_others() -> None:
+async def test_reader_that_leaves_does_not_cancel_the_fetch_of_others() -> None:
     main = MainProcess()
     responses = RemoteResponses(cast(Rpc, main))
     first, second = (asyncio.create_task(responses.content(ALICE, "r")) for _ in range(2))

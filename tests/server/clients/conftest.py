@@ -24,7 +24,7 @@ from tests.server.live import Backend, Live, live_server
 
 @pytest.fixture(scope="module")
 def server(backend: Backend) -> Iterator[Live]:
-    """Of the built-in model."""
+    """A server of the built-in model."""
     with live_server(backend, api_key=(KEY,)) as live:
         yield live
         live.wait_until_idle()
@@ -32,20 +32,19 @@ def server(backend: Backend) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def builtin(server: Live) -> Served:
-    """That model, as clients ask for it."""
+    """The server and name of the built-in model."""
     return Served(server.url, "inflight-builtin")
 
 
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
-    """What the built-in model says to the messages."""
+    """The built-in model's answer to the messages."""
     return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
 
 
 @pytest.fixture(scope="module")
 def leave_nothing_open() -> Iterator[None]:
-    """Some packages leave connections and event loops to the garbage collector, which warns of each. It must come for
-    them here, and not in the middle of some other test."""
+    """Collect the connections and event loops that some packages leave open, whose warnings would fail a later test."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -67,8 +66,8 @@ def _knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module", params=["_builtin", "_knowing"])
 def served(request: pytest.FixtureRequest) -> Served:
-    found: Served = request.getfixturevalue(request.param)
-    return found
+    served: Served = request.getfixturevalue(request.param)
+    return served
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Clients that cannot be installed beside the rest: `make clients` gives each a folder of packages, which come before
-those of this Python."""
+"""Clients that cannot share the packages of .venv: `make clients` installs each into a folder of its own, which comes
+first in the module path."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FOLDER = Path(__file__).parent.parent.parent.parent / "build" / "clients"
 SECONDS = 240.0
 
 
-def run_client(name: str, *words: str, home: Path, **told: str) -> str:
-    """What a client prints. Its home, in which it runs, is a folder of the test's own."""
+def run_client(name: str, *words: str, home: Path, **variables: str) -> str:
+    """Return what a client prints. It runs in `home`, a folder of the test's own."""
     packages = FOLDER / name
     if not (packages / ".installed").exists():
         missing(f"{name} is not installed: make clients")
-    environment = os.environ | {"PYTHONPATH": str(packages), "HOME": str(home)} | told
+    environment = os.environ | {"PYTHONPATH": str(packages), "HOME": str(home)} | variables
     ended = subprocess.run(
         [sys.executable, *words],
         cwd=home,

@@ -1,4 +1,4 @@
-"""The task that every client's agent loop is given, its two tools, and a model that knows how to do it.
+"""The task of every client's agent loop, its two tools, and a model that knows how to do it.
 
     question -> get_weather(city="Paris") -> multiply(a=12, b=7) -> "It is sunny in Paris, and 12 times 7 is 84."
 
@@ -52,7 +52,7 @@ class Toolbox:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def functions(self) -> tuple[Callable[..., str], Callable[..., int]]:
-        """As packages take them that read signatures and docstrings."""
+        """Return the tools as functions, for packages that read signatures and docstrings."""
 
         def get_weather(city: str) -> str:
             """The weather in a city.
@@ -76,13 +76,13 @@ class Toolbox:
         return get_weather, multiply
 
     def run(self, name: str, arguments: str | dict[str, Any]) -> str:
-        """A call of the model, for loops written by hand."""
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        """Run a call of the model, for loops written by hand."""
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         get_weather, multiply = self.functions()
-        return get_weather(**given) if name == "get_weather" else str(multiply(**given))
+        return get_weather(**parsed) if name == "get_weather" else str(multiply(**parsed))
 
     def check(self, answer: str | None) -> None:
-        """The task is done: each tool was called as it should be, and the answer says what they gave."""
+        """Check that each tool was called correctly, and that the answer has their results."""
         assert sorted(self.calls, key=str) == EXPECTED_CALLS
         assert answer is not None
         assert "sunny" in answer
@@ -120,10 +120,10 @@ class Served:
         None  # what it says when it is asked for an object; the built-in model says anything
     )
 
-    def check_report(self, found: object) -> None:
-        """An object is what was asked for."""
-        assert isinstance(found, Report)
-        assert self.report in (None, found)
+    def check_report(self, report: object) -> None:
+        """Check an object that the model was asked for."""
+        assert isinstance(report, Report)
+        assert self.report in (None, report)
 
     @property
     def base_url(self) -> str:
@@ -136,7 +136,7 @@ def _call(name: str, arguments: Any) -> str:
 
 
 def _say(prompt: str, *, constrained: bool) -> str:
-    """What a model that knows the task says next."""
+    """Return the next output of a model that knows the task."""
     report = REPORT.model_dump_json()
     for name in ("final_result", "Report", "PartialReport"):  # tools by which packages ask for an object
         if f'"name": "{name}"' in prompt:
@@ -168,7 +168,7 @@ class KnowingBackend(ScriptedBackend):
 
 
 class GreedyBackend(Backend):
-    """The built-in model, whose tests must not depend on what is drawn: greedy where a client does not say."""
+    """The built-in model, greedy by default, so that tests do not depend on sampling."""
 
     def __init__(self, folder: Path) -> None:
         shutil.copytree(checkpoint_folder(), folder, dirs_exist_ok=True)

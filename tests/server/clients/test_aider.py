@@ -22,7 +22,7 @@ CALLS = ("--stream --openai-api-key secret", "--no-stream --openai-api-key secre
 
 
 def ask(url: str, home: Path) -> list[str]:
-    """What it prints for each of the calls."""
+    """Return what it prints for each of the calls."""
     subprocess.run(["git", "init", "--quiet", home], check=True)
     prices = home / ".aider" / "caches" / "model_prices_and_context_window.json"
     prices.parent.mkdir(parents=True)
@@ -34,17 +34,17 @@ def ask(url: str, home: Path) -> list[str]:
 
 
 def answer(printed: str) -> list[str]:
-    """Its words: lines are broken in other places when it comes whole."""
+    """Return the words of an answer: streamed ones break lines elsewhere."""
     return printed.partition("auto refresh")[2].partition("Tokens:")[0].split()
 
 
-def test_answers_and_a_wrong_key(server: Live, tmp_path: Path) -> None:
+def test_aider_answers_and_reports_a_wrong_key(server: Live, tmp_path: Path) -> None:
     streamed, whole, refused = ask(server.url, tmp_path)
     assert answer(streamed) == answer(whole)
     assert len(answer(whole)) > 10
     for said in (streamed, whole):
         assert "Tokens: " in said
         assert "Error" not in said
-    told = " ".join(refused.split())
-    assert "the API key is not valid for this server" in told
-    assert "Check your API key." in told
+    message = " ".join(refused.split())
+    assert "the API key is not valid for this server" in message
+    assert "Check your API key." in message

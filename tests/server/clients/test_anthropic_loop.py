@@ -21,8 +21,8 @@ USER: Any = {"role": "user", "content": QUESTION}
 def client(served: Served) -> Iterator[anthropic.Anthropic]:
     import anthropic
 
-    with anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as found:
-        yield found
+    with anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as client:
+        yield client
 
 
 def text_of(message: Any) -> str:
@@ -30,18 +30,20 @@ def text_of(message: Any) -> str:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loop(client: anthropic.Anthropic, served: Served, toolbox: Toolbox, streamed: bool) -> None:
+def test_loop_completes_the_task(
+    client: anthropic.Anthropic, served: Served, toolbox: Toolbox, streamed: bool
+) -> None:
     messages: Any = [USER]
     num_tokens = 0
     for _ in range(MAX_TURNS):
-        asked: Any = {"model": served.model, "messages": messages, "tools": TOOLS}
-        before, num_tokens = num_tokens, client.messages.count_tokens(**asked).input_tokens
+        body: Any = {"model": served.model, "messages": messages, "tools": TOOLS}
+        before, num_tokens = num_tokens, client.messages.count_tokens(**body).input_tokens
         assert num_tokens > before
         if streamed:
-            with client.messages.stream(**asked, max_tokens=500) as stream:
+            with client.messages.stream(**body, max_tokens=500) as stream:
                 message: Any = stream.get_final_message()
         else:
-            message = client.messages.create(**asked, max_tokens=500)
+            message = client.messages.create(**body, max_tokens=500)
         if message.stop_reason == "end_turn":
             break
         assert message.stop_reason == "tool_use"
@@ -55,7 +57,7 @@ def test_a_loop(client: anthropic.Anthropic, served: Served, toolbox: Toolbox, s
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_its_tool_runner(
+def test_tool_runner_completes_the_task(
     client: anthropic.Anthropic, served: Served, toolbox: Toolbox, streamed: bool
 ) -> None:
     import anthropic
@@ -67,12 +69,12 @@ def test_its_tool_runner(
         return str(multiply(a, b))
 
     tools: Any = [anthropic.beta_tool(get_weather), anthropic.beta_tool(product, name="multiply")]
-    asked: Any = {"model": served.model, "messages": [USER], "tools": tools, "max_tokens": 500}
-    runner = client.beta.messages.tool_runner(**asked, stream=streamed)
+    body: Any = {"model": served.model, "messages": [USER], "tools": tools, "max_tokens": 500}
+    runner = client.beta.messages.tool_runner(**body, stream=streamed)
     toolbox.check(text_of(runner.until_done()))
 
 
 @knowing_model
-def test_an_object(client: anthropic.Anthropic, served: Served) -> None:
-    found = client.messages.parse(model=served.model, messages=[USER], max_tokens=500, output_format=Report)
-    assert found.parsed_output == REPORT
+def test_object_is_parsed(client: anthropic.Anthropic, served: Served) -> None:
+    message = client.messages.parse(model=served.model, messages=[USER], max_tokens=500, output_format=Report)
+    assert message.parsed_output == REPORT

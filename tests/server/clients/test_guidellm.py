@@ -20,7 +20,7 @@ PROMPTS = (
 MAX_TOKENS = 8
 
 
-def test_a_benchmark(server: Live, tmp_path: Path) -> None:
+def test_benchmark_completes_without_failed_requests(server: Live, tmp_path: Path) -> None:
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
     backend = f"kind=openai_http,target={server.url},model=inflight-builtin,api_key=secret"
@@ -34,8 +34,8 @@ def test_a_benchmark(server: Live, tmp_path: Path) -> None:
     words = [word for option in options.items() for word in option]
     alone = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "HF_HUB_OFFLINE": "1"}
     run_client("guidellm", "-m", "guidellm", "run", *words, "--disable-console", home=tmp_path, **alone)
-    found: Any = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    metrics = found["benchmarks"][0]["metrics"]
+    report: Any = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    metrics = report["benchmarks"][0]["metrics"]
     total = len(PROMPTS)
     assert metrics["request_totals"] == {"successful": total, "errored": 0, "incomplete": 0, "total": total}
     tokens = metrics["output_token_count"]["successful"]

@@ -51,15 +51,15 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 @knowing_model
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
-def test_an_object(client: openai.OpenAI, served: Served, mode: str) -> None:
-    asked: Any = instructor.from_openai(client, mode=instructor.Mode[mode])
-    given = {"model": served.model, "messages": MESSAGES, "max_retries": 0}
-    whole = asked.chat.completions.create(response_model=Report, **given)  # of a class of its own
-    *_, last = asked.chat.completions.create_partial(response_model=Report, **given)
+def test_object_is_parsed(client: openai.OpenAI, served: Served, mode: str) -> None:
+    patched: Any = instructor.from_openai(client, mode=instructor.Mode[mode])
+    arguments = {"model": served.model, "messages": MESSAGES, "max_retries": 0}
+    whole = patched.chat.completions.create(response_model=Report, **arguments)  # of a class of its own
+    *_, last = patched.chat.completions.create_partial(response_model=Report, **arguments)
     assert whole.model_dump() == last.model_dump() == REPORT.model_dump()
 
 
-def test_an_agent(client: openai.OpenAI, served: Served, toolbox: Toolbox) -> None:
+def test_agent_completes_the_task(client: openai.OpenAI, served: Served, toolbox: Toolbox) -> None:
     asking: Any = instructor.from_openai(client, mode=instructor.Mode.PARALLEL_TOOLS)
     messages: Any = list(MESSAGES)
     for _ in range(MAX_TURNS):

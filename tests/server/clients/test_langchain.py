@@ -36,7 +36,7 @@ def chat(builtin: Served) -> Any:
     return model_of(builtin, temperature=0, max_completion_tokens=24)
 
 
-def test_langchain(chat: Any, text: str) -> None:
+def test_invoke_returns_text_and_usage(chat: Any, text: str) -> None:
     answer = chat.invoke(QUESTION)
     assert answer.content == text
     assert answer.response_metadata["finish_reason"] in ("stop", "length")
@@ -45,7 +45,7 @@ def test_langchain(chat: Any, text: str) -> None:
     assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
 
 
-def test_langchain_stream_and_batch(chat: Any, text: str) -> None:
+def test_stream_and_batch_return_the_same_text(chat: Any, text: str) -> None:
     chunks = list(chat.stream(QUESTION, stream_usage=True))
     assert "".join(chunk.content for chunk in chunks) == text
     assert len([chunk for chunk in chunks if chunk.content]) > 1
@@ -54,13 +54,13 @@ def test_langchain_stream_and_batch(chat: Any, text: str) -> None:
     assert [answer.content for answer in answers] == [text] * 8
 
 
-async def test_langchain_async(chat: Any, text: str) -> None:
+async def test_async_stream_returns_the_same_text(chat: Any, text: str) -> None:
     assert (await chat.ainvoke(QUESTION)).content == text
     assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == text
     await chat.root_async_client.close()
 
 
-def test_langchain_completions(builtin: Served, llm: LLM) -> None:
+def test_completions_match_an_offline_run(builtin: Served, llm: LLM) -> None:
     from langchain_openai import OpenAI
 
     key: Any = KEY
@@ -74,7 +74,7 @@ def test_langchain_completions(builtin: Served, llm: LLM) -> None:
     assert client.batch(["A fox"] * 3) == [whole] * 3
 
 
-def test_langchain_errors(chat: Any) -> None:
+def test_errors_are_raised(chat: Any) -> None:
     from openai import BadRequestError
 
     with pytest.raises(BadRequestError, match="functions is not supported here"):
@@ -85,7 +85,7 @@ def test_langchain_errors(chat: Any) -> None:
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_an_agent(served: Served, toolbox: Toolbox, responses: bool) -> None:
+def test_agent_completes_the_task(served: Served, toolbox: Toolbox, responses: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from langchain.agents import create_agent
@@ -95,7 +95,7 @@ def test_an_agent(served: Served, toolbox: Toolbox, responses: bool) -> None:
     toolbox.check(state["messages"][-1].text)
 
 
-def test_an_agent_that_streams(served: Served, toolbox: Toolbox) -> None:
+def test_streaming_agent_completes_the_task(served: Served, toolbox: Toolbox) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from langchain.agents import create_agent
@@ -109,5 +109,5 @@ def test_an_agent_that_streams(served: Served, toolbox: Toolbox) -> None:
 
 @knowing_model
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_an_object(served: Served, method: str) -> None:
+def test_object_is_parsed(served: Served, method: str) -> None:
     assert model_of(served).with_structured_output(Report, method=method).invoke(TASK) == REPORT

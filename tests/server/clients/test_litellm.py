@@ -44,7 +44,7 @@ def litellm() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def asked(builtin: Served) -> dict[str, Any]:
+def chat(builtin: Served) -> dict[str, Any]:
     return to(builtin) | {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
 
 
@@ -60,46 +60,48 @@ its_own = pytest.mark.filterwarnings(
 
 
 @its_own
-def test_litellm(litellm: ModuleType, asked: dict[str, Any], text: str) -> None:
-    answer = litellm.completion(**asked)
+def test_chat_returns_text_and_usage(litellm: ModuleType, chat: dict[str, Any], text: str) -> None:
+    answer = litellm.completion(**chat)
     assert answer.choices[0].message.content == text
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
 
 
 @its_own
-async def test_litellm_async(litellm: ModuleType, asked: dict[str, Any], text: str) -> None:
-    answer = await litellm.acompletion(**asked)
+async def test_async_chat_streams(litellm: ModuleType, chat: dict[str, Any], text: str) -> None:
+    answer = await litellm.acompletion(**chat)
     assert answer.choices[0].message.content == text
-    found = ""
-    async for chunk in await litellm.acompletion(**asked, stream=True):
-        found += chunk.choices[0].delta.content or ""
-    assert found == text
+    streamed = ""
+    async for chunk in await litellm.acompletion(**chat, stream=True):
+        streamed += chunk.choices[0].delta.content or ""
+    assert streamed == text
 
 
 @its_own
-def test_litellm_completions(litellm: ModuleType, builtin: Served, llm: LLM) -> None:
+def test_completions_match_an_offline_run(litellm: ModuleType, builtin: Served, llm: LLM) -> None:
     whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
-    asked = to(builtin, "text-completion-openai") | {"prompt": "A fox", "temperature": 0, "max_tokens": 8}
-    assert litellm.text_completion(**asked).choices[0].text == whole
+    body = to(builtin, "text-completion-openai") | {"prompt": "A fox", "temperature": 0, "max_tokens": 8}
+    assert litellm.text_completion(**body).choices[0].text == whole
 
 
 @its_own
-def test_litellm_errors(litellm: ModuleType, asked: dict[str, Any], server: Live) -> None:
+def test_errors_have_their_own_exception_classes(
+    litellm: ModuleType, chat: dict[str, Any], server: Live
+) -> None:
     with pytest.raises(litellm.AuthenticationError):
-        litellm.completion(**{**asked, "api_key": "wrong"})
+        litellm.completion(**{**chat, "api_key": "wrong"})
     with pytest.raises(litellm.NotFoundError):
-        litellm.completion(**{**asked, "model": "openai/other"})
+        litellm.completion(**{**chat, "model": "openai/other"})
     with pytest.raises(litellm.BadRequestError, match="top_p is 7"):
-        litellm.completion(**asked, top_p=7)
+        litellm.completion(**chat, top_p=7)
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(**{**asked, "messages": [{"role": "user", "content": "word " * 9000}]})
+        litellm.completion(**{**chat, "messages": [{"role": "user", "content": "word " * 9000}]})
     server.state.draining = True
     try:
         with pytest.raises(litellm.ServiceUnavailableError):
-            litellm.completion(**asked)
+            litellm.completion(**chat)
     finally:
         server.state.draining = False
 
@@ -109,7 +111,9 @@ def test_litellm_errors(litellm: ModuleType, asked: dict[str, Any], server: Live
 
 @its_own
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loop(litellm: ModuleType, served: Served, toolbox: Toolbox, streamed: bool) -> None:
+def test_loop_completes_the_task(
+    litellm: ModuleType, served: Served, toolbox: Toolbox, streamed: bool
+) -> None:
     messages: Any = [{"role": "user", "content": TASK}]
     for _ in range(MAX_TURNS):
         answer = litellm.completion(
@@ -133,19 +137,19 @@ def test_a_loop(litellm: ModuleType, served: Served, toolbox: Toolbox, streamed:
 
 
 @its_own
-def test_responses(litellm: ModuleType, served: Served, toolbox: Toolbox) -> None:
+def test_responses_loop_completes_the_task(litellm: ModuleType, served: Served, toolbox: Toolbox) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
-    given: Any = TASK
+    items: Any = TASK
     before = None
     for _ in range(MAX_TURNS):
         response = litellm.responses(
-            input=given,
+            input=items,
             tools=tools,
             previous_response_id=before,
             **to(served),
         )
         before = response.id
-        given = [
+        items = [
             {
                 "type": "function_call_output",
                 "call_id": item.call_id,
@@ -154,14 +158,14 @@ def test_responses(litellm: ModuleType, served: Served, toolbox: Toolbox) -> Non
             for item in response.output
             if item.type == "function_call"
         ]
-        if not given:
+        if not items:
             break
     toolbox.check(response.output[-1].content[0].text)
 
 
 @its_own
 @knowing_model
-def test_an_object(litellm: ModuleType, served: Served) -> None:
+def test_object_is_parsed(litellm: ModuleType, served: Served) -> None:
     answer = litellm.completion(
         messages=[{"role": "user", "content": TASK}],
         response_format=Report,

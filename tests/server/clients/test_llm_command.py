@@ -51,7 +51,7 @@ def run(*arguments: str) -> Any:
 
 
 def answer(llm: LLM, *texts: str) -> str:
-    """Of the same model without a server, to a conversation of which the user says every other text."""
+    """Return the offline answer to a conversation in which the user says every other text."""
     roles = ("user", "assistant")
     messages: Any = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     return llm.chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
@@ -59,7 +59,7 @@ def answer(llm: LLM, *texts: str) -> str:
 
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("how", [(), ("--no-stream",)])
-def test_a_prompt_and_the_next(llm: LLM, how: tuple[str, ...]) -> None:
+def test_prompt_and_its_continuation_are_answered(llm: LLM, how: tuple[str, ...]) -> None:
     first = run(QUESTION, *GREEDY, *how)
     expected = answer(llm, QUESTION)
     assert (first.exit_code, first.stdout) == (0, expected + "\n")
@@ -67,7 +67,7 @@ def test_a_prompt_and_the_next(llm: LLM, how: tuple[str, ...]) -> None:
     assert (second.exit_code, second.stdout) == (0, answer(llm, QUESTION, expected, NEXT) + "\n")
 
 
-def test_errors_are_told(settings: Path) -> None:
+def test_errors_are_reported(settings: Path) -> None:
     refused = run(QUESTION, "-o", "top_p", "0")
     assert refused.exit_code != 0
     assert "top_p is 0" in refused.output

@@ -19,17 +19,25 @@ CLIENTS = ("openai", "langchain", "ai")
 
 
 @pytest.fixture(scope="module")
-def all_found(backend: Backend) -> Iterator[Any]:
+def all_results(backend: Backend) -> Iterator[Any]:
     with live_server(backend, api_key=("secret",)) as live, slow_steps(backend, 0.002):
-        told = {"BASE_URL": f"{live.url}/v1", "API_KEY": "secret", "MODEL": MODEL, "QUESTION": QUESTION}
-        told |= {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}  # nothing leaves this machine
-        yield run_script("plain.mjs", **told, MAX_TOKENS=str(MAX_TOKENS))
+        environment = {
+            "BASE_URL": f"{live.url}/v1",
+            "API_KEY": "secret",
+            "MODEL": MODEL,
+            "QUESTION": QUESTION,
+        }
+        environment |= {
+            "LANGSMITH_TRACING": "false",
+            "LANGCHAIN_TRACING_V2": "false",
+        }  # nothing leaves this machine
+        yield run_script("plain.mjs", **environment, MAX_TOKENS=str(MAX_TOKENS))
         live.wait_until_idle()
 
 
 @pytest.fixture(params=CLIENTS)
-def found(request: pytest.FixtureRequest, all_found: Any) -> Any:
-    return all_found[request.param]
+def results(request: pytest.FixtureRequest, all_results: Any) -> Any:
+    return all_results[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +46,19 @@ def text(llm: LLM) -> str:
     return llm.chat(messages, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))[0].outputs[0].text
 
 
-def test_a_chat_and_a_stream(found: Any, text: str) -> None:
-    assert found["whole"]["text"] == text
-    assert "".join(found["streamed"]["pieces"]) == text
-    assert len(found["streamed"]["pieces"]) > 1
-    assert found["streamed"]["tokens"] == found["whole"]["tokens"] > 1
+def test_chat_and_stream_return_the_same_text(results: Any, text: str) -> None:
+    assert results["whole"]["text"] == text
+    assert "".join(results["streamed"]["pieces"]) == text
+    assert len(results["streamed"]["pieces"]) > 1
+    assert results["streamed"]["tokens"] == results["whole"]["tokens"] > 1
 
 
 @pytest.mark.parametrize("way", ["refused", "refusedStream"])
-def test_what_is_refused_is_told(found: Any, way: str) -> None:
-    assert found[way]["status"] == 400
-    assert "top_p is 7" in found[way]["message"]
+def test_rejected_parameter_is_reported(results: Any, way: str) -> None:
+    assert results[way]["status"] == 400
+    assert "top_p is 7" in results[way]["message"]
 
 
-def test_a_wrong_key_is_told(found: Any) -> None:
-    assert found["wrongKey"]["status"] == 401
-    assert "key" in found["wrongKey"]["message"]
+def test_wrong_key_is_reported(results: Any) -> None:
+    assert results["wrongKey"]["status"] == 401
+    assert "key" in results["wrongKey"]["message"]

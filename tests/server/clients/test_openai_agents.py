@@ -34,12 +34,12 @@ def agent_of(agents: Any, model: Any, toolbox: Toolbox) -> Any:
     return agents.Agent(name="helper", instructions="Use the tools.", model=model, tools=tools)
 
 
-async def test_an_agent(agents: Any, model: Any, toolbox: Toolbox) -> None:
+async def test_agent_completes_the_task(agents: Any, model: Any, toolbox: Toolbox) -> None:
     result = await agents.Runner.run(agent_of(agents, model, toolbox), QUESTION)
     toolbox.check(result.final_output)
 
 
-async def test_an_agent_that_streams(agents: Any, model: Any, toolbox: Toolbox) -> None:
+async def test_streaming_agent_completes_the_task(agents: Any, model: Any, toolbox: Toolbox) -> None:
     result = agents.Runner.run_streamed(agent_of(agents, model, toolbox), QUESTION)
     kinds = {event.type async for event in result.stream_events()}
     assert {"raw_response_event", "run_item_stream_event"} <= kinds
@@ -47,6 +47,6 @@ async def test_an_agent_that_streams(agents: Any, model: Any, toolbox: Toolbox) 
 
 
 @knowing_model
-async def test_an_object(agents: Any, model: Any) -> None:
+async def test_object_is_parsed(agents: Any, model: Any) -> None:
     agent: Any = agents.Agent(name="helper", model=model, output_type=Report)
     assert (await agents.Runner.run(agent, QUESTION)).final_output == REPORT

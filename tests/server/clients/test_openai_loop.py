@@ -29,23 +29,25 @@ RESPONSE_TOOLS: Any = [
 
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.base_url, api_key=KEY, max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=served.base_url, api_key=KEY, max_retries=0) as client:
+        yield client
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loop_of_chats(client: openai.OpenAI, served: Served, toolbox: Toolbox, streamed: bool) -> None:
+def test_chat_loop_completes_the_task(
+    client: openai.OpenAI, served: Served, toolbox: Toolbox, streamed: bool
+) -> None:
     messages: Any = [{"role": "user", "content": QUESTION}]
     for _ in range(MAX_TURNS):
-        asked: Any = {"model": served.model, "messages": messages, "tools": CHAT_TOOLS}
+        body: Any = {"model": served.model, "messages": messages, "tools": CHAT_TOOLS}
         if streamed:
-            with client.chat.completions.stream(**asked) as stream:
+            with client.chat.completions.stream(**body) as stream:
                 kinds = {event.type for event in stream}
                 choice: Any = stream.get_final_completion().choices[0]
             called = {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"}
             assert bool(called & kinds) == bool(choice.message.tool_calls)
         else:
-            choice = client.chat.completions.parse(**asked).choices[0]
+            choice = client.chat.completions.parse(**body).choices[0]
         if choice.finish_reason == "stop":
             break
         assert choice.finish_reason == "tool_calls"
@@ -58,50 +60,52 @@ def test_a_loop_of_chats(client: openai.OpenAI, served: Served, toolbox: Toolbox
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loop_of_responses(client: openai.OpenAI, served: Served, toolbox: Toolbox, streamed: bool) -> None:
-    given: Any = QUESTION
+def test_responses_loop_completes_the_task(
+    client: openai.OpenAI, served: Served, toolbox: Toolbox, streamed: bool
+) -> None:
+    items: Any = QUESTION
     before = None
     for _ in range(MAX_TURNS):
-        asked: Any = {"model": served.model, "input": given, "tools": RESPONSE_TOOLS}
+        body: Any = {"model": served.model, "input": items, "tools": RESPONSE_TOOLS}
         if before:
-            asked["previous_response_id"] = before
+            body["previous_response_id"] = before
         if streamed:
-            with client.responses.stream(**asked) as stream:
+            with client.responses.stream(**body) as stream:
                 kinds = [event.type for event in stream]
                 response: Any = stream.get_final_response()
             assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
         else:
-            response = client.responses.parse(**asked)
+            response = client.responses.parse(**body)
         before = response.id
-        given = []
+        items = []
         for item in response.output:
             if item.type == "function_call":
                 result = toolbox.run(item.name, item.parsed_arguments)
-                given.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
-        if not given:
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+        if not items:
             break
     toolbox.check(response.output_text)
 
 
 @knowing_model
-def test_parsed_chats_and_responses(client: openai.OpenAI, served: Served) -> None:
-    asked: Any = {"model": served.model, "messages": [{"role": "user", "content": QUESTION}]}
-    found = client.chat.completions.parse(**asked, response_format=Report)
-    assert found.choices[0].message.parsed == REPORT
-    with client.chat.completions.stream(**asked, response_format=Report) as chat_stream:
+def test_chats_and_responses_are_parsed(client: openai.OpenAI, served: Served) -> None:
+    body: Any = {"model": served.model, "messages": [{"role": "user", "content": QUESTION}]}
+    completion = client.chat.completions.parse(**body, response_format=Report)
+    assert completion.choices[0].message.parsed == REPORT
+    with client.chat.completions.stream(**body, response_format=Report) as chat_stream:
         assert chat_stream.get_final_completion().choices[0].message.parsed == REPORT
-    asked = {"model": served.model, "input": QUESTION, "text_format": Report}
-    assert client.responses.parse(**asked).output_parsed == REPORT
-    with client.responses.stream(**asked) as stream:
+    body = {"model": served.model, "input": QUESTION, "text_format": Report}
+    assert client.responses.parse(**body).output_parsed == REPORT
+    with client.responses.stream(**body) as stream:
         assert stream.get_final_response().output_parsed == REPORT
 
 
 @knowing_model
-def test_a_class_as_a_tool(client: openai.OpenAI, served: Served) -> None:
+def test_class_is_a_tool(client: openai.OpenAI, served: Served) -> None:
     messages: Any = [{"role": "user", "content": QUESTION}]
     tools: Any = [openai.pydantic_function_tool(Report)]
-    found = client.chat.completions.parse(
+    completion = client.chat.completions.parse(
         model=served.model, messages=messages, tools=tools, tool_choice="required"
     )
-    (call,) = found.choices[0].message.tool_calls or []
+    (call,) = completion.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == REPORT

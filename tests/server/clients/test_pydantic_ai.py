@@ -23,14 +23,14 @@ async def model(request: pytest.FixtureRequest, served: Served) -> AsyncIterator
     await provider.client.close()
 
 
-async def test_an_agent(model: Any, toolbox: Toolbox) -> None:
+async def test_agent_completes_the_task(model: Any, toolbox: Toolbox) -> None:
     from pydantic_ai import Agent
 
     result = await Agent(model, tools=list(toolbox.functions())).run(QUESTION)
     toolbox.check(result.output)
 
 
-async def test_an_agent_that_streams(model: Any, toolbox: Toolbox) -> None:
+async def test_streaming_agent_completes_the_task(model: Any, toolbox: Toolbox) -> None:
     from pydantic_ai import Agent
 
     async with Agent(model, tools=list(toolbox.functions())).run_stream(QUESTION) as result:
@@ -40,9 +40,9 @@ async def test_an_agent_that_streams(model: Any, toolbox: Toolbox) -> None:
 
 
 @knowing_model
-async def test_objects(model: Any) -> None:
+async def test_object_is_parsed(model: Any) -> None:
     """By a tool, and by a schema."""
     from pydantic_ai import Agent, NativeOutput
 
-    for asked in (Report, NativeOutput(Report)):
-        assert (await Agent(model, output_type=asked).run(QUESTION)).output == REPORT
+    for output_type in (Report, NativeOutput(Report)):
+        assert (await Agent(model, output_type=output_type).run(QUESTION)).output == REPORT

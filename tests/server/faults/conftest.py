@@ -1,4 +1,4 @@
-"""One engine whose steps go wrong when told to, and a server over it."""
+"""An engine whose steps fail on request, and a server in front of it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 
 from inflight import LLM
 from inflight.config import ProcessConfig
-from tests.server.faults.told import Case, make_case, make_cases
+from tests.server.faults.cases import Case, make_case, make_cases
 from tests.server.faulty import SLOW
 from tests.server.live import Live, ProcessBackend, live_server
 
-NUM_SLOTS, NUM_PLACES = 4, 8
+NUM_SLOTS, MAX_QUEUE = 4, 8
 
 
 @pytest.fixture(scope="package")
 def process() -> Iterator[ProcessBackend]:
-    found = ProcessBackend(num_blocks=1024, max_num_seqs=NUM_SLOTS, max_queue=NUM_PLACES)
-    yield found
-    found.close()
+    backend = ProcessBackend(num_blocks=1024, max_num_seqs=NUM_SLOTS, max_queue=MAX_QUEUE)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="package")
 def _server(process: ProcessBackend) -> Iterator[Live]:
-    with live_server(process, max_queue=NUM_PLACES) as live:
+    with live_server(process, max_queue=MAX_QUEUE) as live:
         yield live
 
 
@@ -41,7 +41,7 @@ def _watched() -> Iterator[Live]:
 
 @pytest.fixture
 def watched(_watched: Live) -> Iterator[Live]:
-    """Over an engine that is soon found to hang: later than a busy machine may keep a good one waiting."""
+    """A server whose engine is soon reported as stalled, but not while a busy machine merely slows it down."""
     yield _watched
     _watched.wait_until_idle()
 
@@ -54,14 +54,14 @@ def server(_server: Live, threads: ThreadPoolExecutor) -> Iterator[Live]:  # noq
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(64) as found:
-        yield found
+    with ThreadPoolExecutor(64) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="package")
 def slow(llm: LLM) -> list[Case]:
-    """Each takes seconds, with the faulty engine."""
-    return make_cases(llm, [([SLOW, number], 200) for number in range(NUM_SLOTS + NUM_PLACES)])
+    """Requests that take seconds each with the faulty engine."""
+    return make_cases(llm, [([SLOW, number], 200) for number in range(NUM_SLOTS + MAX_QUEUE)])
 
 
 @pytest.fixture(scope="package")

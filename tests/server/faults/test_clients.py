@@ -1,4 +1,4 @@
-"""Clients that go away, do not read, are too many or send megabytes."""
+"""Clients that disconnect, do not read, are too many or send megabytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from inflight import LLM
 from inflight.events import StepRecord
-from tests.server.faults.conftest import NUM_PLACES, NUM_SLOTS
-from tests.server.faults.told import PATH, Case, Told, health, make_case, process_id, wait_for_running
+from tests.server.faults.cases import PATH, Case, ClientView, health, make_case, process_id, wait_for_running
+from tests.server.faults.conftest import MAX_QUEUE, NUM_SLOTS
 from tests.server.faulty import crawling
 from tests.server.live import Backend, Live
 from tests.server.test_life import slow_steps
@@ -36,7 +36,9 @@ def send(connection: socket.socket, body: dict[str, Any]) -> None:
     connection.sendall(head.encode() + content)
 
 
-def test_a_client_that_goes_away(server: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+def test_disconnected_client_frees_its_blocks_and_others_continue(
+    server: Live, threads: ThreadPoolExecutor, slow: list[Case]
+) -> None:
     metrics = server.state.metrics
     before = metrics.num_disconnects, metrics.num_freed_blocks
     neighbour = slow[0].send(threads, server)
@@ -48,7 +50,7 @@ def test_a_client_that_goes_away(server: Live, threads: ThreadPoolExecutor, slow
             wait_for_running(server, 1)
     assert metrics.num_disconnects == before[0] + 2
     server.wait_until("its blocks", lambda: metrics.num_freed_blocks >= before[1] + 2)
-    assert slow[0].right(neighbour.result())
+    assert slow[0].is_correct(neighbour.result())
 
 
 def test_aborts_take_effect_with_the_next_step(
@@ -58,22 +60,22 @@ def test_aborts_take_effect_with_the_next_step(
     num_before: dict[str, int] = {}  # steps before the abort, by request
     abort = backend.engine.client.abort
 
-    async def noted(request_id: str, reason: str = "abort") -> int:
-        asked = asyncio.ensure_future(abort(request_id, reason))
+    async def recording_abort(request_id: str, reason: str = "abort") -> int:
+        aborting = asyncio.ensure_future(abort(request_id, reason))
         await asyncio.sleep(0)  # it is on its way: before that, the engine may make any number of steps
         num_before[request_id] = len(steps)
-        return await asked
+        return await aborting
 
-    monkeypatch.setattr(backend.engine.client, "abort", noted)
+    monkeypatch.setattr(backend.engine.client, "abort", recording_abort)
     neighbour = make_case(llm, [9, 9], 300)
     backend.core.observers.append(steps.append)
     try:
         with slow_steps(backend, 0.02):
-            told = neighbour.send(threads, live)
+            view = neighbour.send(threads, live)
             with connect(live) as connection:
                 send(connection, {**neighbour.body, "max_tokens": 2000, "stream": True})
                 wait_for_running(live, 2)
-        assert neighbour.right(told.result())
+        assert neighbour.is_correct(view.result())
     finally:
         backend.core.observers.remove(steps.append)
     ((name, number),) = num_before.items()
@@ -81,38 +83,44 @@ def test_aborts_take_effect_with_the_next_step(
     assert len(later) <= 2  # the one that ran just then, and one that may have begun
 
 
-def test_a_client_that_does_not_read(server: Live, llm: LLM, quick: Case) -> None:
-    """The engine computes all of its answer meanwhile, and no token is lost."""
+def test_client_that_does_not_read_delays_no_one_and_loses_no_token(
+    server: Live, llm: LLM, quick: Case
+) -> None:
+    """The engine computes the whole answer meanwhile, and no token is lost."""
     case = make_case(llm, [11, 12], 400)
     with connect(server) as connection:
         send(connection, {**case.body, "stream": True, "logprobs": 20})
         server.wait_until("its start", lambda: len(server.state.request_log) == 1)
-        assert quick.right(Told(server, quick.body))
+        assert quick.is_correct(ClientView(server, quick.body))
         server.wait_until("its end in the engine", server.backend.idle)
         with connection.makefile("rb") as file:
             lines = [line[6:] for line in file if line.startswith(b"data: {")]
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == case.text
 
 
-def test_overload(server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case) -> None:
+def test_overloaded_server_refuses_at_once_and_finishes_accepted_requests(
+    server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
+) -> None:
     with crawling(process_id(server)):
         neighbours = [case.send(threads, server) for case in slow[:NUM_SLOTS]]
         wait_for_running(server, NUM_SLOTS)
         neighbours += [case.send(threads, server) for case in slow[NUM_SLOTS:]]
-        wait_for_running(server, NUM_SLOTS, NUM_PLACES)
-        for told in threads.map(
-            lambda stream: Told(server, {**quick.body, "stream": stream}), [True, False] * 20
+        wait_for_running(server, NUM_SLOTS, MAX_QUEUE)
+        for view in threads.map(
+            lambda stream: ClientView(server, {**quick.body, "stream": stream}), [True, False] * 20
         ):
-            assert (told.status, told.errors[0]["code"]) == (429, "queue_full")
-            assert 1 <= int(told.headers["retry-after"]) <= 60
-        wait_for_running(server, NUM_SLOTS, NUM_PLACES)  # the refusals came at once: none of these has ended
+            assert (view.status, view.errors[0]["code"]) == (429, "queue_full")
+            assert 1 <= int(view.headers["retry-after"]) <= 60
+        wait_for_running(server, NUM_SLOTS, MAX_QUEUE)  # the refusals came at once: none of these has ended
         assert health(server) == (200, "ok")
         assert server.http.get("/ready").json()["status"] == "queue full"
-    assert all(case.right(future.result()) for case, future in zip(slow, neighbours, strict=True))
+    assert all(case.is_correct(future.result()) for case, future in zip(slow, neighbours, strict=True))
 
 
-def test_large_lists_stall_no_one(server: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
-    """Megabytes of nonsense are refused, while a neighbour streams on."""
+def test_large_invalid_bodies_do_not_stall_other_streams(
+    server: Live, threads: ThreadPoolExecutor, slow: list[Case]
+) -> None:
+    """Megabytes of invalid input are rejected while another stream continues."""
     neighbour = slow[0].send(threads, server)
     wait_for_running(server, 1)
     numbers = ",".join(["5"] * 1_000_000)
@@ -128,4 +136,4 @@ def test_large_lists_stall_no_one(server: Live, threads: ThreadPoolExecutor, slo
         response = server.http.post(PATH, content=content, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert len(response.content) < 1000
-    assert slow[0].right(neighbour.result())
+    assert slow[0].is_correct(neighbour.result())

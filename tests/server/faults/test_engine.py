@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
 from inflight.config import ProcessConfig
-from tests.server.faults.told import (
+from tests.server.faults.cases import (
     Case,
-    Told,
+    ClientView,
     health,
     health_of,
     make_case,
@@ -24,7 +24,7 @@ from tests.server.live import Backend, Live, ProcessBackend, live_server
 from tests.server.test_life import slow_steps
 
 
-def test_an_engine_that_is_killed(
+def test_killed_engine_ends_its_streams_with_an_error_and_restarts(
     server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
 ) -> None:
     first = process_id(server)
@@ -37,11 +37,11 @@ def test_an_engine_that_is_killed(
         )
         os.kill(first, signal.SIGKILL)
         for case, stream in zip(slow, streams, strict=False):
-            told = stream.result()
-            assert (told.status, told.done) == (200, False)
-            assert [error["code"] for error in told.errors] == ["engine_unavailable"]
-            assert case.text.startswith(told.text)
-        for refused in (whole.result(), Told(server, quick.body)):  # then, and meanwhile
+            view = stream.result()
+            assert (view.status, view.done) == (200, False)
+            assert [error["code"] for error in view.errors] == ["engine_unavailable"]
+            assert case.text.startswith(view.text)
+        for refused in (whole.result(), ClientView(server, quick.body)):  # then, and meanwhile
             assert refused.status == 503
             assert refused.errors[0]["type"] == "service_unavailable_error"
             assert int(refused.headers["retry-after"]) > 0
@@ -51,15 +51,15 @@ def test_an_engine_that_is_killed(
     while health(server) != (200, "ok"):
         time.sleep(0.01)
     assert process_id(server) != first
-    assert quick.right(Told(server, quick.body))
-    assert slow[0].right(Told(server, {**slow[0].body, "stream": True}))
+    assert quick.is_correct(ClientView(server, quick.body))
+    assert slow[0].is_correct(ClientView(server, {**slow[0].body, "stream": True}))
     restarts = [
         line for line in server.http.get("/metrics").text.splitlines() if "engine_restarts_total{" in line
     ]
     assert restarts[0].endswith(" 1.0")
 
 
-def test_a_step_that_hangs(
+def test_hanging_step_is_reported_as_stalled_until_it_ends(
     watched: Live, threads: ThreadPoolExecutor, llm: LLM, slow: list[Case], quick: Case
 ) -> None:
     neighbour = slow[0].send(threads, watched)
@@ -69,46 +69,48 @@ def test_a_step_that_hangs(
     try:
         watched.wait_until("its sign", lambda: health_of(watched))
         assert health(watched) == (503, "stalled")
-        told = Told(watched, quick.body)
-        assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
+        view = ClientView(watched, quick.body)
+        assert (view.status, view.errors[0]["code"]) == (503, "engine_unavailable")
         for logged in watched.state.request_log:
             why = watched.http.get(f"/v1/requests/{logged.request_id}").json()["why"]
             assert why.startswith("It is in the engine, which is stalled: its last step was")
             assert why.endswith("after its first token.")
     finally:
         hold_file(process_id(watched)).unlink(missing_ok=True)
-    assert hanging.right(stuck.result())
-    assert slow[0].right(neighbour.result())
+    assert hanging.is_correct(stuck.result())
+    assert slow[0].is_correct(neighbour.result())
     assert health(watched) == (200, "ok")
-    assert quick.right(Told(watched, quick.body))
+    assert quick.is_correct(ClientView(watched, quick.body))
 
 
-def test_a_process_that_is_stopped_for_good(
+def test_stopped_engine_process_is_killed_and_restarted(
     threads: ThreadPoolExecutor, slow: list[Case], quick: Case
 ) -> None:
     process = ProcessBackend(ProcessConfig(heartbeat=0.05, silent_after=2.0, kill_silent_after=3.0))
     try:
         with live_server(process) as live:
-            stream = threads.submit(Told, live, {**slow[0].body, "stream": True, "request_id": "stuck"})
+            stream = threads.submit(ClientView, live, {**slow[0].body, "stream": True, "request_id": "stuck"})
             wait_for_running(live, 1)
             live.wait_until(
                 "its token", lambda: all(entry.first_token_at for entry in live.state.request_log)
             )
             os.kill(process_id(live), signal.SIGSTOP)
-            told = stream.result()
-            assert [error["code"] for error in told.errors] == ["engine_unavailable"]
+            view = stream.result()
+            assert [error["code"] for error in view.errors] == ["engine_unavailable"]
             assert live.http.get("/v1/requests/stuck").json()["why"] == (
                 "The engine died after its first token, so the timing of this request is unknown."
             )
             while health(live) != (200, "ok"):
                 time.sleep(0.01)
-            assert quick.right(Told(live, quick.body))
+            assert quick.is_correct(ClientView(live, quick.body))
             assert live.http.get("/v1/requests/stuck").json()["status"] == "failed"
     finally:
         process.close()
 
 
-def test_a_process_that_falls_silent(watched: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+def test_silent_engine_process_is_reported_as_stalled_until_it_continues(
+    watched: Live, threads: ThreadPoolExecutor, slow: list[Case]
+) -> None:
     neighbour = slow[0].send(threads, watched)
     wait_for_running(watched, 1)
     os.kill(process_id(watched), signal.SIGSTOP)
@@ -117,40 +119,42 @@ def test_a_process_that_falls_silent(watched: Live, threads: ThreadPoolExecutor,
         assert health(watched) == (503, "stalled")
     finally:
         os.kill(process_id(watched), signal.SIGCONT)
-    assert slow[0].right(neighbour.result())
+    assert slow[0].is_correct(neighbour.result())
     assert health(watched) == (200, "ok")
 
 
-def test_a_step_that_raises(server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case) -> None:
+def test_step_that_raises_fails_only_its_cause(
+    server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
+) -> None:
     batch = [case.send(threads, server, stream=number > 0) for number, case in enumerate(slow[:3])]
     wait_for_running(server, 3)
-    bad = threads.submit(Told, server, {**quick.body, "prompt": [RAISE, 1], "stream": True})
+    bad = threads.submit(ClientView, server, {**quick.body, "prompt": [RAISE, 1], "stream": True})
     neighbour = slow[4].send(threads, server)
     assert [error["code"] for error in bad.result().errors] == ["engine_error"]
-    assert all(case.right(future.result()) for case, future in zip(slow, batch, strict=False))
-    assert slow[4].right(neighbour.result())
+    assert all(case.is_correct(future.result()) for case, future in zip(slow, batch, strict=False))
+    assert slow[4].is_correct(neighbour.result())
     assert health(server) == (200, "ok")
-    assert quick.right(Told(server, quick.body))
+    assert quick.is_correct(ClientView(server, quick.body))
 
 
-def test_parameters_that_leave_no_token(server: Live, quick: Case) -> None:
-    """Found in the engine's process, told as what it is."""
-    told = Told(server, {"prompt": [5], "allowed_token_ids": [0, 2], "min_tokens": 2})
-    assert (told.status, told.errors[0]["code"]) == (400, "no_token_allowed")
-    assert quick.right(Told(server, quick.body))
+def test_parameters_that_allow_no_token_are_a_400(server: Live, quick: Case) -> None:
+    """The engine process detects it, and the client gets its error code."""
+    view = ClientView(server, {"prompt": [5], "allowed_token_ids": [0, 2], "min_tokens": 2})
+    assert (view.status, view.errors[0]["code"]) == (400, "no_token_allowed")
+    assert quick.is_correct(ClientView(server, quick.body))
 
 
-def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
+def test_requests_finish_correctly_when_kv_memory_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
     cases = make_cases(llm, [([20 + number] * 8, 80 + number) for number in range(8)])
     small = Backend(num_blocks=14, max_model_len=128, max_num_seqs=8, max_queue=64)
     try:
         with live_server(small) as live:
             with slow_steps(small, 0.02):  # until all are there
-                first = threads.submit(Told, live, {**cases[0].body, "request_id": "oldest"})
+                first = threads.submit(ClientView, live, {**cases[0].body, "request_id": "oldest"})
                 wait_for_running(live, 1)
                 futures = [first, *(case.send(threads, live) for case in cases[1:])]
                 live.wait_until("the others", lambda: len(live.state.request_log) == len(cases))
-            assert all(case.right(future.result()) for case, future in zip(cases, futures, strict=True))
+            assert all(case.is_correct(future.result()) for case, future in zip(cases, futures, strict=True))
             live.wait_until_idle()
             assert small.core.stats().num_preemptions > 0
             assert next(iter(live.state.request_log._finished.values())).request_id == "oldest"

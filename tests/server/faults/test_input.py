@@ -1,4 +1,4 @@
-"""Code, pickles and colliding names: input that is not only wrong."""
+"""Hostile input: code, pickles and colliding hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
         yield path, ast.parse(path.read_text())
 
 
-def test_nothing_can_unpickle() -> None:
+def test_no_module_imports_an_unpickler() -> None:
     unsafe = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "joblib"}
     for path, tree in modules():
         for node in ast.walk(tree):
@@ -35,7 +35,7 @@ def test_nothing_can_unpickle() -> None:
 
 
 def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
-    """A folder that asks for its own code gets none of it, and the model is the one that is built in here."""
+    """A model folder that refers to its own code is loaded without running it, or rejected."""
     for file in checkpoint_folder().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     trap = tmp_path / "ran"
@@ -49,8 +49,8 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
     assert not trap.exists()
 
 
-def test_hashes_are_no_hashes_of_python(llm: LLM) -> None:
-    """Whoever can make two prefixes collide reads another's: names are SHA-256 of the salt and all tokens before."""
+def test_prefix_cache_keys_are_sha256_hashes(llm: LLM) -> None:
+    """Colliding prefixes would share KV, so keys are SHA-256 hashes of the salt and all tokens before."""
     llm.generate([3] * 64, SamplingParams(max_tokens=1))
     cache = llm._engine.core.scheduler.blocks.cache
     assert isinstance(cache, ChainHashCache)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.http import body as module
-from inflight.server.http.body import MAX_MISTAKES, MAX_PARTS, MAX_VALUES
+from inflight.server.http import bodies as module
+from inflight.server.http.bodies import MAX_MISTAKES, MAX_PARTS, MAX_VALUES
 from tests.server.live import Live
 
 TEXTS = st.text(st.sampled_from('\\":{}[], \n€a'), max_size=12)

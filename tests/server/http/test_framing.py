@@ -6,7 +6,7 @@ import httptools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.http.framing import MAX_CHUNKS, RequestFraming
+from inflight.server.http.limits import MAX_CHUNKS, RequestFraming
 
 MAX = 1024
 
@@ -71,14 +71,16 @@ def requests(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 @given(st.lists(requests(), max_size=5), st.data())
-def test_parser_gets_one_request_at_a_time(asked: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
-    sent = b"".join(request for request, _ in asked)
+def test_parser_gets_one_request_at_a_time(
+    sent_requests: list[tuple[bytes, bytes]], data: st.DataObject
+) -> None:
+    sent = b"".join(request for request, _ in sent_requests)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=20)))
     parsed = Parsed()
     for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
         parsed.feed(sent[start:end])
-    assert parsed.bodies == [body for _, body in asked]
-    assert parsed.num_ended == len(asked)
+    assert parsed.bodies == [body for _, body in sent_requests]
+    assert parsed.num_ended == len(sent_requests)
 
 
 def test_chunk_sizes_do_not_count_as_extra_bytes() -> None:

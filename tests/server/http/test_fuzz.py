@@ -93,7 +93,7 @@ CONVERSATIONS = st.lists(requests() | requests() | requests() | NOISE, min_size=
 
 def converse(live: Live, sent: bytes, cuts: list[int]) -> bytes:
     """All that the server answers until it closes."""
-    found = b""
+    received = b""
     with connect(live) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -107,10 +107,10 @@ def converse(live: Live, sent: bytes, cuts: list[int]) -> bytes:
                     connection.shutdown(socket.SHUT_WR)
                     continue
                 if not part:
-                    return found
-                found += part
+                    return received
+                received += part
         except ConnectionError:  # closed while more was sent
-            return found
+            return received
 
 
 def check(answers: bytes) -> None:
@@ -138,10 +138,10 @@ def check(answers: bytes) -> None:
 class Errors(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.found: list[str] = []
+        self.received: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+        self.received.append(record.getMessage())
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_random_bytes_get_well_formed_answers(fuzzed: Live) -> None:
         cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=4)))
         if time.monotonic() < ends_at:
             check(converse(fuzzed, sent + LAST, cuts))
-            assert not errors.found
+            assert not errors.received
 
     logging.getLogger().addHandler(errors)
     try:

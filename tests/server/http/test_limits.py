@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inflight.server.access.admission import QueuePace
+from inflight.server.observability.request_log import QueuePace
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 
@@ -43,13 +43,13 @@ def connect(live: Live) -> socket.socket:
 
 def reply(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    found = b""
+    received = b""
     try:
         while part := connection.recv(65536):
-            found += part
+            received += part
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 def test_large_body_is_refused(small: Live) -> None:
@@ -257,7 +257,7 @@ def test_connections_over_the_limit_are_refused_but_probes_are_answered(patient:
             assert reply(probe).startswith(b"HTTP/1.1 200 ")
         assert reply(silent[0]).startswith(b"HTTP/1.1 503 ")
         assert patient.http.get("/v1/models").status_code == 200
-    patient.wait_until("room", lambda: len(patient.server.server_state.connections) < 7)
+    patient.wait_until("a free slot", lambda: len(patient.server.server_state.connections) < 7)
 
 
 def test_connection_serves_several_requests(small: Live) -> None:
@@ -265,11 +265,11 @@ def test_connection_serves_several_requests(small: Live) -> None:
     one = f"{POST}content-length: {len(body)}\r\n\r\n".encode() + body
     with connect(small) as connection:
         connection.sendall(one * 3)  # at once
-        found = b""
-        while found.count(b"HTTP/1.1 200") < 3 or not found.endswith(b"}}}"):
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 3 or not received.endswith(b"}}}"):
             part = connection.recv(65536)
             assert part
-            found += part
+            received += part
 
 
 # ---- lists ----
@@ -331,7 +331,7 @@ def test_logprobs_of_chats_are_bounded(backend: Backend) -> None:
         chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "n": 2}
         refused = live.post("/v1/chat/completions", {**chat, "max_tokens": 17})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
-        # An answer whose length the client leaves open gets as many tokens as the limit has room for.
+        # An answer whose length the client leaves open gets as many tokens as the limit allows.
         open_ended = live.post("/v1/chat/completions", {**chat, "ignore_eos": True}).json()
         assert [choice["finish_reason"] for choice in open_ended["choices"]] == ["length"] * 2
         assert open_ended["usage"]["completion_tokens"] == 2 * 16
@@ -361,7 +361,7 @@ def test_full_queue_refuses_at_once(backend: Backend) -> None:
                 assert live.http.get("/ready").status_code == 503
                 assert live.http.get("/ready").json()["status"] == "queue full"
                 assert live.http.get("/health").status_code == 200
-                # Two answers find no room together: neither may stay.
+                # Two answers do not fit together: neither may stay.
                 assert live.post(PATH, {**GOOD, "n": 2, "temperature": 1.0}).status_code == 429
                 assert waiting.status_code == 200
         finally:
@@ -386,8 +386,8 @@ def test_full_queue_refusal_estimates_retry_after(backend: Backend) -> None:
                 live.backend.run(_set(pace, between_ends=40.0))
                 for logged in live.state.request_log:
                     logged.first_token_at = None  # nothing but the pace to go by
-                found = [int(live.post(PATH, GOOD).headers["retry-after"]) for _ in range(20)]
-                assert set(found) == {40}
+                received = [int(live.post(PATH, GOOD).headers["retry-after"]) for _ in range(20)]
+                assert set(received) == {40}
         finally:
             live.wait_until_idle()
             core.max_queue = before
@@ -432,11 +432,11 @@ def test_time_limit_within_an_answer_ends_it(streamed: bool, backend: Backend) -
     """On a busy machine a second may be over before a stream has begun."""
     with slow_steps(backend, 0.05):
         seconds = iter((1.0, 4.0, 16.0))
-        found = [status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds))]
-        while streamed and found[-1] != 200:
-            found.append(status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds)))
-    assert set(found) <= {200, 504}
-    assert found[-1] == (200 if streamed else 504)
+        received = [status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds))]
+        while streamed and received[-1] != 200:
+            received.append(status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds)))
+    assert set(received) <= {200, 504}
+    assert received[-1] == (200 if streamed else 504)
 
 
 def status_in_time(backend: Backend, streamed: bool, code: str, first: float, whole: float) -> int:
@@ -445,10 +445,10 @@ def status_in_time(backend: Backend, streamed: bool, code: str, first: float, wh
     with live_server(backend, first_token_timeout=first, request_timeout=whole) as live:
         with live.http.stream("POST", PATH, json={**ENDLESS, "stream": streamed}) as response:
             text = response.read().decode()
-        told = text
+        event = text
         if response.status_code == 200:
             assert "[DONE]" not in text
-            told = text.strip().split("\n\n")[-1].removeprefix("data: ")
-        assert json.loads(told)["error"]["code"] == code
+            event = text.strip().split("\n\n")[-1].removeprefix("data: ")
+        assert json.loads(event)["error"]["code"] == code
         live.wait_until_idle()
     return response.status_code

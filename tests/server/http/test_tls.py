@@ -68,7 +68,7 @@ def test_connections_without_a_handshake_count_and_end(small: Live, silent: list
     assert get(small, "/v1/models").status_code == 200
 
 
-def test_the_server_does_not_wait_for_handshakes(backend: Backend) -> None:
+def test_shutdown_does_not_wait_for_handshakes(backend: Backend) -> None:
     with live_server(backend, **FILES) as live, connect(live) as connection:
         live.wait_until("the connection", lambda: live.server.server_state.connections)
         live.stop()

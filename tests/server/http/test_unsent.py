@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.http.unsent import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
+from inflight.server.http.bodies import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
 from inflight.server.openai.responses import conversation
 from tests.server.calling import CallingBackend
 from tests.server.live import Live, live_server
@@ -138,7 +138,7 @@ def stored(server: Live, name: str) -> str:
 
 @contextlib.contextmanager
 def unread(server: Live, path: str, name: str, times: int = 1) -> Iterator[list[socket.socket]]:
-    """Connections that have asked for it and read nothing but the status."""
+    """Connections that have requested a path and read nothing but the status."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with contextlib.ExitStack() as stack:
         connections = []
@@ -185,11 +185,11 @@ def test_unread_responses_are_bounded_per_key(server: Live) -> None:
 
 def test_unread_responses_count_as_requests_of_their_key(server: Live) -> None:
     path = stored(server, "bob")
-    for asked in (path, f"{path}/input_items"):
-        assert server.http.get(asked, headers=bearer("bob")).status_code == 200
+    for route in (path, f"{path}/input_items"):
+        assert server.http.get(route, headers=bearer("bob")).status_code == 200
     with unread(server, path, "bob"):
-        for asked in (path, f"{path}/input_items"):
-            refused = server.http.get(asked, headers=bearer("bob"))
+        for route in (path, f"{path}/input_items"):
+            refused = server.http.get(route, headers=bearer("bob"))
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
     server.wait_until("none is running", lambda: not server.state.keys.named("bob").num_running)

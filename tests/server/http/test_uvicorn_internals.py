@@ -94,7 +94,7 @@ def attributes_of(module: ModuleType, *expressions: str) -> set[str]:
     }
 
 
-def test_the_lists_are_complete() -> None:
+def test_lists_of_uvicorn_internals_are_complete() -> None:
     nodes = classes(protocol, tls, run)
     bounded, held, secure, server = (
         nodes[name] for name in ("BoundedProtocol", "HeldFlow", "TlsProtocol", "Server")

@@ -52,7 +52,7 @@ def impatient(backend: Backend) -> Iterator[Live]:
 
 
 def connect(live: Live) -> socket.socket:
-    """With as little room on the way as there can be."""
+    """Connect with buffers as small as possible."""
     host, _, port = live.url.removeprefix("http://").partition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -99,5 +99,5 @@ def test_client_that_does_not_read_its_stream_is_disconnected(impatient: Live) -
 def test_slow_answer_is_not_cut_off(impatient: Live, backend: Backend) -> None:
     """Nothing is unread while nothing is sent."""
     with slow_steps(backend, 0.01):
-        found = impatient.complete([5, 6], max_tokens=40, ignore_eos=True)
-    assert found["usage"]["completion_tokens"] == 40
+        completion = impatient.complete([5, 6], max_tokens=40, ignore_eos=True)
+    assert completion["usage"]["completion_tokens"] == 40

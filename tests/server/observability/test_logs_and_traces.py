@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inflight.errors import ConfigError
-from inflight.server.observability.tracing import OtelTracer
+from inflight.server.observability.request_log import OtelTracer
 from tests.server.live import Backend, live_server
 
 

@@ -20,16 +20,16 @@ GREEDY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_completio
 def ask(live: Live, **body: Any) -> dict[str, Any]:
     response = live.post(PATH, {**GREEDY, **body})
     assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def expected(llm: LLM, messages: Any = MESSAGES, **params: Any) -> Any:
-    asked = {"temperature": 0, "max_tokens": 24, **params}
-    return llm.chat(messages, SamplingParams(**asked))[0]
+    fields = {"temperature": 0, "max_tokens": 24, **params}
+    return llm.chat(messages, SamplingParams(**fields))[0]
 
 
-def test_a_whole_answer(live: Live, llm: LLM) -> None:
+def test_whole_answer_has_the_tokens_of_an_offline_run(live: Live, llm: LLM) -> None:
     answer = ask(live)
     whole = expected(llm)
     ChatCompletion.model_validate(answer, strict=True)
@@ -40,11 +40,11 @@ def test_a_whole_answer(live: Live, llm: LLM) -> None:
     assert answer["usage"]["prompt_tokens"] == len(whole.prompt_token_ids)
 
 
-def test_events_add_up_to_the_whole(live: Live, llm: LLM) -> None:
-    found = stream(live, PATH, {**GREEDY, "stream_options": {"include_usage": True}})
-    for event in found:
+def test_events_add_up_to_the_whole_answer(live: Live, llm: LLM) -> None:
+    events = stream(live, PATH, {**GREEDY, "stream_options": {"include_usage": True}})
+    for event in events:
         ChatChunk.model_validate(event, strict=True)
-    *chunks, last = found
+    *chunks, last = events
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["choices"][0]["delta"] == {}
     whole = expected(llm).outputs[0]
@@ -55,17 +55,17 @@ def test_events_add_up_to_the_whole(live: Live, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_logprobs(streamed: bool, live: Live, llm: LLM) -> None:
+def test_logprobs_are_those_of_an_offline_run(streamed: bool, live: Live, llm: LLM) -> None:
     body = {**GREEDY, "logprobs": True, "top_logprobs": 2}
     if streamed:
         choices = [event["choices"][0] for event in stream(live, PATH, body)]
-        found = [item for choice in choices if choice["logprobs"] for item in choice["logprobs"]["content"]]
+        items = [item for choice in choices if choice["logprobs"] for item in choice["logprobs"]["content"]]
     else:
-        found = ask(live, **body)["choices"][0]["logprobs"]["content"]
+        items = ask(live, **body)["choices"][0]["logprobs"]["content"]
     whole = expected(llm, logprobs=2).outputs[0]
     tokenizer = llm.get_tokenizer()
-    assert len(found) == len(whole.token_ids)
-    for item, token_id, position in zip(found, whole.token_ids, whole.logprobs, strict=True):
+    assert len(items) == len(whole.token_ids)
+    for item, token_id, position in zip(items, whole.token_ids, whole.logprobs, strict=True):
         assert item["token"] == tokenizer.decode([token_id], skip_special_tokens=False)
         assert bytes(item["bytes"]) == item["token"].encode()
         assert item["logprob"] == pytest.approx(position[token_id].logprob, abs=1e-5)
@@ -73,7 +73,7 @@ def test_logprobs(streamed: bool, live: Live, llm: LLM) -> None:
         assert [top["token"] for top in item["top_logprobs"]] == [logprob.decoded_token for logprob in best]
 
 
-def test_several_answers(live: Live, llm: LLM) -> None:
+def test_several_answers_match_an_offline_run(live: Live, llm: LLM) -> None:
     params = {"n": 3, "temperature": 1.0, "seed": 3}
     texts = [output.text for output in expected(llm, **params).outputs]
     assert [choice["message"]["content"] for choice in ask(live, **params)["choices"]] == texts
@@ -84,7 +84,7 @@ def test_several_answers(live: Live, llm: LLM) -> None:
     assert streamed == texts
 
 
-def test_an_answer_sent_back_with_all_its_fields(live: Live, llm: LLM) -> None:
+def test_answer_can_be_sent_back_with_all_its_fields(live: Live, llm: LLM) -> None:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": "It rains.",
@@ -102,7 +102,7 @@ def test_an_answer_sent_back_with_all_its_fields(live: Live, llm: LLM) -> None:
     assert text == expected(llm, plain).outputs[0].text
 
 
-def test_continuing_a_message(live: Live, llm: LLM) -> None:
+def test_final_message_is_continued(live: Live, llm: LLM) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Rain is"}]
     answer = ask(live, messages=messages, continue_final_message=True)
     (whole,) = llm.chat(
@@ -114,7 +114,7 @@ def test_continuing_a_message(live: Live, llm: LLM) -> None:
     assert answer["choices"][0]["message"]["content"] == whole.outputs[0].text
 
 
-def test_the_spelling_of_a_special_token_is_only_text(live: Live, llm: LLM) -> None:
+def test_text_that_spells_a_special_token_stays_text(live: Live, llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     special = tokenizer.token(min(tokenizer.special_ids))
     plain = ask(live, return_token_ids=True)["prompt_token_ids"]
@@ -129,7 +129,7 @@ def test_the_spelling_of_a_special_token_is_only_text(live: Live, llm: LLM) -> N
         assert special in tokenizer.decode(ids)
 
 
-def test_what_changes_nothing_is_accepted(live: Live) -> None:
+def test_parameters_without_effect_are_accepted(live: Live) -> None:
     harmless = {
         "tools": None,
         "tool_choice": "none",
@@ -163,7 +163,7 @@ class PanickingBackend:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_a_tokenizer_that_panics_is_one_requests_trouble(
+def test_tokenizer_panic_fails_only_its_request(
     long: bool, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = live.state.model.frontend.tokenizer
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_panics_is_one_requests_trouble(
     assert live.complete("good", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
-def test_a_template_worker_that_died_is_not_the_clients_fault(live: Live) -> None:
+def test_dead_template_worker_is_a_server_error(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     assert live.post("/v1/chat/completions", body).status_code == 200
     for worker in live.state.model.frontend.chat_template._renderer._pool.idle:

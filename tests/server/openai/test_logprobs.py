@@ -27,15 +27,15 @@ OUTSIDE = position((9, -math.inf, 40), (5, -0.5, 1), (7, -1.0, 2))
 TIED = position((8, -0.5, 1), (3, -0.5, 1), (4, -0.5, 1))
 
 
-def test_chat_shows_the_most_likely_tokens_in_order_and_the_token_itself_apart() -> None:
-    found = text(chat_logprobs([SECOND, OUTSIDE, TIED], 2, None))["content"]
-    assert [item["logprob"] for item in found] == [-1.0, -9999.0, -0.5]
-    assert [[top["logprob"] for top in item["top_logprobs"]] for item in found] == [
+def test_chat_lists_the_most_likely_tokens_in_order_and_the_token_itself_separately() -> None:
+    items = text(chat_logprobs([SECOND, OUTSIDE, TIED], 2, None))["content"]
+    assert [item["logprob"] for item in items] == [-1.0, -9999.0, -0.5]
+    assert [[top["logprob"] for top in item["top_logprobs"]] for item in items] == [
         [-0.5, -1.0],
         [-0.5, -1.0],
         [-0.5, -0.5],
     ]
-    assert all(set(top) == {"token", "logprob", "bytes"} for item in found for top in item["top_logprobs"])
+    assert all(set(top) == {"token", "logprob", "bytes"} for item in items for top in item["top_logprobs"])
     assert text(chat_logprobs([SECOND], 0, None))["content"][0]["top_logprobs"] == []
 
 
@@ -50,12 +50,12 @@ def test_completions_have_parallel_lists() -> None:
     }
 
 
-def test_prompts_have_candidates_by_id() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     assert prompt_logprobs(None, 2, None) is None
-    found = text(prompt_logprobs([None, SECOND], 2, None))
-    assert found[0] is None
-    assert list(found[1]) == ["7", "5"]
-    assert found[1]["5"] == {"logprob": -0.5, "rank": 1, "decoded_token": None}
+    positions = text(prompt_logprobs([None, SECOND], 2, None))
+    assert positions[0] is None
+    assert list(positions[1]) == ["7", "5"]
+    assert positions[1]["5"] == {"logprob": -0.5, "rank": 1, "decoded_token": None}
 
 
 @pytest.mark.parametrize("count", [0, 20])
@@ -75,7 +75,7 @@ def test_pieces_are_bounded_however_long_the_answer_is(count: int) -> None:
 
 
 @pytest.mark.parametrize("value", [{}, {"a": {"b": [1, "x"], "c": {}}, "d": None}, [], 5])
-def test_pieces_are_the_json_of_a_value(value: Any) -> None:
+def test_pieces_join_to_the_json_of_the_value(value: Any) -> None:
     assert text(value) == value
     assert text(iter([value, value])) == [value, value]
     assert text({"a": iter(())}) == {"a": []}

@@ -35,12 +35,12 @@ def text(llm: LLM) -> str:
     return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_chat(client: openai.OpenAI, text: str) -> None:
+def test_chat_answers_with_logprobs_and_usage(client: openai.OpenAI, text: str) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=24, logprobs=True, top_logprobs=1
     )
@@ -57,7 +57,7 @@ def test_chat(client: openai.OpenAI, text: str) -> None:
     assert follow_up.choices[0].finish_reason in ("length", "stop")
 
 
-def test_streamed_chat(client: openai.OpenAI, text: str) -> None:
+def test_streamed_chat_adds_up_and_ends_with_usage(client: openai.OpenAI, text: str) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -71,7 +71,7 @@ def test_streamed_chat(client: openai.OpenAI, text: str) -> None:
     assert chunks[-1].usage is not None
 
 
-def test_leaving_a_stream(client: openai.OpenAI, server: Live) -> None:
+def test_leaving_a_stream_frees_the_request(client: openai.OpenAI, server: Live) -> None:
     with client.completions.create(
         model=MODEL, prompt=[5, 6], max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
@@ -79,7 +79,7 @@ def test_leaving_a_stream(client: openai.OpenAI, server: Live) -> None:
     server.wait_until_idle()
 
 
-def test_completions(client: openai.OpenAI, llm: LLM) -> None:
+def test_completions_echo_and_stream(client: openai.OpenAI, llm: LLM) -> None:
     whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8, n=1))[0].outputs[0]
     answer = client.completions.create(
         model=MODEL, prompt=["A fox", "A cat"], temperature=0, max_tokens=8, logprobs=2, echo=True
@@ -91,18 +91,18 @@ def test_completions(client: openai.OpenAI, llm: LLM) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.text
 
 
-async def test_async(server: Live, text: str) -> None:
+async def test_async_client_streams(server: Live, text: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, stream=True
         )
-        found = ""
+        streamed = ""
         async for chunk in stream:
-            found += chunk.choices[0].delta.content or ""
-    assert found == text
+            streamed += chunk.choices[0].delta.content or ""
+    assert streamed == text
 
 
-async def test_async_errors(server: Live) -> None:
+async def test_async_client_raises_errors(server: Live) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="top_p is 7"):
             await client.chat.completions.create(model=MODEL, messages=MESSAGES, top_p=7, stream=True)
@@ -110,25 +110,25 @@ async def test_async_errors(server: Live) -> None:
             await client.with_options(api_key="wrong").models.list()
 
 
-def test_several_answers(client: openai.OpenAI, llm: LLM) -> None:
+def test_several_answers_match_an_offline_run(client: openai.OpenAI, llm: LLM) -> None:
     fields = {**llm.get_default_sampling_fields(), "temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 12}
     params = SamplingParams(**fields)
     texts = [output.text for output in llm.chat(MESSAGES, params)[0].outputs]
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 1, "seed": 3, "n": 3, "max_tokens": 12}
-    answer = client.chat.completions.create(**asked)
+    body: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 1, "seed": 3, "n": 3, "max_tokens": 12}
+    answer = client.chat.completions.create(**body)
     assert [choice.message.content for choice in answer.choices] == texts
-    found = ["", "", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**body, stream=True):
         for choice in chunk.choices:
-            found[choice.index] += choice.delta.content or ""
-    assert found == texts
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
 
 
-def test_the_stream_helper(client: openai.OpenAI, text: str) -> None:
-    """It puts the whole answer together from chunks of exactly OpenAI's shape."""
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+def test_stream_helper_assembles_the_whole_answer(client: openai.OpenAI, text: str) -> None:
+    """The helper accepts only chunks of exactly OpenAI's shape."""
+    body: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
     usage: Any = {"include_usage": True}
-    with client.chat.completions.stream(**asked, logprobs=True, stream_options=usage) as events:
+    with client.chat.completions.stream(**body, logprobs=True, stream_options=usage) as events:
         kinds = {event.type for event in events}
         whole = events.get_final_completion()
     assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= kinds
@@ -138,7 +138,7 @@ def test_the_stream_helper(client: openai.OpenAI, text: str) -> None:
     assert len(whole.choices[0].logprobs.content or []) == whole.usage.completion_tokens
 
 
-def test_raw_responses(client: openai.OpenAI, text: str) -> None:
+def test_raw_response_has_the_request_id(client: openai.OpenAI, text: str) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, extra_body={"request_id": "raw-1"}
     )
@@ -148,7 +148,7 @@ def test_raw_responses(client: openai.OpenAI, text: str) -> None:
         assert response.parse().object == "text_completion"
 
 
-def test_a_client_that_waits_no_longer(client: openai.OpenAI, server: Live, backend: Backend) -> None:
+def test_client_timeout_frees_the_request(client: openai.OpenAI, server: Live, backend: Backend) -> None:
     def slow(_: object) -> None:
         time.sleep(0.05)
 
@@ -165,7 +165,7 @@ def test_a_client_that_waits_no_longer(client: openai.OpenAI, server: Live, back
     server.wait_until_idle()
 
 
-def test_errors(client: openai.OpenAI, server: Live) -> None:
+def test_errors_have_their_own_exception_classes(client: openai.OpenAI, server: Live) -> None:
     with pytest.raises(openai.AuthenticationError, match="not valid for this server"):
         client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.NotFoundError, match="is not served here") as not_found:
@@ -188,7 +188,7 @@ def test_errors(client: openai.OpenAI, server: Live) -> None:
 @pytest.mark.parametrize(
     "refusal", [QueueFullError("full"), EngineDeadError("it restarts")], ids=["full", "restarting"]
 )
-def test_retries_wait_as_long_as_they_are_told(
+def test_retries_wait_for_retry_after(
     refusal: EngineError,
     client: openai.OpenAI,
     backend: Backend,
@@ -212,12 +212,12 @@ def test_retries_wait_as_long_as_they_are_told(
     )
     assert answer.choices[0].text
     assert len(tries) == 2
-    ((seconds, told),) = waits
-    assert seconds == float(told) >= 1
+    ((seconds, retry_after),) = waits
+    assert seconds == float(retry_after) >= 1
 
 
 def waiting(waits: list[tuple[float, str]]) -> Any:
-    """In place of the client's pause: what it would be, and what the server said."""
+    """Return a stand-in for the client's pause that records its length and Retry-After."""
 
     def note(self: Any, *, retries_taken: int, max_retries: int, options: Any, response: Any) -> None:
         left, headers = max_retries - retries_taken, response.headers

@@ -30,7 +30,7 @@ QUESTION: Any = {"role": "user", "content": "Will it rain?"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """With random weights."""
+    """A server with random weights."""
     folder = write_folder(tmp_path_factory.mktemp("model"), PLAIN_TEMPLATE)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     config = json.loads((checkpoint_folder() / "config.json").read_text())
@@ -98,7 +98,7 @@ def by_messages(url: str) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-def test_a_required_call_is_valid(ask: Any, server: Live) -> None:
+def test_required_call_matches_its_schema_in_every_api(ask: Any, server: Live) -> None:
     name, arguments = ask(server.url)
     assert name == "weather"
     jsonschema.validate(arguments, SCHEMA)

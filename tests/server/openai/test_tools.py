@@ -40,8 +40,8 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, ScriptedClient]]:
-    with scripted_server(write_folder(tmp_path_factory.mktemp("qwen3"))) as found:
-        yield found
+    with scripted_server(write_folder(tmp_path_factory.mktemp("qwen3"))) as served:
+        yield served
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def ask(live: Live, **body: Any) -> dict[str, Any]:
     response = live.post(PATH, {"messages": [USER], **body})
     assert response.status_code == 200, response.text
     ChatCompletion.model_validate(response.json(), strict=True)
-    found: dict[str, Any] = response.json()
-    return found
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,20 +72,20 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
             delta = choice["delta"]
             for name in ("content", "reasoning", "reasoning_content"):
                 message[name] += delta.get(name) or ""
-            for found in delta.get("tool_calls", ()):
-                if "id" in found:
-                    assert (found["index"], found["type"]) == (len(message["tool_calls"]), "function")
-                    assert found["function"]["arguments"] == ""
-                    message["tool_calls"].append({"id": found["id"], **found["function"]})
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert (call["index"], call["type"]) == (len(message["tool_calls"]), "function")
+                    assert call["function"]["arguments"] == ""
+                    message["tool_calls"].append({"id": call["id"], **call["function"]})
                 else:
-                    assert list(found) == ["index", "function"]
-                    assert list(found["function"]) == ["arguments"]
-                    message["tool_calls"][found["index"]]["arguments"] += found["function"]["arguments"]
+                    assert list(call) == ["index", "function"]
+                    assert list(call["function"]) == ["arguments"]
+                    message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
     return message
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_stream_adds_up_to_the_whole(live: Live, model: ScriptedClient, name: str) -> None:
+def test_stream_adds_up_to_the_whole_answer(live: Live, model: ScriptedClient, name: str) -> None:
     model.script = OUTPUTS[name]
     body = {"messages": [USER], "tools": [tool(), tool("mul")]}
     answer = ask(live, **body)
@@ -93,28 +93,28 @@ def test_a_stream_adds_up_to_the_whole(live: Live, model: ScriptedClient, name: 
     message = choice["message"]
     for model.piece in (1, 7, 1000):
         events = stream(live, PATH, {**body, "stream_options": {"include_usage": True}})
-        found = added_up(events)
-        assert found["content"] == (message["content"] or "")
-        assert found["reasoning"] == found["reasoning_content"] == message.get("reasoning", "")
+        streamed = added_up(events)
+        assert streamed["content"] == (message["content"] or "")
+        assert streamed["reasoning"] == streamed["reasoning_content"] == message.get("reasoning", "")
         calls = [
             {"name": c["function"]["name"], "arguments": c["function"]["arguments"]}
             for c in message.get("tool_calls", [])
         ]
-        assert [{"name": c["name"], "arguments": c["arguments"]} for c in found["tool_calls"]] == calls
+        assert [{"name": c["name"], "arguments": c["arguments"]} for c in streamed["tool_calls"]] == calls
         assert events[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
         assert events[-1]["usage"] == answer["usage"]
 
 
-def test_calls_and_thoughts_of_a_whole_answer(live: Live, model: ScriptedClient) -> None:
+def test_whole_answer_has_calls_and_reasoning(live: Live, model: ScriptedClient) -> None:
     model.script = OUTPUTS["content and two calls"]
     answer = ask(live, tools=[tool(), tool("mul")])
     message = answer["choices"][0]["message"]
     assert message["content"] == "Let me see."
     assert message["reasoning_content"] == message["reasoning"] == "Hm, an easy one."
-    names = [found["function"]["name"] for found in message["tool_calls"]]
+    names = [call["function"]["name"] for call in message["tool_calls"]]
     assert names == ["add", "mul"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
-    assert all(found["id"].startswith("call_") and len(found["id"]) == 29 for found in message["tool_calls"])
+    assert all(call["id"].startswith("call_") and len(call["id"]) == 29 for call in message["tool_calls"])
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert (
         0
@@ -123,12 +123,12 @@ def test_calls_and_thoughts_of_a_whole_answer(live: Live, model: ScriptedClient)
     )
 
 
-def test_an_answer_that_only_calls_has_no_content(live: Live, model: ScriptedClient) -> None:
+def test_answer_with_only_calls_has_null_content(live: Live, model: ScriptedClient) -> None:
     model.script = call()
     assert ask(live, tools=[tool()])["choices"][0]["message"]["content"] is None
 
 
-def test_an_answer_that_breaks_off_in_a_call(live: Live, model: ScriptedClient) -> None:
+def test_answer_cut_inside_a_call_finishes_with_length(live: Live, model: ScriptedClient) -> None:
     model.script = call()
     choice = ask(live, tools=[tool()], max_tokens=30)["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -159,17 +159,17 @@ def test_broken_call_does_not_finish_with_tool_calls(
     if streamed:
         events = stream(live, PATH, body)
         reason, calls = events[-1]["choices"][0]["finish_reason"], added_up(events)["tool_calls"]
-        arguments = [found["arguments"] for found in calls]
+        arguments = [text["arguments"] for text in calls]
     else:
         (choice,) = ask(live, **body)["choices"]
         reason = choice["finish_reason"]
-        arguments = [found["function"]["arguments"] for found in choice["message"].get("tool_calls", ())]
+        arguments = [text["function"]["arguments"] for text in choice["message"].get("tool_calls", ())]
     assert reason == expected
     if expected == "tool_calls":
-        assert [json.loads(found) for found in arguments] == [{"a": 1, "b": 2}]
+        assert [json.loads(text) for text in arguments] == [{"a": 1, "b": 2}]
 
 
-def test_without_tools_there_are_no_calls(live: Live, model: ScriptedClient) -> None:
+def test_call_markers_are_content_without_tools(live: Live, model: ScriptedClient) -> None:
     model.script = call()
     bodies: list[dict[str, Any]] = [
         {},
@@ -182,7 +182,7 @@ def test_without_tools_there_are_no_calls(live: Live, model: ScriptedClient) -> 
         assert (choice["message"]["content"], choice["finish_reason"]) == (call(), "stop")
 
 
-def test_one_call_where_they_must_not_be_parallel(live: Live, model: ScriptedClient) -> None:
+def test_only_one_call_without_parallel_tool_calls(live: Live, model: ScriptedClient) -> None:
     model.script = f"{call()}\n{call()}"
     body: dict[str, Any] = {"tools": [tool()], "parallel_tool_calls": False}
     assert len(ask(live, **body)["choices"][0]["message"]["tool_calls"]) == 1
@@ -190,7 +190,9 @@ def test_one_call_where_they_must_not_be_parallel(live: Live, model: ScriptedCli
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reasoning_can_be_left_out(live: Live, model: ScriptedClient, streamed: bool) -> None:
+def test_reasoning_is_omitted_without_include_reasoning(
+    live: Live, model: ScriptedClient, streamed: bool
+) -> None:
     model.script = OUTPUTS["thoughts and content"]
     body = {"messages": [USER], "include_reasoning": False}
     message = added_up(stream(live, PATH, body)) if streamed else ask(live, **body)["choices"][0]["message"]
@@ -198,15 +200,20 @@ def test_reasoning_can_be_left_out(live: Live, model: ScriptedClient, streamed: 
     assert message["content"] == "It is 3."
 
 
-def test_logprobs_and_ids_are_those_of_all_tokens(live: Live, model: ScriptedClient) -> None:
+def test_logprobs_and_ids_cover_all_tokens(live: Live, model: ScriptedClient) -> None:
     model.script = OUTPUTS["content and two calls"]
     body = {"tools": [tool(), tool("mul")], "logprobs": True, "return_token_ids": True}
     (choice,) = ask(live, **body)["choices"]
     assert choice["token_ids"] == [*model.encode(model.script), *model.facts.eos_token_ids]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     choices = [event["choices"][0] for event in stream(live, PATH, {"messages": [USER], **body})]
-    assert [i for found in choices for i in found.get("token_ids", ())] == choice["token_ids"]
-    scored = [item for found in choices if found["logprobs"] for item in found["logprobs"]["content"]]
+    assert [i for item_choice in choices for i in item_choice.get("token_ids", ())] == choice["token_ids"]
+    scored = [
+        item
+        for item_choice in choices
+        if item_choice["logprobs"]
+        for item in item_choice["logprobs"]["content"]
+    ]
     assert scored == choice["logprobs"]["content"]
 
 
@@ -234,7 +241,7 @@ HISTORY = [
 ]
 
 
-def test_calls_and_results_go_back_in(live: Live, model: ScriptedClient) -> None:
+def test_calls_and_results_are_rendered_into_the_prompt(live: Live, model: ScriptedClient) -> None:
     prompt = prompt_of(live, model, messages=HISTORY, tools=[tool(strict=False)])
     assert call() in prompt
     assert '"arguments": {broken}' in prompt
@@ -243,7 +250,7 @@ def test_calls_and_results_go_back_in(live: Live, model: ScriptedClient) -> None
     assert "strict" not in prompt
 
 
-def test_an_answer_can_be_sent_back_as_it_came(live: Live, model: ScriptedClient) -> None:
+def test_answer_can_be_sent_back_unchanged(live: Live, model: ScriptedClient) -> None:
     model.script = OUTPUTS["content and two calls"]
     tools = [tool(), tool("mul")]
     message = ask(live, tools=tools)["choices"][0]["message"]
@@ -293,7 +300,9 @@ CONSTRAINED: list[tuple[dict[str, Any], bool]] = [  # what is asked for, and whe
 
 
 @pytest.mark.parametrize(("body", "constrained"), CONSTRAINED)
-def test_what_is_constrained(live: Live, model: ScriptedClient, body: Any, constrained: bool) -> None:
+def test_required_calls_and_formats_are_constrained(
+    live: Live, model: ScriptedClient, body: Any, constrained: bool
+) -> None:
     ask(live, **body)
     assert (model.requests[-1].params.structured_outputs is not None) == constrained
 
@@ -353,7 +362,9 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), ROWS)
-def test_what_is_refused(live: Live, body: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_tools_and_constraints_are_rejected(
+    live: Live, body: dict[str, Any], param: str, message: str
+) -> None:
     response = live.post(PATH, {"messages": [USER], **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -362,7 +373,7 @@ def test_what_is_refused(live: Live, body: dict[str, Any], param: str, message: 
 
 
 @pytest.mark.parametrize("code", ["constraint_failed", "no_token_allowed"])
-def test_constraints_that_fail_are_the_requests_fault(live: Live, model: ScriptedClient, code: str) -> None:
+def test_failing_constraint_is_a_client_error(live: Live, model: ScriptedClient, code: str) -> None:
     model.script, model.error = "{", (code, "inside")
     response = live.post(PATH, {"messages": [USER], "guided_json": {}})
     assert (response.status_code, response.json()["error"]["code"]) == (400, code)
@@ -371,7 +382,7 @@ def test_constraints_that_fail_are_the_requests_fault(live: Live, model: Scripte
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
 
 
-def test_a_template_that_does_not_show_tools(tmp_path: Any) -> None:
+def test_tools_are_rejected_if_the_template_does_not_show_them(tmp_path: Any) -> None:
     with scripted_server(write_folder(tmp_path, CHATML)) as (live, model):
         response = live.post(PATH, {"messages": [USER], "tools": [tool()]})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "tools_unavailable")
@@ -382,7 +393,7 @@ def test_a_template_that_does_not_show_tools(tmp_path: Any) -> None:
         assert "completion_tokens_details" not in answer["usage"]  # no reader at all
 
 
-def test_a_template_that_does_not_tell_how_calls_are_written(tmp_path: Any) -> None:
+def test_unknown_call_format_needs_a_parser_option(tmp_path: Any) -> None:
     shows = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     folder = write_folder(tmp_path, shows)
     with scripted_server(folder) as (live, _):
@@ -394,18 +405,18 @@ def test_a_template_that_does_not_tell_how_calls_are_written(tmp_path: Any) -> N
         assert (message["reasoning"], len(message["tool_calls"])) == ("Hm, an easy one.", 2)
 
 
-def test_short_ids_where_the_template_wants_them(tmp_path: Any) -> None:
+def test_call_ids_are_shortened_for_templates_that_need_it(tmp_path: Any) -> None:
     with scripted_server(write_folder(tmp_path, MISTRAL, ("[TOOL_CALLS]",))) as (live, model):
         model.script = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
         message = ask(live, tools=[tool()])["choices"][0]["message"]
-        (found,) = message["tool_calls"]
+        (call,) = message["tool_calls"]
         prompt = prompt_of(live, model, messages=[USER, message], tools=[tool()])
-        assert found["id"] not in prompt
+        assert call["id"] not in prompt
         assert '"arguments": {"a": 1}' in prompt
 
 
-def test_notes_of_clients_on_an_answer_are_not_shown_to_the_model(tmp_path: Any) -> None:
-    """They send them back with the rest: openai's helpers what they have read, litellm what it did not know."""
+def test_fields_added_by_clients_are_not_shown_to_the_model(tmp_path: Any) -> None:
+    """openai's helpers add what they parsed, litellm what it did not know; both send it back."""
     with scripted_server(write_folder(tmp_path, MISTRAL, ("[TOOL_CALLS]",))) as (live, model):
         model.script = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
         message = ask(live, tools=[tool()])["choices"][0]["message"]

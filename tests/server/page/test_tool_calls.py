@@ -154,8 +154,8 @@ RESULTS: list[tuple[str, str, str]] = [
 
 
 def test_toy_tools_return_results_and_errors(page: Page, live: Live) -> None:  # noqa: ARG001
-    for name, given, expected in RESULTS:
-        assert expected in page.run(f"resultOf({name!r}, {given!r})"), (name, given)
+    for name, arguments, expected in RESULTS:
+        assert expected in page.run(f"resultOf({name!r}, {arguments!r})"), (name, arguments)
     again = [page.run(f"resultOf('get_weather', '{{\"city\": \"{city}\"}}')") for city in ("Rome", "ROME")]
     assert again[0] == again[1]
     times = (

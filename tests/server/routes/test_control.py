@@ -21,19 +21,19 @@ ALONE = [
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def served(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Live]:
-    given = backend if request.param == "thread" else ProcessBackend(num_blocks=128)
+    engine_backend = backend if request.param == "thread" else ProcessBackend(num_blocks=128)
     try:
-        with live_server(given, admin_key="the-admin-key") as live:
+        with live_server(engine_backend, admin_key="the-admin-key") as live:
             yield live
     finally:
-        if given is not backend:
-            given.close()
+        if engine_backend is not backend:
+            engine_backend.close()
 
 
 def cached(live: Live) -> int:
     usage = live.complete(PROMPT, max_tokens=4, ignore_eos=True)["usage"]
-    found: int = usage["prompt_tokens_details"]["cached_tokens"]
-    return found
+    num_cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return num_cached
 
 
 def test_prefix_cache_can_be_reset(served: Live) -> None:
@@ -57,13 +57,13 @@ def test_engine_sleeps_and_wakes_up(served: Live) -> None:
     assert served.complete(PROMPT, max_tokens=4)["choices"] == before
 
 
-def test_sleep_has_one_level(served: Live) -> None:
+def test_sleep_accepts_only_level_1(served: Live) -> None:
     refused = served.http.post("/sleep?level=2", headers=ADMIN)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "level")
     assert served.http.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False}
 
 
-def test_only_the_admin_key_opens_these(served: Live, live: Live) -> None:
+def test_admin_routes_need_the_admin_key(served: Live, live: Live) -> None:
     for method, path in ALONE:
         denied = served.http.request(method, path)
         assert (denied.status_code, denied.json()["error"]["code"]) == (401, "invalid_admin_key")

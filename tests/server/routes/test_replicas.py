@@ -55,9 +55,9 @@ class ReplicaBackend(Backend):
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[ReplicaBackend]:
-    found = ReplicaBackend(model="faulty")
-    yield found
-    found.close()
+    backend = ReplicaBackend(model="faulty")
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from tests.server.live import Backend, Live, live_server, stream
 
 
 def test_model_is_listed(live: Live) -> None:
-    (found,) = live.http.get("/v1/models").json()["data"]
-    assert (found["id"], found["object"], found["max_model_len"]) == ("inflight-builtin", "model", 4096)
-    assert live.http.get("/v1/models/inflight-builtin").json() == found
+    (model,) = live.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("inflight-builtin", "model", 4096)
+    assert live.http.get("/v1/models/inflight-builtin").json() == model
 
 
 def test_model_can_have_several_names(backend: Backend) -> None:
@@ -52,10 +52,10 @@ def test_version_health_and_ready_answer(live: Live) -> None:
 
 def test_tokenize_and_detokenize_round_trip(live: Live, llm: LLM) -> None:
     text = "Once upon a time, there was a fox: 12 €!"
-    found = live.post("/tokenize", {"prompt": text}).json()
-    assert found["tokens"] == llm.get_tokenizer().encode(text)
-    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 4096)
-    assert live.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    tokens = live.post("/tokenize", {"prompt": text}).json()
+    assert tokens["tokens"] == llm.get_tokenizer().encode(text)
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 4096)
+    assert live.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
     spelled = live.post("/tokenize", {"prompt": "a fox", "return_token_strs": True}).json()
     assert len(spelled["token_strs"]) == spelled["count"]
 
@@ -117,13 +117,13 @@ def test_chats_do_not_wait_for_tokenize_requests(backend: Backend) -> None:
         held = [state.service_threads.submit(go_on.wait) for _ in range(2 * SERVICE_THREADS)]
         try:
             with ThreadPoolExecutor(1) as asking:
-                asked = asking.submit(live.post, "/tokenize", {"prompt": "x"})
+                tokenizing = asking.submit(live.post, "/tokenize", {"prompt": "x"})
                 chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
                 for _ in range(4):
                     assert live.post("/v1/chat/completions", chat).status_code == 200
-                assert not asked.done()
+                assert not tokenizing.done()
                 go_on.set()
-                assert asked.result().status_code == 200
+                assert tokenizing.result().status_code == 200
         finally:
             go_on.set()
         assert all(future.result() for future in held)
@@ -226,10 +226,10 @@ def test_metrics_count_requests_and_tokens(backend: Backend) -> None:
 def test_metrics_have_vllm_names_too(backend: Backend) -> None:
     with live_server(backend, metrics_compat="vllm", served_model_name=("m",)) as live:
         live.complete([5], max_tokens=2)
-        found = metrics(live)
+        families = metrics(live)
         for name in NAMES:
             for theirs, ours in zip(
-                found[f"vllm:{name}"].samples, found[f"inflight:{name}"].samples, strict=True
+                families[f"vllm:{name}"].samples, families[f"inflight:{name}"].samples, strict=True
             ):
                 assert theirs.name.removeprefix("vllm:") == ours.name.removeprefix("inflight:")
                 assert (theirs.value, theirs.labels) == (ours.value, {**ours.labels, "engine": "0"})

@@ -16,7 +16,7 @@ DOCUMENTS = [
 ]
 
 
-def test_a_ranking_is_that_of_the_library() -> None:
+def test_ranking_matches_the_offline_api() -> None:
     folder = str(builtin_folder("reranker"))
     with LLM(folder, show_progress=False) as llm:
         expected = llm.rerank(QUERY, DOCUMENTS, use_tqdm=False)
@@ -30,7 +30,7 @@ def test_a_ranking_is_that_of_the_library() -> None:
     assert answer["scale"] == "sigmoid"
 
 
-def test_embeddings_are_those_of_the_library() -> None:
+def test_embeddings_match_the_offline_api() -> None:
     folder = str(builtin_folder("embedder"))
     with LLM(folder, show_progress=False) as llm:
         expected = [output.outputs.embedding for output in llm.embed(DOCUMENTS, use_tqdm=False)]

@@ -58,7 +58,7 @@ def ids_of(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("given", "texts"),
+    ("inputs", "texts"),
     [
         (TEXTS[0], [ids_of(TEXTS[0])]),
         (TEXTS, [ids_of(text) for text in TEXTS]),
@@ -67,19 +67,19 @@ def ids_of(text: str) -> list[int]:
         (["a fox", [8]], [ids_of("a fox"), [8]]),
     ],
 )
-def test_embeddings(embedder: Live, given: Any, texts: list[list[int]]) -> None:
-    found = answer(embedder, "/v1/embeddings", input=given)
-    assert found["object"] == "list"
-    assert found["model"] == "a-model"
-    assert [item["index"] for item in found["data"]] == list(range(len(texts)))
-    assert {item["object"] for item in found["data"]} == {"embedding"}
-    for item, ids in zip(found["data"], texts, strict=True):
+def test_embeddings_match_the_reference(embedder: Live, inputs: Any, texts: list[list[int]]) -> None:
+    result = answer(embedder, "/v1/embeddings", input=inputs)
+    assert result["object"] == "list"
+    assert result["model"] == "a-model"
+    assert [item["index"] for item in result["data"]] == list(range(len(texts)))
+    assert {item["object"] for item in result["data"]} == {"embedding"}
+    for item, ids in zip(result["data"], texts, strict=True):
         np.testing.assert_allclose(item["embedding"], embedding(ids), atol=1e-6)
     num_tokens = sum(map(len, texts))
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == num_tokens
+    assert result["usage"]["prompt_tokens"] == result["usage"]["total_tokens"] == num_tokens
 
 
-def test_base64_is_the_vector_as_it_lies_in_memory(embedder: Live) -> None:
+def test_base64_is_little_endian_float32(embedder: Live) -> None:
     as_numbers = answer(embedder, "/v1/embeddings", input=TEXTS, encoding_format="float")["data"]
     as_bytes = answer(embedder, "/v1/embeddings", input=TEXTS, encoding_format="base64")["data"]
     for numbers, text in zip(as_numbers, as_bytes, strict=True):
@@ -87,15 +87,15 @@ def test_base64_is_the_vector_as_it_lies_in_memory(embedder: Live) -> None:
         np.testing.assert_array_equal(vector, np.asarray(numbers["embedding"], dtype=np.float32))
 
 
-def test_dimensions_and_prompts(embedder: Live) -> None:
-    found = answer(embedder, "/v1/embeddings", input="a fox", dimensions=4, encoding_format="base64")
-    vector = np.frombuffer(base64.b64decode(found["data"][0]["embedding"]), dtype="<f4")
+def test_dimensions_truncate_and_prompts_are_prepended(embedder: Live) -> None:
+    result = answer(embedder, "/v1/embeddings", input="a fox", dimensions=4, encoding_format="base64")
+    vector = np.frombuffer(base64.b64decode(result["data"][0]["embedding"]), dtype="<f4")
     np.testing.assert_allclose(vector, embedding(ids_of("a fox"), 4), atol=1e-6)
-    found = answer(embedder, "/v1/embeddings", input="a fox", prompt_name="query")
-    np.testing.assert_allclose(found["data"][0]["embedding"], embedding(ids_of("query: a fox")), atol=1e-6)
+    result = answer(embedder, "/v1/embeddings", input="a fox", prompt_name="query")
+    np.testing.assert_allclose(result["data"][0]["embedding"], embedding(ids_of("query: a fox")), atol=1e-6)
 
 
-def test_what_is_too_long_is_cut_where_that_is_asked_for(embedder: Live) -> None:
+def test_long_text_is_truncated_only_on_request(embedder: Live) -> None:
     text = "word " * (2 * MAX_LEN)
     refused = embedder.post("/v1/embeddings", {"input": text})
     assert refused.status_code == 400
@@ -106,50 +106,50 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for(embedder: Live) -> None
         ({"truncate_prompt_tokens": -1}, MAX_LEN),
         ({"truncate_prompt_tokens": 7}, 7),
     ):
-        found = answer(embedder, "/v1/embeddings", input=text, **how)
-        assert found["usage"]["prompt_tokens"] == length
+        result = answer(embedder, "/v1/embeddings", input=text, **how)
+        assert result["usage"]["prompt_tokens"] == length
 
 
 # ---- scores and rankings ----
 
 
 def test_scores_are_cosines_of_embeddings(embedder: Live) -> None:
-    found = answer(embedder, "/score", text_1="a fox", text_2=TEXTS)
-    assert found["scale"] == "cosine"
+    result = answer(embedder, "/score", text_1="a fox", text_2=TEXTS)
+    assert result["scale"] == "cosine"
     query = embedding(ids_of("query: a fox"))
     expected = [float(query @ embedding(ids_of(f"passage: {text}"))) for text in TEXTS]
-    np.testing.assert_allclose([item["score"] for item in found["data"]], expected, atol=1e-6)
+    np.testing.assert_allclose([item["score"] for item in result["data"]], expected, atol=1e-6)
     same = answer(embedder, "/v1/score", queries=["a fox"] * 3, documents=TEXTS)
-    assert same["data"] == found["data"]
+    assert same["data"] == result["data"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_a_ranking_has_the_best_first(reranker: Live, path: str) -> None:
+def test_ranking_lists_the_best_first(reranker: Live, path: str) -> None:
     documents = [TEXTS[0], {"text": TEXTS[1], "title": "Rain"}, TEXTS[2]]
-    found = answer(reranker, path, query="what falls?", documents=documents, return_documents=True)
-    assert found["scale"] == "softmax"
-    scores = {item["index"]: item["relevance_score"] for item in found["results"]}
+    result = answer(reranker, path, query="what falls?", documents=documents, return_documents=True)
+    assert result["scale"] == "softmax"
+    scores = {item["index"]: item["relevance_score"] for item in result["results"]}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert all(0 <= score <= 1 for score in scores.values())
     pairs = answer(reranker, "/score", text_1="what falls?", text_2=TEXTS)["data"]
     assert scores == {item["index"]: item["score"] for item in pairs}
-    given = {item["index"]: item["document"] for item in found["results"]}
-    assert given == {0: {"text": TEXTS[0]}, 1: documents[1], 2: {"text": TEXTS[2]}}
-    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"] > 0
+    returned = {item["index"]: item["document"] for item in result["results"]}
+    assert returned == {0: {"text": TEXTS[0]}, 1: documents[1], 2: {"text": TEXTS[2]}}
+    assert result["meta"]["tokens"]["input_tokens"] == result["usage"]["total_tokens"] > 0
     best = answer(reranker, path, query="what falls?", documents=documents, top_n=2)["results"]
-    assert [{**item, "document": given[item["index"]]} for item in best] == found["results"][:2]
+    assert [{**item, "document": returned[item["index"]]} for item in best] == result["results"][:2]
 
 
-def test_the_scale_may_be_asked_for(reranker: Live) -> None:
-    asked = {"query": "what falls?", "documents": TEXTS}
-    logits = answer(reranker, "/rerank", **asked, scale="logit")
+def test_scale_can_be_chosen(reranker: Live) -> None:
+    body = {"query": "what falls?", "documents": TEXTS}
+    logits = answer(reranker, "/rerank", **body, scale="logit")
     assert logits["scale"] == "logit"
-    shares = answer(reranker, "/rerank", **asked)["results"]
+    shares = answer(reranker, "/rerank", **body)["results"]
     for logit, share in zip(logits["results"], shares, strict=True):
         assert 1 / (1 + np.exp(-logit["relevance_score"])) == pytest.approx(
             share["relevance_score"], rel=1e-5
         )
-    refused = reranker.post("/rerank", {**asked, "scale": "cosine"})
+    refused = reranker.post("/rerank", {**body, "scale": "cosine"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "scale")
 
 
@@ -157,8 +157,8 @@ def test_generating_and_scoring_share_an_engine(reranker: Live) -> None:
     assert answer(reranker, "/v1/completions", prompt=[5, 6], max_tokens=2)["usage"]["completion_tokens"] == 2
     first = answer(reranker, "/rerank", query="a very long question " * 8, documents=TEXTS[:1])
     again = answer(reranker, "/rerank", query="a very long question " * 8, documents=TEXTS[1:])
-    cached = [found["meta"]["cached_tokens"] for found in (first, again)]
-    assert cached[1] > 2 * cached[0]  # what both have in common is found twice, and now the query with it
+    cached = [result["meta"]["cached_tokens"] for result in (first, again)]
+    assert cached[1] > 2 * cached[0]  # what both have in common is result twice, and now the query with it
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == cached[1]
 
 
@@ -166,11 +166,11 @@ def test_generating_and_scoring_share_an_engine(reranker: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
-def test_classes(classifier: Live, path: str) -> None:
-    found = answer(classifier, path, input=TEXTS)
-    assert found["scale"] == "softmax"
-    assert found["labels"] == list(CLASSIFIER.labels)
-    for item, text in zip(found["data"], TEXTS, strict=True):
+def test_classes_have_labels_and_probabilities(classifier: Live, path: str) -> None:
+    result = answer(classifier, path, input=TEXTS)
+    assert result["scale"] == "softmax"
+    assert result["labels"] == list(CLASSIFIER.labels)
+    for item, text in zip(result["data"], TEXTS, strict=True):
         weights = np.exp(vector_of(ids_of(text), 3))
         np.testing.assert_allclose(item["probs"], weights / weights.sum(), rtol=1e-5)
         assert item["label"] == CLASSIFIER.labels[int(weights.argmax())]
@@ -182,17 +182,17 @@ def test_classes(classifier: Live, path: str) -> None:
 # ---- what a model can do ----
 
 
-def test_models_tell_what_they_can_do(embedder: Live, classifier: Live, reranker: Live) -> None:
-    def told(live: Live) -> Any:
+def test_model_list_names_the_tasks(embedder: Live, classifier: Live, reranker: Live) -> None:
+    def card(live: Live) -> Any:
         return live.http.get("/v1/models").json()["data"][0]
 
-    assert told(embedder)["tasks"] == ["embed", "score", "rerank"]
-    assert told(embedder)["pooling"]["dimensions"] == [4, 8]
-    assert told(embedder)["pooling"]["prompts"] == ["query", "document"]
-    assert told(classifier)["tasks"] == ["classify"]
-    assert told(classifier)["pooling"]["labels"] == ["bad", "fair", "good"]
-    assert told(reranker)["tasks"] == ["generate", "score", "rerank"]
-    assert told(reranker)["pooling"]["scale"] == "softmax"
+    assert card(embedder)["tasks"] == ["embed", "score", "rerank"]
+    assert card(embedder)["pooling"]["dimensions"] == [4, 8]
+    assert card(embedder)["pooling"]["prompts"] == ["query", "document"]
+    assert card(classifier)["tasks"] == ["classify"]
+    assert card(classifier)["pooling"]["labels"] == ["bad", "fair", "good"]
+    assert card(reranker)["tasks"] == ["generate", "score", "rerank"]
+    assert card(reranker)["pooling"]["scale"] == "softmax"
 
 
 BODIES: dict[str, Any] = {
@@ -205,7 +205,7 @@ BODIES: dict[str, Any] = {
 }
 
 
-def test_what_a_model_cannot_do_is_refused_with_what_it_can(
+def test_unsupported_task_is_rejected_with_the_supported_ones(
     embedder: Live, classifier: Live, reranker: Live, live: Live
 ) -> None:
     for server, paths, can in (

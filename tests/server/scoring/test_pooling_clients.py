@@ -52,20 +52,20 @@ def vectors(server: Live) -> Any:
 
 @pytest.fixture(scope="module")
 def ranking(server: Live) -> list[tuple[int, float]]:
-    found = server.post("/v2/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()["results"]
-    return [(item["index"], item["relevance_score"]) for item in found]
+    results = server.post("/v2/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()["results"]
+    return [(item["index"], item["relevance_score"]) for item in results]
 
 
 # ---- openai ----
 
 
-def test_openai(server: Live, vectors: Any) -> None:
+def test_openai_client_gets_the_vectors(server: Live, vectors: Any) -> None:
     from openai import BadRequestError, OpenAI
 
     with OpenAI(base_url=f"{server.url}/v1", api_key=SECRET, max_retries=0) as client:
-        found = client.embeddings.create(model=MODEL, input=DOCUMENTS)  # which asks for base64
-        np.testing.assert_array_equal([item.embedding for item in found.data], vectors)
-        assert found.usage.total_tokens == found.usage.prompt_tokens > 0
+        answer = client.embeddings.create(model=MODEL, input=DOCUMENTS)  # which asks for base64
+        np.testing.assert_array_equal([item.embedding for item in answer.data], vectors)
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
         numbers = client.embeddings.create(model=MODEL, input=DOCUMENTS, encoding_format="float")
         np.testing.assert_allclose([item.embedding for item in numbers.data], vectors, atol=1e-7)
         cut = client.embeddings.create(model=MODEL, input=[[5, 6]], dimensions=4, user="someone")
@@ -76,27 +76,27 @@ def test_openai(server: Live, vectors: Any) -> None:
             client.completions.create(model=MODEL, prompt="a")
 
 
-async def test_openai_async(server: Live, vectors: Any) -> None:
+async def test_async_openai_client_gets_the_vectors(server: Live, vectors: Any) -> None:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=SECRET) as client:
-        found = await client.embeddings.create(model=MODEL, input=DOCUMENTS)
-        np.testing.assert_array_equal([item.embedding for item in found.data], vectors)
+        answer = await client.embeddings.create(model=MODEL, input=DOCUMENTS)
+        np.testing.assert_array_equal([item.embedding for item in answer.data], vectors)
 
 
 # ---- cohere ----
 
 
 @its_own
-def test_cohere(server: Live, ranking: list[tuple[int, float]]) -> None:
+def test_cohere_client_gets_the_ranking(server: Live, ranking: list[tuple[int, float]]) -> None:
     import cohere
 
     client = cohere.ClientV2(api_key=SECRET, base_url=server.url)
-    found = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, max_tokens_per_doc=100)
-    assert [(item.index, item.relevance_score) for item in found.results] == ranking
-    assert found.meta is not None
-    assert found.meta.tokens is not None
-    assert (found.meta.tokens.input_tokens or 0) > 0
+    answer = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, max_tokens_per_doc=100)
+    assert [(item.index, item.relevance_score) for item in answer.results] == ranking
+    assert answer.meta is not None
+    assert answer.meta.tokens is not None
+    assert (answer.meta.tokens.input_tokens or 0) > 0
     best = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=2)
     assert [item.index for item in best.results] == [index for index, _ in ranking[:2]]
     with pytest.raises(cohere.BadRequestError):
@@ -108,14 +108,14 @@ def test_cohere(server: Live, ranking: list[tuple[int, float]]) -> None:
 
 
 @its_own
-def test_cohere_of_before(server: Live, ranking: list[tuple[int, float]]) -> None:
+def test_older_cohere_client_gets_the_ranking(server: Live, ranking: list[tuple[int, float]]) -> None:
     import cohere
 
     client = cohere.Client(api_key=SECRET, base_url=server.url)
     documents: Any = [{"text": text} for text in DOCUMENTS]
-    found = client.rerank(model=MODEL, query=QUERY, documents=documents, return_documents=True)
-    assert [item.index for item in found.results] == [index for index, _ in ranking]
-    texts = [item.document.text for item in found.results if item.document is not None]
+    answer = client.rerank(model=MODEL, query=QUERY, documents=documents, return_documents=True)
+    assert [item.index for item in answer.results] == [index for index, _ in ranking]
+    texts = [item.document.text for item in answer.results if item.document is not None]
     assert texts == [DOCUMENTS[index] for index, _ in ranking]
 
 
@@ -130,7 +130,7 @@ def _no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @its_own
 @pytest.mark.usefixtures("_no_tracing")
-def test_langchain_embeddings(server: Live, vectors: Any) -> None:
+def test_langchain_gets_the_vectors(server: Live, vectors: Any) -> None:
     from langchain_openai import OpenAIEmbeddings
 
     client = OpenAIEmbeddings(
@@ -146,21 +146,23 @@ def test_langchain_embeddings(server: Live, vectors: Any) -> None:
 
 @its_own
 @pytest.mark.usefixtures("_no_tracing")
-def test_langchain_rerank(server: Live, ranking: list[tuple[int, float]]) -> None:
+def test_langchain_gets_the_ranking(server: Live, ranking: list[tuple[int, float]]) -> None:
     from langchain_cohere import CohereRerank
     from langchain_core.documents import Document
 
     client = CohereRerank(model=MODEL, cohere_api_key=SECRET, base_url=server.url, top_n=3)
-    found = client.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
+    answer = client.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
     expected = [(DOCUMENTS[index], score) for index, score in ranking[:3]]
-    assert [(item.page_content, item.metadata["relevance_score"]) for item in found] == expected
+    assert [(item.page_content, item.metadata["relevance_score"]) for item in answer] == expected
 
 
 # ---- llama-index ----
 
 
 @its_own
-def test_llama_index(server: Live, vectors: Any, ranking: list[tuple[int, float]]) -> None:
+def test_llama_index_gets_vectors_and_ranking(
+    server: Live, vectors: Any, ranking: list[tuple[int, float]]
+) -> None:
     from llama_index.core.schema import NodeWithScore, TextNode
     from llama_index.embeddings.openai import OpenAIEmbedding
     from llama_index.postprocessor.cohere_rerank import CohereRerank
@@ -170,6 +172,6 @@ def test_llama_index(server: Live, vectors: Any, ranking: list[tuple[int, float]
     np.testing.assert_array_equal(embedder.get_query_embedding(DOCUMENTS[0]), vectors[0])
     reranker = CohereRerank(model=MODEL, api_key=SECRET, base_url=server.url, top_n=3, max_retries=1)
     nodes = [NodeWithScore(node=TextNode(text=text), score=0.0) for text in DOCUMENTS]
-    found = reranker.postprocess_nodes(nodes, query_str=QUERY)
+    answer = reranker.postprocess_nodes(nodes, query_str=QUERY)
     expected = [(DOCUMENTS[index], score) for index, score in ranking[:3]]
-    assert [(item.node.get_content(), item.score) for item in found] == expected
+    assert [(item.node.get_content(), item.score) for item in answer] == expected

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from inflight.server.observability.tracing import OtelTracer
+from inflight.server.observability.request_log import OtelTracer
 from tests.server.http.test_limits import connect
 from tests.server.live import Live, live_server
 from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend
@@ -23,9 +23,9 @@ MANY = ["a text"] * 300
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[PooledBackend]:
-    found = PooledBackend(EMBEDDER, max_queue=4)
-    yield found
-    found.close()
+    backend = PooledBackend(EMBEDDER, max_queue=4)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "expected"), BAD)
-def test_bad_input_is_refused_and_costs_nothing(
+def test_bad_input_is_rejected_before_the_engine_sees_it(
     server: Live, backend: PooledBackend, path: str, body: Any, expected: tuple[Any, ...]
 ) -> None:
     num_steps = backend.runner.num_steps
@@ -115,7 +115,7 @@ def test_bad_input_is_refused_and_costs_nothing(
     assert backend.runner.num_steps == num_steps
 
 
-def test_not_a_number(server: Live) -> None:
+def test_nan_is_rejected(server: Live) -> None:
     headers = {"content-type": "application/json"}
     for value in ("NaN", "Infinity", "[NaN]", '["a", NaN]'):
         content = f'{{"input": {value}}}'
@@ -123,7 +123,7 @@ def test_not_a_number(server: Live) -> None:
         assert (response.status_code, response.json()["error"]["param"]) in [(400, "input"), (400, None)]
 
 
-def test_a_million_documents_are_refused_before_anything_is_made_of_them(
+def test_million_documents_are_rejected_before_they_are_processed(
     server: Live, backend: PooledBackend
 ) -> None:
     num_steps = backend.runner.num_steps
@@ -136,7 +136,7 @@ def test_a_million_documents_are_refused_before_anything_is_made_of_them(
     assert backend.runner.num_steps == num_steps
 
 
-def test_max_documents(backend: PooledBackend) -> None:
+def test_max_documents_limits_each_request(backend: PooledBackend) -> None:
     with live_server(backend, max_documents=2) as live:
         assert live.post(EMBED, {"input": ["a", "b"]}).status_code == 200
         assert live.post(EMBED, {"input": [5, 6, 7]}).status_code == 200  # one text
@@ -149,14 +149,14 @@ def test_max_documents(backend: PooledBackend) -> None:
 # ---- many texts, and others beside them ----
 
 
-def test_many_documents_pass_a_short_queue(server: Live) -> None:
-    found = server.post(EMBED, {"input": MANY, "encoding_format": "base64"})
-    assert found.status_code == 200
-    assert len({item["embedding"] for item in found.json()["data"]}) == 1
-    assert [item["index"] for item in found.json()["data"]] == list(range(len(MANY)))
+def test_many_documents_pass_through_a_short_queue(server: Live) -> None:
+    response = server.post(EMBED, {"input": MANY, "encoding_format": "base64"})
+    assert response.status_code == 200
+    assert len({item["embedding"] for item in response.json()["data"]}) == 1
+    assert [item["index"] for item in response.json()["data"]] == list(range(len(MANY)))
 
 
-def test_a_full_queue(server: Live, backend: PooledBackend) -> None:
+def test_full_queue_rejects_with_retry_after(server: Live, backend: PooledBackend) -> None:
     with slow_steps(backend), later(server, EMBED, {"input": MANY}) as first:
         server.wait_until("a full queue", lambda: _is_full(server))
         # Between two steps there is a place for a moment, until the first one's next text has it.
@@ -175,19 +175,21 @@ async def _is_full(live: Live) -> bool:
 @contextlib.contextmanager
 def later(live: Live, path: str, body: Any) -> Iterator[Any]:
     """Send it from a thread; what is yielded waits for the answer."""
-    found: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: found.append(httpx.post(live.url + path, json=body, timeout=60)))
+    responses: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: responses.append(httpx.post(live.url + path, json=body, timeout=60))
+    )
     thread.start()
 
     def wait() -> httpx.Response:
         thread.join(60)
-        return found[0]
+        return responses[0]
 
     yield wait
     thread.join(60)
 
 
-def test_a_client_that_leaves_frees_everything(server: Live, backend: PooledBackend) -> None:
+def test_disconnected_client_frees_all_texts(server: Live, backend: PooledBackend) -> None:
     num_before = server.state.metrics.num_disconnects
     num_texts = server.state.metrics.num_texts["embed"]
     with slow_steps(backend):
@@ -201,7 +203,7 @@ def test_a_client_that_leaves_frees_everything(server: Live, backend: PooledBack
     assert server.state.metrics.num_texts["embed"] - num_texts < len(MANY) // 2
 
 
-def test_cancelling_by_id(server: Live, backend: PooledBackend) -> None:
+def test_request_can_be_cancelled_by_id(server: Live, backend: PooledBackend) -> None:
     with slow_steps(backend), later(server, EMBED, {"input": MANY, "request_id": "mine"}) as answer:
         server.wait_until("a full queue", lambda: _is_full(server))
         assert refused(server, EMBED, {"input": "a", "request_id": "mine"})[1] == "request_id_in_use"
@@ -216,17 +218,17 @@ def test_cancelling_by_id(server: Live, backend: PooledBackend) -> None:
     assert server.http.get("/v1/requests/mine").json()["status"] == "cancelled"
 
 
-def test_the_first_result_must_come_in_time(backend: PooledBackend) -> None:
+def test_first_token_timeout_applies_to_the_first_result(backend: PooledBackend) -> None:
     with live_server(backend, first_token_timeout=0.05) as live, slow_steps(backend, 0.5):
         response = live.post(EMBED, {"input": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "first_token_timeout")
         assert "no result was computed" in response.json()["error"]["message"]
 
 
-# ---- what is told ----
+# ---- reports, metrics and spans ----
 
 
-def test_why_it_took_so_long(server: Live) -> None:
+def test_request_report_explains_the_time(server: Live) -> None:
     server.post(EMBED, {"input": ["a text", "another"], "request_id": "slow"})
     report = server.http.get("/v1/requests/slow").json()
     assert report["status"] == "finished"
@@ -236,7 +238,7 @@ def test_why_it_took_so_long(server: Live) -> None:
     assert "for the prompt" in report["why"]
 
 
-def test_metrics(server: Live) -> None:
+def test_metrics_count_texts_and_tokens(server: Live) -> None:
     def total(name: str) -> float:
         lines = server.http.get("/metrics").text.splitlines()
         return sum(
@@ -245,27 +247,27 @@ def test_metrics(server: Live) -> None:
 
     names = [f"inflight:{name}_total" for name in ("requests", "pooled_texts", "pooled_tokens")]
     before = [total(name) for name in names]
-    found = server.post(RERANK, {"query": "a", "documents": ["b", "c"]}).json()
+    answer = server.post(RERANK, {"query": "a", "documents": ["b", "c"]}).json()
     after = [total(name) for name in names]
-    num_tokens = found["usage"]["total_tokens"]
+    num_tokens = answer["usage"]["total_tokens"]
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 3, num_tokens]
 
 
-def test_spans(backend: PooledBackend) -> None:
+def test_span_is_recorded(backend: PooledBackend) -> None:
     exporter = InMemorySpanExporter()
     with live_server(backend, tracer=OtelTracer("", exporter)) as live:
-        found = live.post(EMBED, {"input": ["a text"] * 20, "request_id": "traced"}).json()
+        answer = live.post(EMBED, {"input": ["a text"] * 20, "request_id": "traced"}).json()
         live.post(EMBED, {"input": [TOKENIZER.vocab_size]})
     good, bad = exporter.get_finished_spans()
     assert good.attributes is not None
     assert good.name == "embed"
     assert good.attributes["gen_ai.operation.name"] == "embeddings"
-    assert good.attributes["gen_ai.usage.input_tokens"] == found["usage"]["total_tokens"]
+    assert good.attributes["gen_ai.usage.input_tokens"] == answer["usage"]["total_tokens"]
     assert good.attributes["inflight.num_answers"] == 20
     assert not bad.status.is_ok
 
 
-def test_keys_count_and_limit(backend: PooledBackend, tmp_path: Path) -> None:
+def test_keys_count_usage_and_limit_requests(backend: PooledBackend, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("keys: [{name: alice, key: secret, requests_per_minute: 2}]")
     with live_server(backend, keys=str(file)) as live:

@@ -31,8 +31,7 @@ from inflight.server.openai.responses.store import (
     StoredText,
     check_conversation,
 )
-from inflight.server.params import ContentConstraint, GenerationParams
-from inflight.server.prepare import prepare_chat
+from inflight.server.prepare import ContentConstraint, GenerationParams, prepare_chat
 from inflight.server.state import ServedModel, ServerState
 
 MAX_REPEATED_CHARACTERS = 1 << 20
@@ -179,13 +178,9 @@ class ResponseTurn:
             check_conversation(items, self._state.options.max_body_size, param)
         if body.store is not False:
             self._conversation = items
-        return prepare_chat(
-            # Items are decoded one by one, so that no other thread waits long for the GIL.
-            *(self._model, self._caller, chat_of(body, (item.read() for item in items)), params),
-            priority=body.priority or 0,
-            user=user_of(body),
-            cache_salt=body.cache_salt or "",
-        )
+        # Items are decoded one by one, so that no other thread waits long for the GIL.
+        chat = chat_of(body, (item.read() for item in items))
+        return prepare_chat(self._model, self._caller, body, chat, params, user_of(body))
 
     def _own_items(self) -> Iterator[StoredItem]:
         """Yield the items of the body, with references replaced by the items that they refer to."""

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
 from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError
 from inflight.server.formatters import Choice, PartKind, PartWriter, ResponseFormatter, encode, usage_of
 from inflight.server.openai.responses.schemas import ResponsesBody
 
-_encode = msgspec.json.encode
 _PREFIXES: dict[PartKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -26,7 +23,7 @@ class EventNumbers:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         number, self._next = self._next, self._next + 1
-        body = _encode({"type": kind, "sequence_number": number, **fields})
+        body = encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
 
 

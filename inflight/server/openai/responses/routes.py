@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inflight.server.access.admission import counted
+from inflight.server.access.keys import counted
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.openai.responses.conversation import ResponseTurn, text_constraint, user_of
 from inflight.server.openai.responses.formatter import ResponsesFormatter, head_of
@@ -28,7 +28,7 @@ from inflight.server.openai.responses.schemas import (
 )
 from inflight.server.openai.responses.store import PageQuery, ResponseContent, not_stored
 from inflight.server.openapi import documented, respond
-from inflight.server.params import conversation_params
+from inflight.server.prepare import conversation_params
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()

@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.http.body import MAX_PARTS
+from inflight.server.http.bodies import MAX_PARTS
 from inflight.server.openai.responses.schemas import (
     FunctionCallItem,
     FunctionCallOutput,

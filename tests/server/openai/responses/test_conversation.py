@@ -15,7 +15,7 @@ from openai.types.responses import (
 
 from inflight.frontend.chat import NamedTool
 from inflight.server.errors import ApiError
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
 from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.store import StoredItem
@@ -35,23 +35,23 @@ THOUGHT = ResponseReasoningItem.model_validate(
 )
 
 
-def body_of(**given: Any) -> ResponsesBody:
-    return parse_body(ResponsesBody, json.dumps(given).encode())
+def body_of(**fields: Any) -> ResponsesBody:
+    return parse_body(ResponsesBody, json.dumps(fields).encode())
 
 
-def chat(**given: Any) -> Any:
-    body = body_of(**given)
+def chat(**fields: Any) -> Any:
+    body = body_of(**fields)
     return chat_of(body, [StoredItem.of_input(item).read() for item in input_items(body)])
 
 
-def test_a_text_is_what_the_user_says() -> None:
+def test_text_input_is_a_user_message() -> None:
     assert chat(input="Hello", instructions="Be short.").messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Hello"},
     ]
 
 
-def test_instructions_of_whoever_are_one_message() -> None:
+def test_instructions_and_developer_messages_are_one_system_message() -> None:
     items = [
         {"role": "developer", "content": "Be short."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
@@ -62,7 +62,7 @@ def test_instructions_of_whoever_are_one_message() -> None:
     ]
 
 
-def test_an_answer_may_be_sent_back_as_it_came() -> None:
+def test_answer_can_be_sent_back_unchanged() -> None:
     call = ResponseFunctionToolCall.model_validate({**CALL, "id": "fc_1", "status": "completed"})
     sent = [item.model_dump(by_alias=True) for item in (THOUGHT, ANSWER, call)]
     messages = chat(input=[{"role": "user", "content": "1 + 2?"}, *sent, RESULT]).messages
@@ -78,7 +78,7 @@ def test_an_answer_may_be_sent_back_as_it_came() -> None:
     ]
 
 
-def test_calls_in_a_row_are_of_one_message_and_what_comes_after_is_of_another() -> None:
+def test_consecutive_calls_share_a_message() -> None:
     second = {**CALL, "call_id": "c2"}
     items = [CALL, second, ANSWER.model_dump(), RESULT]
     first, answer, result = chat(input=items).messages
@@ -87,44 +87,44 @@ def test_calls_in_a_row_are_of_one_message_and_what_comes_after_is_of_another() 
     assert result["role"] == "tool"
 
 
-def test_a_result_without_a_call_is_refused() -> None:
+def test_result_without_a_call_is_rejected() -> None:
     with pytest.raises(ApiError, match="'c1': no earlier call has this id"):
         chat(input=[RESULT, CALL])
 
 
-def test_tools_are_those_of_chats() -> None:
-    found = chat(input="x", tools=[TOOL], parallel_tool_calls=False)
+def test_tools_get_the_format_of_chats() -> None:
+    request = chat(input="x", tools=[TOOL], parallel_tool_calls=False)
     function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
-    assert found.tools == [{"type": "function", "function": function}]
-    assert (found.tool_choice, found.parallel_tool_calls) == ("auto", False)
+    assert request.tools == [{"type": "function", "function": function}]
+    assert (request.tool_choice, request.parallel_tool_calls) == ("auto", False)
     named = chat(input="x", tools=[TOOL], tool_choice={"type": "function", "name": "add"})
     assert named.tool_choice == NamedTool("add")
 
 
-def test_allowed_tools_are_those_that_are_offered() -> None:
+def test_only_allowed_tools_are_offered() -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
-    found = chat(input="x", tools=[TOOL, {"type": "function", "name": "sub"}], tool_choice=choice)
-    assert [tool["function"]["name"] for tool in found.tools] == ["add"]
-    assert found.tool_choice == "required"
+    request = chat(input="x", tools=[TOOL, {"type": "function", "name": "sub"}], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in request.tools] == ["add"]
+    assert request.tool_choice == "required"
     with pytest.raises(ApiError, match="tool_choice names add"):
         chat(input="x", tool_choice=choice)
 
 
-def test_the_form_of_the_text() -> None:
+def test_text_format_becomes_a_constraint() -> None:
     assert text_constraint(body_of(input="x")) is None
     assert text_constraint(body_of(input="x", text={"format": {"type": "text"}})) is None
     any_object = text_constraint(body_of(input="x", text={"format": {"type": "json_object"}}))
     assert any_object is not None
     assert any_object.kind == "json_object"
     schema = {"type": "object", "properties": {}}
-    wanted = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
-    found = text_constraint(body_of(input="x", text={"format": wanted}))
-    assert found is not None
-    assert (found.kind, found.value) == ("json", schema)
+    schema_format = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    constraint = text_constraint(body_of(input="x", text={"format": schema_format}))
+    assert constraint is not None
+    assert (constraint.kind, constraint.value) == ("json", schema)
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "message"),
+    ("fields", "param", "message"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search.*only tools of type function"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call.*its type must be message"),
@@ -142,13 +142,15 @@ def test_the_form_of_the_text() -> None:
         ({"nonsense": 1}, "nonsense", "unknown parameter"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], param: str, message: str) -> None:
+def test_unsupported_parameters_are_rejected_by_name(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(ApiError, match=message) as refused:
-        body_of(**{"input": "x", **given})
+        body_of(**{"input": "x", **fields})
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-def test_what_changes_nothing_is_taken() -> None:
+def test_parameters_without_effect_are_accepted() -> None:
     body_of(
         input="x",
         background=False,

@@ -20,24 +20,24 @@ ENDS = ["response.content_part.done", "response.output_item.done"]
 
 def written(events: list[Any], complete: bool = True) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     items = ResponseItems(EventNumbers())
-    told = read_events(items.write(events) + items.finish(complete))
-    for event in told:
+    written_events = read_events(items.write(events) + items.finish(complete))
+    for event in written_events:
         EVENT.validate_python(event)
     for item in items.items:
         ITEM.validate_python(item)
-    return told, items.items
+    return written_events, items.items
 
 
-def test_the_order_of_events() -> None:
-    told, _ = written(WHOLE)
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+def test_events_come_in_the_documented_order() -> None:
+    written_events, _ = written(WHOLE)
+    assert [event["sequence_number"] for event in written_events] == list(range(len(written_events)))
     call = [
         "response.output_item.added",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
         "response.output_item.done",
     ]
-    assert [kind for kind, _ in groupby(event["type"] for event in told)] == [
+    assert [kind for kind, _ in groupby(event["type"] for event in written_events)] == [
         *(*PARTS, "response.reasoning_text.delta", "response.reasoning_text.done", *ENDS),
         *(*PARTS, "response.output_text.delta", "response.output_text.done", *ENDS),
         *(*call, *call),
@@ -45,11 +45,11 @@ def test_the_order_of_events() -> None:
 
 
 def test_deltas_and_ids_add_up_to_the_items() -> None:
-    told, items = written(WHOLE)
+    written_events, items = written(WHOLE)
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
     assert {item["status"] for item in items} == {"completed"}
     texts = ["", "", "", ""]
-    for event in told:
+    for event in written_events:
         if "item_id" in event:
             assert event["item_id"] == items[event["output_index"]]["id"]
         texts[event["output_index"]] += event.get("delta", "")
@@ -64,19 +64,19 @@ def test_deltas_and_ids_add_up_to_the_items() -> None:
     assert len({item["id"] for item in items}) == 4
 
 
-def test_what_was_cut_short_says_so() -> None:
+def test_truncated_items_are_incomplete() -> None:
     assert [item["status"] for item in written(CUT_SHORT, False)[1]] == ["incomplete"]
     _, (item,) = written([ContentDelta("Once upon")], False)
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Once upon")
 
 
-def test_an_empty_answer_is_an_empty_message() -> None:
-    told, (item,) = written([])
+def test_empty_answer_has_an_empty_message() -> None:
+    written_events, (item,) = written([])
     assert item["content"][0]["text"] == ""
-    assert told[-1]["item"] == item
+    assert written_events[-1]["item"] == item
 
 
-def test_what_is_there_so_far() -> None:
+def test_items_so_far_include_the_open_one() -> None:
     items = ResponseItems(EventNumbers())
     items.write(WHOLE[:3])
     assert [(item["status"], item["content"][0]["text"]) for item in items.so_far()] == [

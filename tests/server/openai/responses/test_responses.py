@@ -31,9 +31,9 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallingBackend]:
-    found = CallingBackend(tmp_path_factory.mktemp("tokenizer"))
-    yield found
-    found.close()
+    backend = CallingBackend(tmp_path_factory.mktemp("tokenizer"))
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,68 +48,76 @@ def server(scripted: CallingBackend, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="alice-secret", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="alice-secret", max_retries=0) as client:
+        yield client
 
 
-def validated(found: Any) -> Response:
-    """Against the package's own types, which its client does not check."""
-    return Response.model_validate(found.model_dump(by_alias=True))
+def validated(response: Any) -> Response:
+    """Validate an answer with the package's own types, which its client does not check."""
+    return Response.model_validate(response.model_dump(by_alias=True))
 
 
-def test_a_text(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_text_answer_has_usage_and_request_parameters(
+    client: openai.OpenAI, scripted: CallingBackend
+) -> None:
     scripted.say("Because of clouds.")
-    found = validated(
+    response = validated(
         client.responses.create(model="m", input="Why?", instructions="Be short.", metadata={"a": "b"})
     )
-    assert found.output_text == "Because of clouds."
-    assert [item.type for item in found.output] == ["message"]
-    assert (found.status, found.instructions, found.metadata) == ("completed", "Be short.", {"a": "b"})
-    assert found.usage is not None
-    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
-    assert found.usage.output_tokens_details.reasoning_tokens == 0
+    assert response.output_text == "Because of clouds."
+    assert [item.type for item in response.output] == ["message"]
+    assert (response.status, response.instructions, response.metadata) == (
+        "completed",
+        "Be short.",
+        {"a": "b"},
+    )
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
     assert "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
 
 
-def test_thoughts_and_calls(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_reasoning_and_calls_are_items_that_can_be_sent_back(
+    client: openai.OpenAI, scripted: CallingBackend
+) -> None:
     scripted.say(CALLS)
-    found = validated(client.responses.create(model="m", input="1 + 2, 3 + 4?", tools=[TOOL]))
-    thought, message, *calls = [item.to_dict() for item in found.output]
+    response = validated(client.responses.create(model="m", input="1 + 2, 3 + 4?", tools=[TOOL]))
+    thought, message, *calls = [item.to_dict() for item in response.output]
     assert thought["content"] == [{"type": "reasoning_text", "text": "I should add."}]
     assert message["content"][0]["text"] == "Let me add."
     assert [json.loads(str(one["arguments"])) for one in calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
-    assert found.usage is not None
-    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
-    assert found.tools[0].to_dict().items() >= TOOL.items()
+    assert response.usage is not None
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    assert response.tools[0].to_dict().items() >= TOOL.items()
     scripted.say("3 and 7.")
     outputs: Any = [
         {"type": "function_call_output", "call_id": one["call_id"], "output": str(index)}
         for index, one in enumerate(calls)
     ]
-    sent: Any = [{"role": "user", "content": "1 + 2, 3 + 4?"}, *found.output, *outputs]
+    sent: Any = [{"role": "user", "content": "1 + 2, 3 + 4?"}, *response.output, *outputs]
     by_items = validated(client.responses.create(model="m", input=sent, tools=[TOOL]))
     prompt = scripted.prompt
     assert CALLS in prompt
     by_id = validated(
-        client.responses.create(model="m", input=outputs, tools=[TOOL], previous_response_id=found.id)
+        client.responses.create(model="m", input=outputs, tools=[TOOL], previous_response_id=response.id)
     )
     assert scripted.prompt == prompt
     assert by_items.output_text == by_id.output_text == "3 and 7."
 
 
-def test_a_stream_adds_up_to_the_response(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_stream_adds_up_to_the_response(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say(CALLS)
     with client.responses.stream(model="m", input="1 + 2?", tools=[TOOL]) as stream:
-        told = list(stream)
+        events = list(stream)
         final = validated(stream.get_final_response())
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    kinds = [event.type for event in told]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == "response.completed"
-    done: list[Any] = [event for event in told if event.type == "response.output_item.done"]
+    done: list[Any] = [event for event in events if event.type == "response.output_item.done"]
     assert [event.item.id for event in done] == [item.id for item in final.output]
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
-    arguments = [e.delta for e in told if e.type == "response.function_call_arguments.delta"]
+    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     assert "".join(arguments) == "".join(getattr(item, "arguments", "") for item in final.output)
     assert final.output_text == "Let me add."
     stored = validated(client.responses.retrieve(final.id))
@@ -117,34 +125,34 @@ def test_a_stream_adds_up_to_the_response(client: openai.OpenAI, scripted: Calli
     assert [item.id for item in stored.output] == [item.id for item in final.output]
 
 
-def test_an_answer_that_is_cut_short(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_truncated_answer_is_incomplete(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("Once upon a time there was a fox.")
-    asked: Any = {"model": "m", "input": "Tell.", "max_output_tokens": 4}
-    found = validated(client.responses.create(**asked))
-    assert found.status == "incomplete"
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
-    assert found.output[0].status == "incomplete"
-    *_, last = client.responses.create(**asked, stream=True)
+    body: Any = {"model": "m", "input": "Tell.", "max_output_tokens": 4}
+    response = validated(client.responses.create(**body))
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"
+    *_, last = client.responses.create(**body, stream=True)
     assert last.type == "response.incomplete"
 
 
 def test_broken_call_is_never_a_completed_item(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say(CALLS.removesuffix("4}}\n</tool_call>"))
-    asked: Any = {"model": "m", "input": "1 + 2?", "tools": [TOOL]}
-    whole = validated(client.responses.create(**asked))
-    with client.responses.stream(**asked) as events:
+    body: Any = {"model": "m", "input": "1 + 2?", "tools": [TOOL]}
+    whole = validated(client.responses.create(**body))
+    with client.responses.stream(**body) as events:
         streamed = validated(events.get_final_response())
-    for found in (whole, streamed):
-        assert [item.status for item in found.output if item.type == "function_call"] == [
+    for response in (whole, streamed):
+        assert [item.status for item in response.output if item.type == "function_call"] == [
             "completed",
             "incomplete",
         ]
 
 
-def test_an_error_is_the_end_of_a_stream(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_error_ends_the_stream(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("Once upon a time there was a fox.")
-    scripted.client.error = "broken", "told to fail"
+    scripted.client.error = "broken", "asked to fail"
     try:
         *_, error, failed = client.responses.create(model="m", input="Tell.", stream=True)
     finally:
@@ -157,26 +165,28 @@ def test_an_error_is_the_end_of_a_stream(client: openai.OpenAI, scripted: Callin
         client.responses.retrieve(failed.response.id)
 
 
-def test_stored_responses_are_their_callers_own(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_stored_response_is_visible_only_to_its_caller(
+    client: openai.OpenAI, scripted: CallingBackend
+) -> None:
     scripted.say("Yes.")
-    found = client.responses.create(model="m", input="Well?")
+    response = client.responses.create(model="m", input="Well?")
     bob = client.with_options(api_key="bob-secret")
-    for response_id, who in ((found.id, bob), ("resp_unknown", client)):
+    for response_id, who in ((response.id, bob), ("resp_unknown", client)):
         with pytest.raises(openai.NotFoundError) as unknown:
             who.responses.retrieve(response_id)
         assert unknown.value.code == "response_not_found"
         with pytest.raises(openai.BadRequestError, match="previous_response_id is") as refused:
             who.responses.create(model="m", input="And?", previous_response_id=response_id)
         assert refused.value.code == "previous_response_not_found"
-    client.responses.delete(found.id)
+    client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(found.id)
+        client.responses.retrieve(response.id)
     kept = client.responses.create(model="m", input="Well?", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(kept.id)
 
 
-def test_the_items_that_a_response_was_made_from(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_input_items_are_listed_in_pages(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("One.")
     first = client.responses.create(model="m", input="first question")
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
@@ -205,10 +215,10 @@ def test_the_items_that_a_response_was_made_from(client: openai.OpenAI, scripted
         client.responses.input_items.list("resp_unknown")
 
 
-def test_references_to_items(client: openai.OpenAI, scripted: CallingBackend) -> None:
+def test_item_references_are_resolved(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("A fox.")
-    found = client.responses.create(model="m", input="Who?")
-    reference: Any = {"type": "item_reference", "id": found.output[0].id}
+    response = client.responses.create(model="m", input="Who?")
+    reference: Any = {"type": "item_reference", "id": response.output[0].id}
     client.responses.create(model="m", input=[reference, {"role": "user", "content": "Why?"}])
     assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
     with pytest.raises(openai.BadRequestError, match="there is no item 'msg_1'"):
@@ -226,7 +236,7 @@ def find(server: Live, response_id: str) -> StoredResponse:
     return stored
 
 
-def test_what_is_never_rendered_is_not_stored(
+def test_fields_that_are_never_rendered_are_not_stored(
     server: Live, client: openai.OpenAI, scripted: CallingBackend
 ) -> None:
     unseen = "not rendered " * 100_000
@@ -239,7 +249,7 @@ def test_what_is_never_rendered_is_not_stored(
     second = client.responses.create(model="m", input="And?", previous_response_id=first.id)
     assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
     assert find(server, second.id).size < 20_000
-    # What the response itself has is there, as it was told.
+    # The stored response itself is unchanged.
     assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
     listed = list(client.responses.input_items.list(first.id, order="asc"))
     assert [item.type for item in listed] == ["message", "reasoning", "message"]
@@ -258,7 +268,7 @@ def test_conversations_share_the_items_of_earlier_turns(
         assert mine is theirs
 
 
-def test_a_conversation_is_bounded_as_a_whole(scripted: CallingBackend) -> None:
+def test_stored_and_new_items_share_one_size_limit(scripted: CallingBackend) -> None:
     with live_server(scripted, max_body_size=3072) as live:
         text = {"input": [{"role": "user", "content": "x" * 1000}]}
 
@@ -279,17 +289,17 @@ def test_a_conversation_is_bounded_as_a_whole(scripted: CallingBackend) -> None:
 
 
 class WatchedResponses(LocalResponses):
-    """Tells what is asked for, and how many requests the caller has running at that time."""
+    """Records each look-up, and how many requests the caller has running at that time."""
 
     def __init__(self, store: ResponseStore, caller: Caller) -> None:
         super().__init__(store)
-        self.asked: list[Any] = []
+        self.lookups: list[Any] = []
         self.num_running: list[int] = []
         self.held: asyncio.Event | None = None  # what look-ups wait for
         self._owner = caller
 
     async def _note(self, what: Any) -> None:
-        self.asked.append(what)
+        self.lookups.append(what)
         self.num_running.append(self._owner.num_running)
         if self.held is not None:
             await self.held.wait()
@@ -305,9 +315,9 @@ class WatchedResponses(LocalResponses):
 
 @pytest.fixture
 def watched(server: Live, monkeypatch: pytest.MonkeyPatch) -> WatchedResponses:
-    found = WatchedResponses(store_of(server), server.state.keys.named("alice"))
-    monkeypatch.setattr(server.state, "responses", found)
-    return found
+    responses = WatchedResponses(store_of(server), server.state.keys.named("alice"))
+    monkeypatch.setattr(server.state, "responses", responses)
+    return responses
 
 
 def test_each_referenced_item_is_fetched_once_and_after_admission(
@@ -324,16 +334,16 @@ def test_each_referenced_item_is_fetched_once_and_after_admission(
     body: Any = {"model": "m", "input": references, "previous_response_id": first.id}
     client.responses.create(**body)
     assert scripted.prompt.count("A fox.") == 7
-    assert watched.asked == [first.id, ids]
+    assert watched.lookups == [first.id, ids]
     assert watched.num_running == [1, 1]
     alice = server.state.keys.named("alice")
     monkeypatch.setattr(alice, "max_concurrent", 0)
     with pytest.raises(openai.RateLimitError):
         client.responses.create(**body)
-    assert len(watched.asked) == 2
+    assert len(watched.lookups) == 2
 
 
-def test_a_request_that_looks_up_can_be_cancelled(
+def test_request_can_be_cancelled_while_it_looks_up_items(
     server: Live, client: openai.OpenAI, watched: WatchedResponses
 ) -> None:
     first = client.responses.create(model="m", input="Who?")
@@ -342,13 +352,13 @@ def test_a_request_that_looks_up_can_be_cancelled(
     headers = {"authorization": "Bearer alice-secret"}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(server.post, "/v1/responses", body, headers=headers)
-        server.wait_until("a look-up", lambda: watched.asked)
+        server.wait_until("a look-up", lambda: watched.lookups)
         assert server.http.delete("/v1/requests/held", headers=headers).json()["cancelled"]
         assert answer.result().status_code == 409
     assert server.state.keys.named("alice").num_running == 0
 
 
-def test_errors(client: openai.OpenAI) -> None:
+def test_errors_name_model_and_key(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.responses.create(model="gpt", input="x")
     with pytest.raises(openai.BadRequestError, match="web_search") as refused:
@@ -369,26 +379,26 @@ class Fox(BaseModel):
 @pytest.fixture(scope="module")
 def builtin(backend: Backend) -> Iterator[openai.OpenAI]:
     with live_server(backend) as live:
-        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as found:
-            yield found
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
+            yield client
         live.wait_until_idle()
 
 
-def test_text_of_a_wanted_form(builtin: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "input": "A fox?", "text_format": Fox, "temperature": 0}
-    found = builtin.responses.parse(**asked)
-    assert isinstance(found.output_parsed, Fox)
-    with builtin.responses.stream(**asked) as stream:
+def test_text_format_is_enforced(builtin: openai.OpenAI) -> None:
+    body: Any = {"model": MODEL, "input": "A fox?", "text_format": Fox, "temperature": 0}
+    response = builtin.responses.parse(**body)
+    assert isinstance(response.output_parsed, Fox)
+    with builtin.responses.stream(**body) as stream:
         streamed = stream.get_final_response() if list(stream) else None
     assert streamed is not None
-    assert streamed.output_parsed == found.output_parsed
+    assert streamed.output_parsed == response.output_parsed
     schema: Any = {"type": "json_schema", "name": "n", "schema": {"type": "array", "contains": {}}}
     with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema.*contains") as refused:
         builtin.responses.create(model=MODEL, input="x", text={"format": schema})
     assert refused.value.param == "text.format"
 
 
-def test_what_was_said_before_is_found_in_the_cache(builtin: openai.OpenAI) -> None:
+def test_continued_conversation_hits_the_prefix_cache(builtin: openai.OpenAI) -> None:
     first = builtin.responses.create(model=MODEL, input="Why does it rain? " * 8, max_output_tokens=20)
     second = builtin.responses.create(
         model=MODEL, input="Why?", previous_response_id=first.id, max_output_tokens=4
@@ -398,7 +408,7 @@ def test_what_was_said_before_is_found_in_the_cache(builtin: openai.OpenAI) -> N
     assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - 16
 
 
-def test_cancelling(builtin: openai.OpenAI) -> None:
+def test_cancel_ends_the_running_response(builtin: openai.OpenAI) -> None:
     # An id may be used again: the response that runs is meant, not the one that is stored.
     again: Any = {"request_id": "again", "ignore_eos": True}
     builtin.responses.create(model=MODEL, input="Go.", max_output_tokens=1, extra_body=again)

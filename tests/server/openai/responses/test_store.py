@@ -39,7 +39,7 @@ def kept(store: ResponseStore, caller: Caller, names: str) -> str:
     return "".join(name for name in names if store.find(caller, name))
 
 
-def test_one_caller_never_sees_anothers() -> None:
+def test_callers_see_only_their_own_responses() -> None:
     store = ResponseStore(10, 1 << 20)
     store.add(ALICE, stored("a"))
     assert store.find(ALICE, "a") == stored("a")
@@ -55,7 +55,7 @@ def test_one_caller_never_sees_anothers() -> None:
     assert (len(store), store.size) == (0, 0)
 
 
-def test_who_has_the_most_gives_way() -> None:
+def test_full_store_evicts_from_the_caller_with_the_most() -> None:
     store = ResponseStore(4, 1 << 20)
     store.add(BOB, stored("b"))
     for name in "vwxyz":
@@ -65,7 +65,7 @@ def test_who_has_the_most_gives_way() -> None:
     assert len(store) == 4
 
 
-def test_bytes_are_bounded() -> None:
+def test_store_is_bounded_in_bytes() -> None:
     size = 3 * SMALLEST
     store = ResponseStore(100, 10 * SMALLEST)
     store.add(BOB, stored("b"))
@@ -77,7 +77,7 @@ def test_bytes_are_bounded() -> None:
     assert kept(store, BOB, "bc") == "b"
 
 
-def test_the_size_is_that_of_the_content_and_of_all_items() -> None:
+def test_size_counts_content_and_items() -> None:
     conversation = tuple(item(str(number), 100) for number in range(5))
     whole = StoredResponse("a", ResponseContent(b"x" * 50), conversation, 1)
     assert whole.size == 50 + 5 * (100 + ITEM_OVERHEAD) + OVERHEAD
@@ -85,7 +85,7 @@ def test_the_size_is_that_of_the_content_and_of_all_items() -> None:
     assert [one.item_id for one in whole.outputs] == ["4"]
 
 
-def test_items_of_more_bytes_than_allowed_are_not_found_together() -> None:
+def test_items_that_are_too_large_together_are_rejected() -> None:
     store = ResponseStore(10, 1 << 20)
     outputs = (item("a", 600), item("b", 600))
     store.add(ALICE, StoredResponse("r", ResponseContent(b""), outputs, 2))
@@ -95,7 +95,7 @@ def test_items_of_more_bytes_than_allowed_are_not_found_together() -> None:
     assert (refused.value.status, refused.value.code) == (400, "conversation_too_large")
 
 
-def test_an_id_that_is_used_again_is_the_later_one() -> None:
+def test_reused_id_replaces_the_earlier_response() -> None:
     store = ResponseStore(10, 1 << 20)
     store.add(ALICE, stored("a", 5))
     store.add(ALICE, stored("a", 7))
@@ -103,13 +103,13 @@ def test_an_id_that_is_used_again_is_the_later_one() -> None:
     assert (len(store), store.size) == (1, 7 + SMALLEST)
 
 
-def test_a_store_for_none() -> None:
+def test_store_of_size_0_stores_nothing() -> None:
     store = ResponseStore(0, 1 << 20)
     store.add(ALICE, stored("a"))
     assert store.find(ALICE, "a") is None
 
 
-def test_pages_end_by_bytes_as_well_as_by_number() -> None:
+def test_pages_are_bounded_in_bytes_and_items() -> None:
     size = MAX_PAGE_BYTES // 2 + 2
     items = [item("a", 10), item("b", size), item("c", size), item("d", 3 * MAX_PAGE_BYTES), item("e", 10)]
     pages, after = [], None
@@ -124,7 +124,7 @@ def test_pages_end_by_bytes_as_well_as_by_number() -> None:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_of_items_with_the_same_id_end(order: str) -> None:
+def test_items_with_the_same_id_are_listed_once(order: str) -> None:
     items = [item(name) for name in "abcbbcbd"]
     listed: list[str] = []
     after, has_more = None, True
@@ -136,7 +136,7 @@ def test_pages_of_items_with_the_same_id_end(order: str) -> None:
     assert listed == sorted("abcd", reverse=order == "desc")
 
 
-def test_a_page_is_json() -> None:
+def test_page_is_json() -> None:
     page = json.loads(InputPage([item("a"), item('"b')], True).encode())
     assert page == {"object": "list", "data": ["", ""], "first_id": "a", "last_id": '"b', "has_more": True}
     empty = json.loads(InputPage([], False).encode())

@@ -1,4 +1,4 @@
-"""What is stored of a conversation: what templates render, and no more than a request's body could hold."""
+"""Stored conversations: only fields that templates render, and no more than a request's body could hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.server.errors import ApiError
-from inflight.server.http.body import MAX_PARTS, parse_body
+from inflight.server.http.bodies import MAX_PARTS, parse_body
 from inflight.server.openai.responses.conversation import input_items
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.store import StoredItem, check_conversation
@@ -50,13 +50,13 @@ def stored(*items: Any) -> list[StoredItem]:
     ],
     ids=["output_text", "input_text", "reasoning", "function_call_output"],
 )
-def test_what_no_template_renders_is_not_stored(item: Any) -> None:
+def test_fields_that_no_template_renders_are_not_stored(item: Any) -> None:
     (only,) = stored(item)
     assert len(only.data) < 200
     assert UNSEEN[:12].encode() not in only.data
 
 
-def test_what_is_rendered_is_stored_as_clients_list_it() -> None:
+def test_rendered_fields_are_stored_in_the_form_that_clients_list() -> None:
     message, refusal, call, output, summary = stored(
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "id": "msg_1", "content": [{"type": "refusal", "refusal": "No."}]},
@@ -78,7 +78,7 @@ def test_what_is_rendered_is_stored_as_clients_list_it() -> None:
     assert json.loads(summary.data)["summary"] == [{"type": "summary_text", "text": "Hm"}]
 
 
-def test_a_conversation_has_the_limits_of_a_body() -> None:
+def test_conversation_has_the_limits_of_a_body() -> None:
     items = stored({"role": "user", "content": "x" * 1000})
     num_bytes = len(items[0].data)
     check_conversation(items * 3, 3 * num_bytes, "input")

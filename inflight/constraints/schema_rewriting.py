@@ -1,0 +1,85 @@
+"""Rewrites checked JSON schemas to equivalent ones that llguidance follows exactly.
+
+Patterns are the hardest part. In JSON a string's `"` is written `\\"`. llguidance rewrites a pattern so that it matches
+the written form, and if a character class holds many control characters it takes all escapes for members: `[^"]` would
+let `\\"` through. Without the control characters, which cannot be written here anyway, the rewriting is exact, so they
+are removed from every class.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from inflight.constraints.schema import FAR, OMIT, OUTWARD, has_no_effect, rewritten
+
+# Removes the control characters without an escape of their own (\b, \t, \n, \f, \r) from a class.
+_EXCEPT_CONTROL = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
+_TINY, _SMALL = 1e-9, 1 << 20  # their sum is exact enough
+_PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,64}\}|[A-Za-z])")  # no property name is longer
+# A class as `safe_pattern` returns it, also where a message quotes it.
+_SAFE_CLASS = re.compile(
+    rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern})"
+    + re.escape(_EXCEPT_CONTROL).replace(r"\\", r"\\+")
+    + r"\]"
+)
+
+
+def exact_schema(schema: Any) -> Any:
+    """Return an equivalent copy with safe patterns, bounds in range, and no unsupported keywords without effect."""
+    return rewritten(schema, _exact)
+
+
+def _exact(keyword: str, value: Any) -> Any:
+    if has_no_effect(keyword, value):
+        return OMIT
+    if keyword == "pattern" and isinstance(value, str):
+        return safe_pattern(value)
+    if keyword == "patternProperties" and isinstance(value, dict):
+        return {safe_pattern(name): inner for name, inner in value.items()}
+    if keyword in OUTWARD and isinstance(value, int | float) and value * OUTWARD[keyword] > FAR:
+        return FAR * OUTWARD[keyword]  # no longer numbers are generated
+    if keyword.startswith("exclusiveM") and isinstance(value, int | float) and abs(value) < _SMALL:
+        # llguidance takes an exclusive integer for an inclusive one if the bounds are less than 1 apart.
+        return value - OUTWARD[keyword] * _TINY if value == int(value) else value
+    return value
+
+
+def safe_pattern(pattern: str) -> str:
+    """Return a pattern without control characters in its classes. Invalid patterns stay invalid."""
+    parts, at = [], 0
+    while at < len(pattern):
+        end = at + 1
+        if pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+        elif pattern[at] == "\\":
+            match = _PROPERTY.match(pattern, at)
+            end = match.end() if match else at + 2
+        is_class = end > at + 2
+        parts.append(f"[{pattern[at:end]}{_EXCEPT_CONTROL}]" if is_class else pattern[at:end])
+        at = end
+    return "".join(parts)
+
+
+def as_written(text: str) -> str:
+    """Undo `safe_pattern` in a message that quotes patterns."""
+    return _SAFE_CLASS.sub(r"\1", text)
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """Return the index after the bracket that closes the one at `start`, or start + 1 if none does."""
+    depth, at = 0, start
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif character == "[":
+            depth += 1
+            at += pattern.startswith("^", at + 1)
+            at += pattern.startswith("]", at + 1)  # a literal in this position
+        elif character == "]":
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return start + 1
