@@ -51,14 +51,21 @@ class SyntheticSteps:
         self._requests = [0] * num_slots
 
     def chunk(self, num_steps: int, now: float) -> dict[str, Any]:
-        first, columns = self._step, {}
+        first = self._step
+        columns: dict[str, list[float]] = {}
         seconds = 1 / self._rate
         steps = range(first, first + num_steps)
         columns["step"] = list(steps)
         columns["at"] = [now + (step - first - num_steps) * seconds for step in steps]
         device = int(seconds * 0.8e6)
         parts = {"schedule": 60, "launch": 20, "device": device, "update": 40, "tokens": self._num_slots}
-        parts |= {"output": self._num_slots, "running": self._num_slots, "waiting": 5, "used": 3000, "cached": 100}
+        parts |= {
+            "output": self._num_slots,
+            "running": self._num_slots,
+            "waiting": 5,
+            "used": 3000,
+            "cached": 100,
+        }
         columns |= {name: [value] * num_steps for name, value in parts.items()}
         runs: list[list[int]] = []
         requests = []
@@ -134,7 +141,9 @@ def _metrics(page: Page) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--rate", type=int, default=1000, help="steps per second")
     parser.add_argument("--seconds", type=float, default=10.0)

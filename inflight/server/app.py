@@ -20,7 +20,7 @@ from inflight.server.errors import ApiError, error_at, of_exception
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document, respond
-from inflight.server.pages import PAGES, page_at
+from inflight.server.pages import PAGES, application_page, not_found_page
 from inflight.server.routes import operations, replicas, requests, service
 from inflight.server.routes.schemas import HealthStatus
 from inflight.server.scoring import routes as pooling
@@ -136,6 +136,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         path = request.url.path
         message = f"unknown path {path!r:.200}{hint_for(path)}"
+        if request.method == "GET" and _is_browser(request.scope):
+            return not_found_page(message, request.scope.get("root_path", "") + "/")
         return error_at(path, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"
@@ -175,7 +177,7 @@ class LoadingApp:
             retry_after=RETRY_AFTER,
         )
         if scope["path"] in PAGES and scope["method"] == "GET" and _is_browser(scope):
-            page = page_at(scope["path"], error.status)
+            page = application_page(error.status)
             page.headers.update(error.headers)
             return page
         if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
@@ -189,5 +191,5 @@ class LoadingApp:
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Return whether the client is a browser, whose page waits until the model is loaded."""
+    """Return whether the client is a browser, which shows pages rather than JSON."""
     return "text/html" in Headers(scope=scope).get("accept", "")

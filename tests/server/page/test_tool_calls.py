@@ -133,37 +133,7 @@ def test_endless_tool_calls_are_stopped(page: Page, live: Live, model: ScriptedC
     ask(page, QUESTION)
     assert f"stopped after {MAX_ROUNDS} rounds of tool calls" in wait_for_figures(page, MAX_ROUNDS + 1)
     assert len(model.requests) == MAX_ROUNDS + 1
-    assert not page.run("Boolean(running)")
-
-
-RESULTS: list[tuple[str, str, str]] = [
-    ("calculate", '{"expression": "-2^2 + 10 % 4 * 3"}', "2"),
-    ("calculate", '{"expression": "2 ** 3 ** 2 - .5"}', "511.5"),
-    ("calculate", '{"expression": "0.1 + 0.2"}', "0.3"),
-    ("calculate", '{"expression": 7}', "7"),
-    ("calculate", '{"expression": "alert(1)"}', "Error: cannot compute alert(1)"),
-    ("calculate", '{"expression": "(1"}', "Error: cannot compute (1"),
-    ("get_time", '{"city": "Atlantis"}', "UTC (the time zone of Atlantis is unknown)"),
-    ("lookup", '{"query": "How high is the Eiffel Tower?"}', "330 metres"),
-    ("lookup", '{"query": "nonsense"}', "Nothing was found about nonsense"),
-    ("lookup", "{}", "Error: query is missing"),
-    ("lookup", "null", "Error: query is missing"),
-    ("lookup", "{broken", "Error: "),
-    ("delete", "{}", "Error: there is no tool delete"),
-]
-
-
-def test_toy_tools_return_results_and_errors(page: Page, live: Live) -> None:  # noqa: ARG001
-    for name, arguments, expected in RESULTS:
-        assert expected in page.run(f"resultOf({name!r}, {arguments!r})"), (name, arguments)
-    again = [page.run(f"resultOf('get_weather', '{{\"city\": \"{city}\"}}')") for city in ("Rome", "ROME")]
-    assert again[0] == again[1]
-    times = (
-        page.run("TOY_TOOLS.map(described).length"),
-        page.run('resultOf("get_time", \'{"city": "Oslo"}\')'),
-    )
-    assert times[0] == 4
-    assert len(times[1]) == len("12:34")
+    assert page.run("document.querySelector('#stop').hidden")
 
 
 def test_model_without_tool_support_disables_the_switches(page: Page, tmp_path: Path) -> None:
