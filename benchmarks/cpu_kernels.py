@@ -20,9 +20,8 @@ import torch
 from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampling
 from inflight.attention.backend import AttentionInputs, KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
-from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.kernels import Kernels, Linear, TorchKernels
 from inflight.layers.native_kernels import NativeKernels
-from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import Library, native_library
 
 NUM_LAYERS = 28

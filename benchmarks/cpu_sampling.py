@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.execution.forward import torch_threads
+from inflight.execution.runner import torch_threads
 from inflight.execution.sampling import NativeSampler, NativeSamplingRows, Sampler, SamplingRows
 from inflight.native.library import Library
 from inflight.request import Request

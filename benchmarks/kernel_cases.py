@@ -19,7 +19,7 @@ from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.plan import Ints
 from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
-from inflight.attention.triton.step import Items
+from inflight.attention.triton.softmax import Items
 from inflight.attention.triton.tuning import choose as choose_tuning
 from inflight.execution.sampling.triton import (
     LogprobBuffers,

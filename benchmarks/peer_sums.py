@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.layers.triton.linear_parts import NextNorm
 
 SLOT = 1 << 22
 NUM_FEATURES = 4096

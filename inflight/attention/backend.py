@@ -1,4 +1,4 @@
-"""The interface between a decoder layer and the paged KV cache."""
+"""The interfaces between models and attention: over the paged KV cache in decoders, within sequences in encoders."""
 
 from __future__ import annotations
 
@@ -75,3 +75,36 @@ class AttentionBackend(Protocol[InputsT]):
     ) -> Tensor:  # [T, num_heads * head_dim]
         """Normalise and rotate queries and keys, write this step's keys and values for all entries, then attend. So an
         entry may read blocks that another entry of the same step fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The B sequences of one step, T tokens side by side without padding."""
+
+    starts: Tensor  # [B + 1] int32, from 0 to T, on the device
+    lengths: list[int] | None  # [B]; None: only the device knows, and B and T are capacities
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLayer:
+    """The parameters of an encoder's attention in one layer."""
+
+    num_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a token at i sees those at j with |i - j| <= window; None: all of its sequence
+    # [max_position, rotary_dim] float32: cos in the first half, sin in the second; None: nothing is rotated
+    cos_sin: Tensor | None = None
+
+
+class SequenceAttention(Protocol):
+    """Attention of encoders: every token of a sequence sees every other, and nothing is kept for later steps."""
+
+    def attend(
+        self,
+        qkv: Tensor,  # [T, 3 * num_heads * head_dim], as projected; may be overwritten
+        layer: SequenceLayer,
+        sequences: Sequences,
+        positions: Tensor,  # [T] int64, from 0 in each sequence
+    ) -> Tensor:  # [T, num_heads * head_dim]
+        """Rotate queries and keys, and attend within each sequence."""

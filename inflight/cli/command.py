@@ -30,11 +30,11 @@ class InflightCommand(TyperCommand):
 
     compat_rules = SERVE_RULES
     logs_notes = True  # False: the command logs them itself
+    greedy_lists = False  # True: as in argparse, a flag with a list takes all words up to the next flag
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        reader = ArgumentReader(
-            self._known_flags(ctx), self.compat_rules, ctx.command_path, self._has_model()
-        )
+        known, has_model = self._known_flags(ctx), self._has_model()
+        reader = ArgumentReader(known, self.compat_rules, ctx.command_path, has_model, self.greedy_lists)
         rest: list[str] = super().parse_args(ctx, reader.read(args))
         ctx.meta[NOTES] = reader.notes
         return rest

@@ -15,7 +15,7 @@ from inflight.errors import ConfigError
 from inflight.option import Option, read_yaml
 from inflight.vllm_compat.arguments import SIMILAR, UNSET, parse_list
 from inflight.vllm_compat.environment import SERVICE_LINK, translate_environment
-from inflight.vllm_compat.rules import CompatRules, as_text
+from inflight.vllm_compat.rules import CompatRules, as_text, join_reasons
 
 PREFIX = "INFLIGHT_"
 OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # our variables that are not options
@@ -170,15 +170,21 @@ def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRul
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}: it must map options to values")
     values: dict[str, Any] = {}
+    reasons: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")
         rule = compat_rules.find(flag := f"--{name.replace('_', '-')}")
         if rule is not None and (name not in options or isinstance(value, str | int)):
-            values |= from_arguments(options, rule.arguments(flag, as_text(value)))
-            continue
-        if name not in options:
-            raise ConfigError(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")
-        values[name] = _typed(f"{key} in {path}", value, options[name])
+            try:
+                values |= from_arguments(options, rule.arguments(flag, as_text(value)))
+            except ConfigError as error:
+                reasons.append(str(error))
+        elif name not in options:
+            reasons.append(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")
+        else:
+            values[name] = _typed(f"{key} in {path}", value, options[name])
+    if reasons:
+        raise ConfigError(join_reasons(reasons))
     return values
 
 

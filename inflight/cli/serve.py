@@ -15,9 +15,10 @@ from inflight.vllm_compat.cli_flags import SERVE_RULES
 
 
 class ServeCommand(InflightCommand):
-    """Logs its notes once logging is configured."""
+    """Logs its notes once logging is configured. Lists are read as by `vllm serve`."""
 
     logs_notes = False
+    greedy_lists = True
 
 
 _CONFIG = typer.Option(help="A YAML file with options, named like the flags.")

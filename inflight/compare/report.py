@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from inflight.compare.measure import Figures, StrategyRun, compute_figures, measure
 from inflight.compare.timeline import (
     LegendEntry,
+    RequestInfo,
     Span,
     SpanKind,
-    Timeline,
+    StrategyComparison,
+    StrategyResult,
     join_words,
     lay_out,
     request_label,
+    results_of,
 )
 from inflight.compare.workload import Job, Workload, build_jobs
 from inflight.loading import LoadedEngine
@@ -27,20 +30,9 @@ Progress = Callable[[str, int], None]  # called with the strategy and its number
 
 
 @dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """The facts about a request that accompany the picture."""
-
-    label: str
-    title: str
+class ChatInfo(RequestInfo):
     num_prompt_tokens: int
     num_output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyResult:
-    figures: Figures
-    timeline: Timeline
-    speedup: float  # tokens/s of the reference strategy divided by this strategy's
 
 
 LEGEND = (
@@ -64,7 +56,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s"
 
 
-ROWS: tuple[tuple[str, Callable[[StrategyResult], str]], ...] = (
+ROWS: tuple[tuple[str, Callable[[StrategyResult[Figures]], str]], ...] = (
     ("total time", lambda result: _seconds(result.figures.total_time)),
     ("output tokens/s", lambda result: f"{result.figures.tokens_per_second:,.0f}"),
     ("time to first token, mean", lambda result: _seconds(result.figures.mean_ttft)),
@@ -77,42 +69,19 @@ ROWS: tuple[tuple[str, Callable[[StrategyResult], str]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of a comparison; implements `ComparisonView`."""
-
-    model: str
+@dataclass(frozen=True)
+class Comparison(StrategyComparison[Figures, ChatInfo]):
     workload: Workload
-    num_slots: int
-    reference: str
-    requests: list[RequestInfo]
-    results: dict[str, StrategyResult]  # strategy -> result, in the order of the runs
     identical_tokens: bool  # whether every request has the same tokens under every strategy
 
     legend = LEGEND
     definitions = DEFINITIONS
     close_steps = CLOSE_STEPS
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        return [result.timeline for result in self.results.values()]
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.requests)
+    throughput = "produces {} times as many tokens per second as {}"
 
     @property
     def title(self) -> str:
         return f"The same requests under {join_words(list(self.results))}"
-
-    @property
-    def headline(self) -> str:
-        others = [
-            f"{result.speedup:.1f} times as many tokens per second as {name}"
-            for name, result in self.results.items()
-            if name != self.reference
-        ]
-        return f"{self.reference.capitalize()} produces {join_words(others)}." if others else ""
 
     @property
     def verdict(self) -> str:
@@ -139,15 +108,10 @@ class Comparison:
         figures = self.results[strategy].figures
         return f"{figures.total_time:.2f} s, {figures.tokens_per_second:,.0f} tokens/s"
 
-    def label(self, request: int) -> str:
-        return self.requests[request].label
-
     def describe_request(self, request: int) -> str:
         info = self.requests[request]
-        return (
-            f"{info.label}: {info.title}\n"
-            f"{info.num_prompt_tokens} prompt tokens, {info.num_output_tokens} output tokens"
-        )
+        tokens = f"{info.num_prompt_tokens} prompt tokens, {info.num_output_tokens} output tokens"
+        return f"{super().describe_request(request)}\n{tokens}"
 
     def describe_span(self, span: Span) -> str:
         steps = (
@@ -171,7 +135,6 @@ class Comparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return every figure and what is needed to draw the picture again."""
         return {
             "model": self.model,
             "num_requests": len(self.requests),
@@ -182,13 +145,7 @@ class Comparison:
             "temperature": self.workload.temperature,
             "seed": self.workload.seed,
             "identical_tokens": self.identical_tokens,
-            "reference": self.reference,
-            "strategies": {
-                name: {**asdict(result.figures), "speedup_of_reference": result.speedup}
-                for name, result in self.results.items()
-            },
-            "requests": [asdict(request) for request in self.requests],
-            "timelines": {name: result.timeline.to_json() for name, result in self.results.items()},
+            **self.results_json(),
         }
 
 
@@ -211,23 +168,17 @@ def compare(
 
 def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Workload, model: str) -> Comparison:
     figures = {run.strategy: compute_figures(run) for run in runs}
-    reference = "continuous" if "continuous" in figures else runs[-1].strategy
-    best = figures[reference].tokens_per_second
+    reference, results = results_of(figures, list(map(lay_out, runs)), lambda each: each.tokens_per_second)
     answers = [[request.token_ids for request in run.requests] for run in runs]
     return Comparison(
-        model=model,
-        workload=workload,
-        num_slots=runs[0].num_slots,
-        reference=reference,
-        requests=[
-            RequestInfo(request_label(index), job.title, len(job.prompt_ids), len(answers[0][index]))
+        model,
+        runs[0].num_slots,
+        reference,
+        [
+            ChatInfo(request_label(index), job.title, len(job.prompt_ids), len(answers[0][index]))
             for index, job in enumerate(jobs)
         ],
-        results={
-            run.strategy: StrategyResult(
-                figures[run.strategy], lay_out(run), best / figures[run.strategy].tokens_per_second
-            )
-            for run in runs
-        },
+        results,
+        workload,
         identical_tokens=all(answer == answers[0] for answer in answers),
     )

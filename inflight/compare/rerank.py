@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,17 @@ import numpy as np
 from inflight.compare.measure import StepRecorder, serve
 from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import Progress
-from inflight.compare.timeline import LegendEntry, Span, SpanKind, Timeline, join_words, request_label
+from inflight.compare.timeline import (
+    LegendEntry,
+    RequestInfo,
+    Span,
+    SpanKind,
+    StrategyComparison,
+    Timeline,
+    join_words,
+    request_label,
+    results_of,
+)
 from inflight.compare.workload import Arrival
 from inflight.errors import EngineError, ParameterError
 from inflight.events import StepRecord
@@ -54,42 +64,33 @@ class PairWorkload:
 
 
 @dataclass(frozen=True, slots=True)
-class PairInfo:
-    label: str
-    title: str
+class PairInfo(RequestInfo):
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class RerankStrategyResult:
-    figures: RerankFigures
-    timeline: Timeline
-    speedup: float  # pairs/s of the reference strategy divided by this strategy's
+class RerankFigures:
+    """A run in numbers; times are seconds."""
+
+    total_time: float
+    pairs_per_second: float
+    first_result: float
+    last_result: float
+    p50_latency: float
+    p99_latency: float
+    padding: float  # share of the computed positions
+    num_steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class RerankComparison:
-    """The result of a comparison; implements `ComparisonView`."""
-
-    model: str
+@dataclass(frozen=True)
+class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     workload: PairWorkload
-    num_slots: int
-    reference: str
-    requests: list[PairInfo]
-    results: dict[str, RerankStrategyResult]
     identical_scores: bool
 
     legend = LEGEND
     definitions = DEFINITIONS
     close_steps = CLOSE_STEPS
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        return [result.timeline for result in self.results.values()]
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.requests)
+    throughput = "scores {} times as many pairs per second as {}"
 
     @property
     def title(self) -> str:
@@ -104,15 +105,6 @@ class RerankComparison:
             f"{len(lengths)} pairs {arrival}, {self.num_slots} slots, {self.model}; "
             f"{lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
         )
-
-    @property
-    def headline(self) -> str:
-        others = [
-            f"{result.speedup:.1f} times as many pairs per second as {name}"
-            for name, result in self.results.items()
-            if name != self.reference
-        ]
-        return f"{self.reference.capitalize()} scores {join_words(others)}." if others else ""
 
     @property
     def verdict(self) -> str:
@@ -145,12 +137,6 @@ class RerankComparison:
         figures = self.results[strategy].figures
         return f"{figures.total_time:.2f} s, {figures.pairs_per_second:,.0f} pairs/s"
 
-    def label(self, request: int) -> str:
-        return self.requests[request].label
-
-    def describe_request(self, request: int) -> str:
-        return f"{self.requests[request].label}: {self.requests[request].title}"
-
     def describe_span(self, span: Span) -> str:
         pair = self.requests[span.request]
         activity = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
@@ -165,13 +151,7 @@ class RerankComparison:
             "batch_size": self.num_slots,
             "seed": self.workload.seed,
             "identical_scores": self.identical_scores,
-            "reference": self.reference,
-            "strategies": {
-                name: {**asdict(result.figures), "speedup_of_reference": result.speedup}
-                for name, result in self.results.items()
-            },
-            "requests": [asdict(request) for request in self.requests],
-            "timelines": {name: result.timeline.to_json() for name, result in self.results.items()},
+            **self.results_json(),
         }
 
 
@@ -211,41 +191,13 @@ def _summarise(
     runs: Sequence[RerankRun], infos: list[PairInfo], workload: PairWorkload, num_slots: int, model: str
 ) -> RerankComparison:
     figures = {run.strategy: pair_figures(run) for run in runs}
-    reference = "continuous" if "continuous" in figures else runs[-1].strategy
-    best = figures[reference].pairs_per_second
-    return RerankComparison(
-        model=model,
-        workload=workload,
-        num_slots=num_slots,
-        reference=reference,
-        requests=infos,
-        results={
-            run.strategy: RerankStrategyResult(
-                figures[run.strategy],
-                lay_out_pairs(run, num_slots),
-                best / figures[run.strategy].pairs_per_second,
-            )
-            for run in runs
-        },
-        identical_scores=all(run.vectors == runs[0].vectors for run in runs),
-    )
+    timelines = [lay_out_pairs(run, num_slots) for run in runs]
+    reference, results = results_of(figures, timelines, lambda each: each.pairs_per_second)
+    identical = all(run.vectors == runs[0].vectors for run in runs)
+    return RerankComparison(model, num_slots, reference, infos, results, workload, identical)
 
 
 # ---- one strategy ----
-
-
-@dataclass(frozen=True, slots=True)
-class RerankFigures:
-    """A run in numbers; times are seconds."""
-
-    total_time: float
-    pairs_per_second: float
-    first_result: float
-    last_result: float
-    p50_latency: float
-    p99_latency: float
-    padding: float  # share of the computed positions
-    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,28 @@
              step 0 ...                   .  a finished request still holds the slot
 
 Adjacent cells of the same kind and request are merged into one span. An axis maps spans to a picture's width, and
-`ComparisonView` is what tables, pictures and pages need to know about a comparison.
+`ComparisonView` is what tables, pictures and pages know about a comparison.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from inflight.events import SlotRecord
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from inflight.compare.measure import StrategyRun
+
+F = TypeVar("F", bound="DataclassInstance")
+R = TypeVar("R", bound="RequestInfo")
 
 CUT = 1.5  # a strategy that takes this many times as long as all others is not shown to its end
 
@@ -203,63 +209,125 @@ class LegendEntry(NamedTuple):
     short_text: str  # for terminals; "" leaves the entry out
 
 
-class ComparisonView(Protocol):
-    """A finished comparison as tables, pictures and pages see it, whatever was compared."""
+@dataclass(frozen=True, slots=True)
+class StrategyResult(Generic[F]):
+    """The figures of one strategy, a dataclass, and its timeline."""
+
+    figures: F
+    timeline: Timeline
+    speedup: float  # throughput of the reference strategy divided by this strategy's
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """The facts about a request that accompany the picture."""
+
+    label: str
+    title: str
+
+
+@dataclass(frozen=True)
+class StrategyComparison(ABC, Generic[F, R]):
+    """A finished comparison, whatever was compared."""
+
+    model: str
+    num_slots: int
+    reference: str
+    requests: list[R]
+    results: dict[str, StrategyResult[F]]  # strategy -> result, in the order of the runs
+
+    close_steps: ClassVar[int]  # how many steps the close-up shows
+    legend: ClassVar[tuple[LegendEntry, ...]]
+    definitions: ClassVar[tuple[tuple[str, str], ...]]  # the table's terms and their meanings
+    throughput: ClassVar[str]  # "produces {} times as many tokens per second as {}"
 
     @property
+    @abstractmethod
     def title(self) -> str:
         """The title of a page."""
 
     @property
+    @abstractmethod
     def subtitle(self) -> str:
         """The workload in one line."""
 
     @property
-    def headline(self) -> str:
-        """The result in one sentence."""
-
-    @property
+    @abstractmethod
     def verdict(self) -> str:
         """A sentence that says whether all strategies gave the same results."""
 
-    @property
-    def num_slots(self) -> int: ...
+    @abstractmethod
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """Return the table's rows: a name and one cell per strategy."""
+
+    @abstractmethod
+    def summary(self, strategy: str) -> str:
+        """Return a strategy's figures in one line."""
+
+    @abstractmethod
+    def short_summary(self, strategy: str) -> str:
+        """Return a strategy's most important figures."""
+
+    @abstractmethod
+    def describe_span(self, span: Span) -> str:
+        """Return the text shown when the mouse hovers over a span."""
 
     @property
-    def num_requests(self) -> int: ...
+    def headline(self) -> str:
+        """The result in one sentence."""
+        verb, rest = self.throughput.split(" ", 1)
+        others = [
+            rest.format(f"{result.speedup:.1f}", name)
+            for name, result in self.results.items()
+            if name != self.reference
+        ]
+        return f"{self.reference.capitalize()} {verb} {join_words(others)}." if others else ""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
 
     @property
     def timelines(self) -> list[Timeline]:
         """One timeline per strategy, in the order of the runs."""
-
-    @property
-    def close_steps(self) -> int:
-        """How many steps the close-up shows."""
-
-    @property
-    def legend(self) -> tuple[LegendEntry, ...]: ...
-
-    @property
-    def definitions(self) -> tuple[tuple[str, str], ...]:
-        """The table's terms and their meanings."""
-
-    def rows(self) -> list[tuple[str, list[str]]]:
-        """Return the table's rows: a name and one cell per strategy."""
-
-    def summary(self, strategy: str) -> str:
-        """Return a strategy's figures in one line."""
-
-    def short_summary(self, strategy: str) -> str:
-        """Return a strategy's most important figures."""
+        return [result.timeline for result in self.results.values()]
 
     def label(self, request: int) -> str:
         """Return a request's letter."""
+        return self.requests[request].label
 
     def describe_request(self, request: int) -> str:
         """Return a request's letter and what the request is."""
+        return f"{self.requests[request].label}: {self.requests[request].title}"
 
-    def describe_span(self, span: Span) -> str:
-        """Return the text shown when the mouse hovers over a span."""
+    def results_json(self) -> dict[str, Any]:
+        """Return every figure and what is needed to draw the picture again."""
+        return {
+            "reference": self.reference,
+            "strategies": {
+                name: {**asdict(result.figures), "speedup_of_reference": result.speedup}
+                for name, result in self.results.items()
+            },
+            "requests": [asdict(request) for request in self.requests],
+            "timelines": {name: result.timeline.to_json() for name, result in self.results.items()},
+        }
+
+
+ComparisonView: TypeAlias = StrategyComparison[Any, Any]  # as tables, pictures and pages see it
+
+
+def results_of(
+    figures: Mapping[str, F], timelines: Sequence[Timeline], throughput: Callable[[F], float]
+) -> tuple[str, dict[str, StrategyResult[F]]]:
+    """Return the reference strategy, and each strategy's result relative to it."""
+    reference = "continuous" if "continuous" in figures else list(figures)[-1]
+    best = throughput(figures[reference])
+    return reference, {
+        timeline.strategy: StrategyResult(
+            figures[timeline.strategy], timeline, best / throughput(figures[timeline.strategy])
+        )
+        for timeline in timelines
+    }
 
 
 def request_label(index: int) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.engine.stats import EngineStats
+from inflight.errors import EngineError, RequestError
 from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,25 @@ class RequestState:
     num_waited_for: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """The state of every KV block, for those who look at it."""
+
+    at: float
+    block_size: int
+    refs: bytes  # int32: the number of holders of each block
+    empty: bytes  # int32: the blocks without content, in no order
+    evict_next: list[int]  # in order
+    num_queries: int  # tokens looked up in the prefix cache
+    num_hits: int
+    num_preemptions: int
+
+
 # The operations of an engine besides requests.
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
 StepObserver = Callable[[StepRecord], None]
 CacheObserver = Callable[[CacheUpdate], None]
+TimelineObserver = Callable[[str, bytes], None]  # replica, encoded chunk
 
 
 def notify(observers: list[StepObserver], record: StepRecord) -> None:
@@ -87,6 +104,27 @@ def notify(observers: list[StepObserver], record: StepRecord) -> None:
         except Exception:
             logger.exception("an observer of steps failed and was removed")
             observers.remove(observer)
+
+
+def check_only_replica(replica: str) -> None:
+    """Raise RequestError unless this names the engine of a client that has only one."""
+    if replica != "0":
+        raise RequestError(
+            f"there is no replica {replica!r:.100}: there is 0", param="replica", code="replica_not_found"
+        )
+
+
+class NoTimeline:
+    """The part of a client that shows an engine at work, for one that shows nothing."""
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:  # noqa: ARG002
+        return TimelinePage([], {})
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        raise EngineError(f"the memory of replica {replica} is unknown")
 
 
 class EngineClient(Protocol):
@@ -124,6 +162,17 @@ class EngineClient(Protocol):
         Return a function that removes it.
         """
 
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        """Call `observer` in the event loop with what happens from now on, at most 30 times a second.
+
+        Return a function that removes it. While no one watches, nothing is sent.
+        """
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        """Return what was recorded, one page at a time."""
+
+    async def read_memory(self, replica: str) -> MemoryState: ...
+
     async def stats(self) -> EngineStats: ...
 
     async def health(self) -> Health: ...
@@ -146,6 +195,20 @@ class ReplicaClient(EngineClient, Protocol):
 
 
 # ---- streams ----
+
+
+def id_in_use(request_id: str) -> RequestError:
+    return RequestError(
+        f"request id {request_id!r} is already in use", param="request_id", code="request_id_in_use"
+    )
+
+
+def not_added(request_id: str) -> RequestError:
+    return RequestError(
+        f"there is no request {request_id!r} to stream: add it first",
+        param="request_id",
+        code="request_not_found",
+    )
 
 
 def merge(earlier: Delta, later: Delta) -> Delta:
@@ -204,16 +267,17 @@ class DeltaQueue:
 class DeltaStream(AsyncGenerator[Delta]):
     """The deltas of one request. It is a class because a generator that was never started runs no clean-up."""
 
-    def __init__(self, queue: DeltaQueue, leave: Callable[[bool], None]) -> None:
-        self._queue = queue
-        self._leave = leave  # called once, with whether the request is still running
+    def __init__(self, take: Callable[[], Awaitable[Delta]], leave: Callable[[bool], None]) -> None:
+        """`take` returns the next delta. `leave` is called once, with whether the request is still running."""
+        self._take = take
+        self._leave = leave
         self._open = True
 
     async def asend(self, value: None) -> Delta:  # noqa: ARG002
         if not self._open:
             raise StopAsyncIteration
         try:
-            delta = await self._queue.take()
+            delta = await self._take()
         except BaseException:
             self._end(running=True)
             raise

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inflight.constraints import Grammar, GrammarCompiler, MaskFiller, Matcher
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
-from inflight.execution.sampling.parameters import first_mask
+from inflight.execution.sampling.interface import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.attention.sequences import Sequences
+from inflight.attention.backend import Sequences
 from inflight.engine.runner import Runner
-from inflight.execution.forward import torch_threads
 from inflight.execution.results import StepVectors
+from inflight.execution.runner import torch_threads
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled

@@ -1,15 +1,14 @@
-"""The results of a step on their way from the device to the scheduler."""
+"""Results that runners of all devices share: failures, vectors, and the rows that want prompt logprobs or vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from inflight.events import RequestFailure
-from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors
+from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.scheduling import Admission, Batch, Sampled
 
 # Prompt positions whose logits are held at once for prompt logprobs.
@@ -39,38 +38,6 @@ class StepVectors(NamedTuple):
                 result.vectors[entry] = vector.tobytes()
             else:
                 result.errors[entry] = VECTOR_NOT_FINITE
-
-
-@dataclass(slots=True)
-class StepHandle:
-    """A launched step whose results have not been read."""
-
-    num_entries: int
-    sampling_entries: list[int]
-    sampled: SampledTensors | None  # None when no entry samples
-    prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
-    pooled: StepVectors | None = None  # None when no entry ends with a vector
-    failures: dict[int, RequestFailure] = field(
-        default_factory=dict
-    )  # by sample, where the constraint failed
-
-    def read(self) -> Sampled:
-        """Return the results; waits for the device if the tensors are still there."""
-        result = Sampled([[] for _ in range(self.num_entries)])
-        if self.sampled is not None:
-            sample = self.sampled.to_host()
-            for index, entry in enumerate(self.sampling_entries):
-                result.token_ids[entry] = [sample.token_ids[index]]
-                if sample.bad[index]:
-                    result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
-            result.logprobs = {
-                self.sampling_entries[index]: [position] for index, position in sample.logprobs.items()
-            }
-        for entry, parts in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
-        if self.pooled is not None:
-            self.pooled.read_into(result)
-        return result
 
 
 class PromptPiece(NamedTuple):

@@ -1,24 +1,240 @@
-"""The runner of decoders on a CPU: one forward pass and one sampling pass per step."""
+"""The runner of decoders on a CPU: permanent rows, one forward pass and one sampling pass per step."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inflight.attention.backend import AttentionInputs
 from inflight.constraints import GrammarCompiler
+from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
-from inflight.execution.forward import ForwardPass, StageLinks, StepInputs, torch_threads
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.results import StepHandle, StepVectors
-from inflight.execution.sampling import SampledTensors, Sampler, VocabularyPart, cpu_sampler
+from inflight.execution.results import PooledRows, PromptPiece, ScoredRows, StepVectors, failure
+from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import Shard
+from inflight.models.decoders.spec import Shard
 from inflight.scheduling import Batch, Sampled
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of threads of torch's own operations.
+
+    Torch's idle threads spin for some milliseconds after every parallel operation, and on a busy machine an operation
+    waits for all of them: for the small tensors around a forward pass that costs far more than it saves.
+    """
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Rows:
+    """Tokens and block tables of all rows. Memory that is not used yet is never touched."""
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+        max_blocks = -(-max_len // block_size)
+        # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
+        self.tokens = torch.empty(max_rows, max_len, dtype=torch.int32, device=device)
+        # [max_rows, max_blocks]: entries past a row's last block are meaningless.
+        self.block_tables = torch.empty(max_rows, max_blocks, dtype=torch.int32, device=device)
+
+    def apply(self, batch: Batch) -> None:
+        """Store the tokens of admitted requests and the newly allocated blocks."""
+        for row, request in batch.admissions:
+            ids = torch.frombuffer(request.token_ids, dtype=torch.int64)
+            self.tokens[row, : len(ids)] = ids
+        for row, first, block_ids in batch.tables:
+            self.block_tables[row, first : first + len(block_ids)] = torch.tensor(
+                block_ids, dtype=torch.int32
+            )
+
+    def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
+        """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""
+        self.tokens[rows, lengths] = token_ids.to(torch.int32)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of one forward pass: T tokens in B entries, S of which sample."""
+
+    token_ids: Tensor  # [T] int64
+    attention: AttentionInputs
+    sampling_entries: list[int]  # [S] indices into the batch
+    sampling_tokens: Tensor  # [S] int64, the last token of each sampling entry
+    sampling_rows: Tensor  # [S] int64
+    sampling_lengths: Tensor  # [S] int64, the position that the sampled token will have
+
+    def last_tokens(self, entries: list[int]) -> Tensor:
+        """Return the index, among the step's tokens, of the last token of each entry."""
+        return self.attention.query_starts[1:][entries].long() - 1
+
+
+def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
+    """Gather tokens, positions and KV slots from the rows. All per-token work is done by tensor operations."""
+    device = rows.tokens.device
+    columns = torch.tensor(
+        [batch.rows, batch.starts, batch.counts], dtype=torch.int64, device=device
+    )  # [3, B]
+    row_ids, starts, counts = columns
+    lengths = starts + counts  # [B]
+    ends = counts.cumsum(0)  # [B]
+    if batch.num_tokens == len(batch):  # one token each
+        token_rows, positions = row_ids, starts
+    else:
+        token_rows = row_ids.repeat_interleave(counts)  # [T]
+        first_tokens = (ends - counts).repeat_interleave(counts)  # [T]
+        offsets = torch.arange(batch.num_tokens, device=device) - first_tokens
+        positions = starts.repeat_interleave(counts) + offsets
+    blocks = rows.block_tables[token_rows, positions // block_size].long()
+    attention = AttentionInputs(
+        positions=positions,
+        query_starts=torch.cat((ends.new_zeros(1), ends)).int(),
+        context_lens=lengths.int(),
+        rows=row_ids.int(),
+        block_tables=rows.block_tables,
+        slot_mapping=blocks * block_size + positions % block_size,
+    )
+    sampling = [index for index, samples in enumerate(batch.samples) if samples]
+    chosen = slice(None) if len(sampling) == len(batch) else sampling
+    return StepInputs(
+        token_ids=rows.tokens[token_rows, positions].long(),
+        attention=attention,
+        sampling_entries=sampling,
+        sampling_tokens=(ends - 1)[chosen],
+        sampling_rows=row_ids[chosen],
+        sampling_lengths=lengths[chosen],
+    )
+
+
+@dataclass(slots=True)
+class HiddenStates:
+    """The hidden states that a step needs after the last layer."""
+
+    samples: Tensor  # [S, hidden_size], for the entries that sample
+    pooled: Tensor  # [P, hidden_size], for the entries that end with a vector
+    pooled_entries: list[int]
+    scored: list[tuple[PromptPiece, Tensor]]  # [size, hidden_size] per piece of a prompt to score
+
+
+class StageLinks(Protocol):
+    """Transfers hidden states between pipeline stages, each of which has some of the layers."""
+
+    def receive(self, into: Tensor) -> None:
+        """Receive [num_tokens, hidden_size] from the previous stage."""
+
+    def hand_over(self, hidden: Tensor) -> None:
+        """Send hidden states to the next stage."""
+
+
+class ForwardPass:
+    """Weights, KV memory and rows. Without `links`, this process has all layers."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
+        links: StageLinks | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self._links = links
+        self.block_size = block_size
+        self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, decoder.device)
+        self.rows = Rows(max_rows, max_len, block_size, decoder.device)
+        self._scored = ScoredRows()
+        self._pooled = PooledRows()
+
+    def prepare(self, batch: Batch) -> StepInputs:
+        """Store the batch's admissions and blocks, and return the inputs of its forward pass."""
+        with torch_threads(1):
+            self.rows.apply(batch)
+            self._scored.admit(batch.admissions)
+            self._pooled.admit(batch.admissions)
+            return build_inputs(batch, self.rows, self.block_size)
+
+    def run(self, batch: Batch, inputs: StepInputs) -> HiddenStates:
+        """Run all layers, or those of the last stage."""
+        pooled, num_samples = self._pooled.ending(batch), len(inputs.sampling_entries)
+        outputs = inputs.sampling_tokens
+        if pooled:
+            outputs = torch.cat((outputs, inputs.last_tokens(pooled)))
+        scored: list[tuple[PromptPiece, Tensor]] = []
+        if self._scored.any_in(batch):
+            hidden = self._forward(inputs, None)
+            scored = [(piece, hidden[piece.predicting]) for piece in self._scored.pieces(batch)]
+            hidden = hidden[outputs]
+        else:
+            all_sample = num_samples == len(inputs.token_ids)
+            hidden = self._forward(inputs, None if all_sample else outputs)
+        return HiddenStates(hidden[:num_samples], hidden[num_samples:], pooled, scored)
+
+    def run_stage(self, inputs: StepInputs) -> None:
+        """Run the layers of a stage that is not the last, and send the result to the next one."""
+        assert self._links is not None
+        self._links.hand_over(self._forward(inputs, None))
+
+    def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
+        decoder = self.decoder
+        if decoder.shard.is_first:
+            return decoder.forward(inputs.token_ids, self.caches, inputs.attention, outputs)
+        assert self._links is not None
+        hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
+        self._links.receive(hidden)
+        return decoder.run_layers(hidden, self.caches, inputs.attention, outputs)
+
+    def close(self) -> None:
+        self.caches.clear()
+
 
 # Elements from which torch's threads pay off on a CPU.
 WORTH_SHARING = 1 << 21
 # Extra seconds for another rank to compile a grammar, on a busy machine.
 GRAMMAR_PATIENCE = 30.0
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step whose results have not been read."""
+
+    num_entries: int
+    sampling_entries: list[int]
+    sampled: SampledTensors | None  # None when no entry samples
+    prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
+    pooled: StepVectors | None = None  # None when no entry ends with a vector
+    # By sample, where the constraint failed.
+    failures: dict[int, RequestFailure] = field(default_factory=dict)
+
+    def read(self) -> Sampled:
+        """Return the results; waits for the device if the tensors are still there."""
+        result = Sampled([[] for _ in range(self.num_entries)])
+        if self.sampled is not None:
+            sample = self.sampled.to_host()
+            for index, entry in enumerate(self.sampling_entries):
+                result.token_ids[entry] = [sample.token_ids[index]]
+                if sample.bad[index]:
+                    result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
+            result.logprobs = {
+                self.sampling_entries[index]: [position] for index, position in sample.logprobs.items()
+            }
+        for entry, parts in self.prompt_logprobs.items():
+            result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
+        if self.pooled is not None:
+            self.pooled.read_into(result)
+        return result
 
 
 class ModelRunner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.runner import Runner
+from inflight.models.tensors import tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +44,3 @@ def relocate(model: object, move: Callable[[Tensor], Tensor]) -> None:
     that share one keep sharing it."""
     for tensor in list(tensors_of(model)):
         tensor.data = move(tensor)
-
-
-def tensors_of(root: object) -> Iterator[Tensor]:
-    """Yield every tensor that the objects of a model hold, once."""
-    seen: set[int] = set()
-    stack: list[object] = [root]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            stack += item
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif type(item).__module__.partition(".")[0] == __package__.partition(".")[0]:
-            stack += _values_of(item)
-
-
-def _values_of(item: object) -> list[object]:
-    names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]

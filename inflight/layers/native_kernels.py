@@ -10,17 +10,19 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import (
+    ComposedLinear,
     Kernels,
     Linear,
     Reduce,
+    TorchKernels,
     check_activation,
     check_bias,
     check_gate,
     check_weight,
 )
-from inflight.layers.torch_kernels import ComposedLinear, TorchKernels
 from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
 
+CPU = torch.device("cpu")
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 
 
@@ -36,6 +38,7 @@ class NativeLinear(ComposedLinear):
         dtype: torch.dtype,
         bias: bool,
         reduce: Reduce | None,
+        device: torch.device,
     ) -> None:
         super().__init__(kernels, in_features, out_features, reduce)
         self._library = library
@@ -46,11 +49,12 @@ class NativeLinear(ComposedLinear):
         self._pack = library.pack_bf16 if narrow else library.pack_f32
         self._gather = library.gather_bf16 if narrow else library.gather_f32
         panels = -(-out_features // library.panel)
-        self._panels = torch.empty(panels, in_features, library.panel, dtype=self._stored)
-        library.advise(self._panels.data_ptr(), self._panels.nbytes)
+        self._panels = torch.empty(panels, in_features, library.panel, dtype=self._stored, device=device)
+        if device.type == "cpu":
+            library.advise(self._panels.data_ptr(), self._panels.nbytes)
         if out_features % library.panel:
             self._panels[-1].zero_()  # lanes past the last output take part in products
-        self._bias = torch.zeros(out_features) if bias else None
+        self._bias = torch.zeros(out_features, device=device) if bias else None
         self._weight_pointer = self._panels.data_ptr()
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
 
@@ -117,12 +121,13 @@ class NativeLinear(ComposedLinear):
 
 
 class NativeKernels:
-    """Implements `Kernels`."""
+    """Implements `Kernels`. On the meta device, layers have shapes but no memory."""
 
     compute_dtype = torch.float32
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, device: torch.device = CPU) -> None:
         self._library = library
+        self._device = device
         self._gates = {
             "silu": library.gate_silu,
             "gelu_tanh": library.gate_gelu_tanh,
@@ -137,7 +142,7 @@ class NativeKernels:
         bias: bool,
         reduce: Reduce | None = None,
     ) -> Linear:
-        return NativeLinear(self, self._library, in_features, out_features, dtype, bias, reduce)
+        return NativeLinear(self, self._library, in_features, out_features, dtype, bias, reduce, self._device)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)
@@ -239,10 +244,10 @@ class NativeKernels:
         return residual
 
 
-def cpu_kernels() -> NativeKernels | TorchKernels:
+def cpu_kernels(device: torch.device = CPU) -> NativeKernels | TorchKernels:
     """Return the compiled kernels, or plain torch if they are not available."""
     library = native_library()
-    return TorchKernels() if library is None else NativeKernels(library)
+    return TorchKernels(device=device) if library is None else NativeKernels(library, device)
 
 
 def _dense(x: Tensor) -> Tensor:

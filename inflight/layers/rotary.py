@@ -34,6 +34,8 @@ class Rope:
 
     def table(self, max_position: int, device: torch.device) -> Tensor:
         """[max_position, rotary_dim] float32: cos in the first half, sin in the second."""
+        if device.type == "meta":  # where only the shape counts, and arithmetic would import half of torch
+            return torch.empty(max_position, self.rotary_dim, device=device)
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=device) / self.rotary_dim
         inv_freq = 1.0 / (self.theta**exponents)
         magnitude = 1.0

@@ -17,11 +17,17 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.layers.triton.elementwise import activate_in_place, add_normed, embed, gate, rms_norm
-from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
+from inflight.layers.triton.elementwise import (
+    activate_in_place,
+    add_layer_norm,
+    add_normed,
+    embed,
+    gate,
+    layer_norm,
+    rms_norm,
+)
+from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.multiply import SplitKWorkspace
-from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl

@@ -1,17 +1,95 @@
-"""Open the configured checkpoint and read everything but its weights: config, tokenizer, EOS tokens."""
+"""Open the configured checkpoint and read everything but its weights: tokenizer, EOS tokens and other defaults."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from inflight.config import EngineConfig
-from inflight.errors import ModelError
+from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
-from inflight.models.decoders.pooling import Encode
-from inflight.models.defaults import eos_token_ids
+from inflight.models.decoders.heads import Encode
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.hf_config import Fields
+from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The default limit for the tokens of a text: rotary tables and steps are sized by it, and a config may claim anything.
+MAX_DEFAULT_TEXT = 1 << 16
+
+# generation_config.json -> SamplingParams
+_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_ALWAYS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+def resolve_dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the weights in memory: `name`, or the checkpoint's own for "auto"."""
+    if name == "auto":
+        inner = config.get("text_config")
+        parts = (config, inner) if isinstance(inner, Mapping) else (config,)
+        names = [str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)]
+        name = names[0].removeprefix("torch.") if names else "float32"
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {name!r}: it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return all tokens that end a generation, those of the generation config first."""
+    inner = config.get("text_config")
+    ids: dict[int, None] = {}
+    for part in (generation_config, config, inner if isinstance(inner, Mapping) else {}):
+        value = part.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
+                raise ModelError(f"eos_token_id is {shown(value)}: it must be a token id or a list of them")
+            ids[token] = None
+    return tuple(ids)
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `SamplingParams` fields that generation_config.json recommends.
+
+    Fields that shape the distribution are used only if it recommends sampling at all.
+    """
+    names = _ALWAYS if generation_config.get("do_sample") is False else _SAMPLING | _ALWAYS
+    fields = Fields(generation_config, "generation_config.json")
+    params = {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
+    try:
+        SamplingParams(**params)
+    except ParameterError as error:  # fail at load time rather than on every request
+        raise ModelError(f"generation_config.json has an invalid sampling parameter: {error}") from error
+    return params
+
+
+def resolve_text_length(longest: int, declared: Iterable[int | None], max_model_len: int | None) -> int:
+    """Return the longest text that an encoder with `longest` positions serves: `max_model_len`, or by default the
+    smallest limit that the checkpoint's files declare."""
+    if max_model_len is None:
+        return min([longest, MAX_DEFAULT_TEXT, *(length for length in declared if length is not None)])
+    if max_model_len > longest:
+        raise ConfigError(f"max_model_len is {max_model_len}: the checkpoint has {longest} positions")
+    return max_model_len
+
+
+def resolve_context(spec: DecoderSpec, max_model_len: int | None) -> int:
+    """Return the longest context to serve: `max_model_len`, or by default the checkpoint's own."""
+    if max_model_len is None:
+        return spec.default_context
+    if max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}: the checkpoint supports at most {spec.max_position} positions"
+        )
+    return max_model_len
 
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:

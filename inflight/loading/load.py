@@ -25,17 +25,26 @@ from inflight.frontend import InputProcessor
 from inflight.frontend.chat import check_parsers
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.kv.budget import fit_context
-from inflight.loading.checkpoint import eos_ids, load_tokenizer, model_name, open_configured, plain_ids
+from inflight.loading.checkpoint import (
+    default_sampling,
+    eos_ids,
+    load_tokenizer,
+    model_name,
+    open_configured,
+    plain_ids,
+    resolve_context,
+    resolve_dtype,
+    resolve_text_length,
+)
 from inflight.loading.engine import LoadedEngine, LoadProgress, decoder_core, encoder_core, policy_of
 from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.pooling import DecoderPlan, plan_decoder
-from inflight.models.decoders.shard import whole_shard
+from inflight.models.decoders.heads import DecoderPlan, plan_decoder
+from inflight.models.decoders.spec import whole_shard
 from inflight.models.decoders.weights import load_decoder
-from inflight.models.defaults import default_sampling, resolve_context, resolve_dtype, resolve_text_length
 from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
 from inflight.models.encoders.weights import load_encoder
-from inflight.models.pooling_config import declared_length, read_sentence_files
+from inflight.models.head_config import declared_length, read_sentence_files
 from inflight.scheduling import Policy
 from inflight.text import Tokenizer
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms.cpu import MEMORY_SHARE
+from inflight.execution.platforms import MEMORY_SHARE
 from inflight.kv.budget import CONTEXT_MEMORY
+from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
-from inflight.models.decoders.pooling import plan_decoder
-from inflight.models.decoders.shard import RankShare, Storage, cpu_storage, gpu_storage, rank_shares, shard_of
-from inflight.models.decoders.spec import DecoderSpec
-from inflight.models.defaults import resolve_context, resolve_dtype
+from inflight.loading.checkpoint import resolve_context, resolve_dtype
+from inflight.models.decoders.footprint import META, RankShare, meta_decoder, meta_kernels, rank_shares
+from inflight.models.decoders.heads import plan_decoder
+from inflight.models.decoders.spec import DecoderSpec, shard_of, whole_shard
+from inflight.models.decoders.weights import placements
 from inflight.models.encoders.families import encoder_architecture
-from inflight.native.library import native_library
 
 # The platforms' defaults, which cannot be queried without a device.
 GPU_ROWS, GPU_TOKENS, CPU_ROWS = 1024, 8192, 256
@@ -69,11 +71,9 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
     spec = plan_decoder(name, checkpoint, lambda _: [0]).spec
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_context(spec, config.model.max_model_len)
-    library = native_library() if devices.kind == "cpu" else None
-    panel = None if library is None else library.panel
-    storage = gpu_storage(dtype) if devices.kind == "cuda" else cpu_storage(dtype, panel)
-    fits = [_fit(config, spec, context, storage, devices, *sizes) for sizes in _sizes(spec, devices.count)]
-    parameters = sum(share.weights for share in rank_shares(spec, 1, 1, 0, Storage(1, 1, 1)))
+    fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]
+    whole = meta_decoder(whole_shard(spec), TorchKernels(device=META), dtype)
+    parameters = sum(prod(placement.shape) for placement in placements(whole))
     return ModelPlan(dtype, context, parameters, fits)
 
 
@@ -92,15 +92,15 @@ def _fit(
     config: EngineConfig,
     spec: DecoderSpec,
     context: int,
-    storage: Storage,
+    dtype: torch.dtype,
     devices: Devices,
     tensor: int,
     pipeline: int,
 ) -> Fit:
-    shares = rank_shares(spec, tensor, pipeline, context, storage)
+    shares = rank_shares(spec, tensor, pipeline, context, meta_kernels(devices.kind, dtype), dtype)
     if devices.kind == "cuda":
         utilization = config.cache.gpu_memory_utilization
-        overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, storage, tensor)
+        overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, dtype, tensor)
         available = [int(devices.memory * utilization) - overhead - share.weights for share in shares]
     else:
         left = devices.memory - sum(share.weights for share in shares)
@@ -119,12 +119,12 @@ def _fit(
     return Fit(tensor, pipeline, shares, max(0, num_blocks) * block, context)
 
 
-def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, storage: Storage, tensor: int) -> int:
+def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, dtype: torch.dtype, tensor: int) -> int:
     """Estimate the bytes of request rows, sampling buffers and the largest step."""
     rows = config.scheduler.max_num_seqs or GPU_ROWS
     tokens = config.scheduler.max_num_batched_tokens or GPU_TOKENS
     # Raw and adjusted logits in float32, token counts in 16 bits, and two bit masks.
     sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
     wide = 2 * spec.intermediate_size + spec.query_size + 2 * spec.kv_size
-    activations = tokens * (4 * spec.hidden_size + wide // tensor) * storage.matrix
+    activations = tokens * (4 * spec.hidden_size + wide // tensor) * dtype.itemsize
     return sampling + activations + rows * context * 4 + GPU_GRAPHS

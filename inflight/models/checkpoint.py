@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from inflight.config import ModelConfig
 from inflight.errors import ModelError, WeightsError
 from inflight.model_files import MAX_TOKENIZER_BYTES, inside, read_file, read_object
-from inflight.models.builtin import checkpoint_folder
+from inflight.models.builtin import BUILTIN_MODELS, checkpoint_folder
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -99,7 +99,8 @@ def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) ->
 def fingerprint_now(config: ModelConfig) -> str | None:
     """Return the fingerprint of the files an engine would load now, or None if they are not in a local folder."""
     tokenizer = None if config.skip_tokenizer_init else config.tokenizer
-    folders = [Path(name).expanduser() for name in (config.model or checkpoint_folder(), tokenizer) if name]
+    names = [str(name) for name in (config.model or checkpoint_folder(), tokenizer) if name]
+    folders = [local_folder(name) for name in names]
     if not all(folder.is_dir() for folder in folders):
         return None
     opened = open_checkpoint(str(folders[0]), load_format=config.load_format, hf_config=config.hf_config)
@@ -136,8 +137,8 @@ def _sampled_offsets(header: bytes) -> Iterator[int]:
 
 
 def locate_checkpoint(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
-    """Return the local folder of `model`, a folder or a hub id, downloading missing files."""
-    folder = Path(model).expanduser()
+    """Return the local folder of `model`, a folder, a built-in model or a hub id, downloading missing files."""
+    folder = local_folder(model)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -147,6 +148,12 @@ def locate_checkpoint(model: str, revision: str | None, download_dir: str | None
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"{model!r} does not exist: pass a checkpoint folder or a hub id (owner/name)")
     return _download(model, revision, download_dir, weights)
+
+
+def local_folder(model: str) -> Path:
+    """Return the folder that a name means on this machine, which need not exist. Folders hide built-in models."""
+    folder = Path(model).expanduser()
+    return folder if folder.exists() else BUILTIN_MODELS.get(model, folder)
 
 
 def _download(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
@@ -168,12 +175,50 @@ def _download(model: str, revision: str | None, download_dir: str | None, weight
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
         at = f" at revision {revision!r}" if revision else ""
-        reason = str(error).strip().splitlines()
         raise ModelError(
-            f"{model!r}{at} is not a local folder and could not be downloaded from the hub: "
-            f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}"
+            f"{model!r}{at} is not a local folder and could not be downloaded: {_hub_reason(error)}"
         ) from error
     return Path(path)
+
+
+def _hub_reason(error: BaseException) -> str:
+    """Return what to do about an error of the hub client."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # why the hub was not asked, or did not answer
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    if isinstance(error, GatedRepoError):
+        return "it is gated: accept its conditions on the hub's page, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or it is private: check the name, or set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return "the hub has no such revision"
+    if isinstance(error, HFValidationError):
+        return f"it is not a valid hub id: it must be owner/name ({lines[0]})"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and the model is not in the cache"
+    if isinstance(error, HfHubHTTPError):
+        return f"the hub answered with an error: {lines[0]}"
+    if _is_network_error(error):
+        return "the hub cannot be reached: check the network, or pass a folder"
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _is_network_error(error: BaseException) -> bool:
+    """Return whether an error, or one that caused it, is a failed connection of the hub's HTTP client."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if isinstance(error, ConnectionError | TimeoutError) or names & {"TransportError", "RequestException"}:
+        return True
+    return error.__cause__ is not None and _is_network_error(error.__cause__)
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:

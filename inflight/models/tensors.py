@@ -1,4 +1,4 @@
-"""Copy tensors from safetensors files into a model; shared by the loaders of all models.
+"""Tensors in models and in safetensors files: what a model holds, what the files have, and copying one to the other.
 
 Headers are compared with what the model needs before any memory is allocated: a config may claim anything, but the
 headers show what is there. Files are memory-mapped, so weights are never held twice.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight.errors import WeightsError
+from inflight.layers.kernels import Linear
 
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
@@ -39,6 +40,98 @@ class Placement:
     shape: tuple[int, ...]
     store: Store
     dummy: float | None = None  # fill value of dummy weights; None: random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows [first, first + count) of a checkpoint's tensor, which go to rows from `to` on."""
+
+    first: int
+    count: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRows:
+    """The rows and columns of a checkpoint's weight [count, num_columns] that a linear layer holds. A tensor parallel
+    rank holds only some of them."""
+
+    linear: Linear
+    count: int
+    num_columns: int
+    runs: tuple[RowRun, ...]
+    first_column: int  # the layer's in_features columns start here
+    bias: bool  # whether the checkpoint has a bias
+    has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
+
+    def placements(self, module: str) -> Iterator[Placement]:
+        """Yield the tensors of the checkpoint's module and where they go."""
+        yield Placement(f"{module}.weight", (self.count, self.num_columns), self.load)
+        if self.bias:
+            yield Placement(f"{module}.bias", (self.count,), self.load_bias)
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Load rows [first, first + len(weight)) of the checkpoint's weight."""
+        columns = slice(self.first_column, self.first_column + self.linear.in_features)
+        for run, part in self._parts(weight, first):
+            self.linear.load(part[:, columns], run)
+
+    def load_bias(self, bias: Tensor, first: int = 0) -> None:
+        if self.has_bias:
+            for run, part in self._parts(bias, first):
+                self.linear.load_bias(part, run)
+
+    def _parts(self, tensor: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the parts of these rows that the layer holds, each with its first row in the layer."""
+        for run in self.runs:
+            start, end = max(run.first, first), min(run.first + run.count, first + len(tensor))
+            if start < end:
+                yield run.to + start - run.first, tensor[start - first : end - first]
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """A norm, and the features of the checkpoint's norm that it holds."""
+
+    weight: Tensor
+    count: int  # in the checkpoint
+    first: int = 0
+    offset: float = 0.0  # added to the checkpoint's weight
+    bias: Tensor | None = None
+
+    def placements(self, module: str) -> Iterator[Placement]:
+        store = into_tensor(self.weight, self.offset, self.first)
+        yield Placement(f"{module}.weight", (self.count,), store, dummy=1.0 - self.offset)
+        if self.bias is not None:
+            yield Placement(
+                f"{module}.bias", (self.count,), into_tensor(self.bias, first=self.first), dummy=0.0
+            )
+
+
+# The part of a model that a module of a checkpoint is loaded into.
+Target = LinearRows | NormWeight
+
+
+def whole_rows(linear: Linear, bias: bool) -> LinearRows:
+    """Return the target of a layer that holds all of the checkpoint's matrix."""
+    run = RowRun(0, linear.out_features, 0)
+    return LinearRows(linear, linear.out_features, linear.in_features, (run,), 0, bias, bias)
+
+
+def packed_rows(
+    linear: Linear, name: str, parts: Mapping[str, tuple[range, int]], bias: bool
+) -> dict[str, LinearRows]:
+    """Return the targets of a layer that packs several projections: each part, and all of them as one. A part is given
+    as (the features held here, the number of features in the checkpoint)."""
+    targets: dict[str, LinearRows] = {}
+    runs, count, to = [], 0, 0
+    for part, (features, whole) in parts.items():
+        run = RowRun(features.start, len(features), to)
+        targets[f"{name}.{part}"] = LinearRows(linear, whole, linear.in_features, (run,), 0, bias, bias)
+        runs.append(replace(run, first=count + run.first))
+        count, to = count + whole, to + len(features)
+    targets[name] = LinearRows(linear, count, linear.in_features, tuple(runs), 0, bias, bias)
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +171,31 @@ def open_tensors(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} cannot be read; it may be truncated or damaged: {error}") from error
 
 
-def check_shapes(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor], hint: str = ""
+def check_tensors(
+    needed: Iterable[Placement],
+    stored: Mapping[str, StoredTensor],
+    ignored: Iterable[str] = (),
+    hint: str = "",
 ) -> None:
-    """Raise unless every tensor is stored in its shape. `hint` names a likely cause."""
+    """Raise unless every needed tensor is stored in its shape, and nothing else but what matches `ignored`.
+
+    `hint` names a likely cause.
+    """
+    shapes = {placement.name: placement.shape for placement in needed}
     missing = [name for name in shapes if name not in stored]
     if missing:
         raise WeightsError(f"the weights lack {_some(missing)}, required by config.json{hint}")
     for name, shape in shapes.items():
         tensor = stored[name]
+        where = f"{name} in {tensor.file.name}"
         if tensor.shape != shape:
-            raise WeightsError(
-                f"{name} in {tensor.file.name} has shape {list(tensor.shape)}: config.json requires {list(shape)}"
-            )
-
-
-def check_dtypes(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> None:
-    for name in names:
-        tensor = stored[name]
+            raise WeightsError(f"{where} has shape {list(tensor.shape)}: config.json requires {list(shape)}")
         if tensor.dtype not in _ITEM_SIZES:
             raise WeightsError(
-                f"{name} in {tensor.file.name} is stored as {tensor.dtype}: it must be one of {', '.join(_ITEM_SIZES)}"
+                f"{where} is stored as {tensor.dtype}: it must be one of {', '.join(_ITEM_SIZES)}"
             )
-
-
-def check_surplus(surplus: list[str], hint: str = "") -> None:
+    unused = [re.compile(pattern) for pattern in ignored]
+    surplus = [name for name in stored if name not in shapes and not any(p.search(name) for p in unused)]
     if surplus:
         raise WeightsError(f"the weights have {_some(surplus)}, which config.json does not account for{hint}")
 
@@ -156,11 +249,6 @@ def fill_random(
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
 
-def into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:
-    """Return a store into the rows of a linear layer, or of its bias, from `base` on."""
-    return lambda tensor, first: load(tensor, base + first)
-
-
 def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
     """Return a store into a plain tensor, adding `offset`. It holds the rows from `first` on; others are skipped."""
 
@@ -177,3 +265,27 @@ def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def tensors_of(root: object) -> Iterator[Tensor]:
+    """Yield every tensor that the objects of a model hold, once."""
+    seen: set[int] = set()
+    stack: list[object] = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif type(item).__module__.partition(".")[0] == __package__.partition(".")[0]:
+            stack += _values_of(item)
+
+
+def _values_of(item: object) -> list[object]:
+    names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]

@@ -106,7 +106,7 @@ inline void penalise(const Part& part, const Row& row, const History& history, s
     }
 }
 
-// In the order of execution/sampling/adjust.py. `to` may be `from`; `seen` is all 0 before and after.
+// In the order of execution/sampling/sampler.py. `to` may be `from`; `seen` is all 0 before and after.
 inline void adjust(const float* from, const Part& to, const Row& row, const History& history,
                    std::vector<int32_t>& seen) {
     if (row.mask)

@@ -1,7 +1,7 @@
 // Gumbel-max sampling: the token with the greatest score, logit / temperature - log(exponential); ties go to the lower id.
 //
 // The exponentials are a function of (seed, position, token id), defined and explained in
-// execution/sampling/randomness.py. Their bits are computed for whole blocks, but the two logarithms only for tokens that
+// execution/sampling/gumbel.py. Their bits are computed for whole blocks, but the two logarithms only for tokens that
 // can still win: given the best score so far, a token of weight w = exp(logit / temperature - score) wins only if its
 // exponential is at most w, and the uniform number behind that is smaller still.
 #pragma once

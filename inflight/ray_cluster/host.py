@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT = 3.0  # seconds for Ray to report that an actor ended; longer if its node is lost
 MAX_REASON = 300  # characters of Ray's messages
-WARN_AFTER = 5.0  # seconds without room before a warning
+WARN_AFTER = 5.0  # seconds without resources before a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RayHost:
     address: str
     resources: Resources
     environment: Mapping[str, str]
-    patience: float  # seconds that the first process waits for room
+    patience: float  # seconds that the first process waits for resources
 
     def create_process(self, connection: ConnectionInfo) -> RayProcess:
         patience = self.patience
@@ -85,7 +85,7 @@ class RayProcess:
                 f"Ray cannot create a placement group: {_first_line(error)}"
             ) from error
         try:
-            self._wait_for_room(group)
+            self._wait_for_resources(group)
             self.is_waiting_for_machine = False
             return f"the engine's actor ended: {self._run(group)}"
         finally:
@@ -96,13 +96,13 @@ class RayProcess:
         self._killed = True
         self._woken.set()
 
-    def _wait_for_room(self, group: Any) -> None:
+    def _wait_for_resources(self, group: Any) -> None:
         """Wait for resources, which may take long in a cluster that grows on demand."""
         began, warned = time.monotonic(), False
-        while not self._has_room(group):
+        while not self._is_placed(group):
             waited = time.monotonic() - began
             if self._killed:
-                raise ProcessNotStartedError("the engine was stopped before Ray had room for it")
+                raise ProcessNotStartedError("the engine was stopped before Ray had resources for it")
             if waited >= self._patience:
                 raise ProcessNotStartedError(
                     f"Ray found no node {self._lacking()} within {waited:.0f} seconds"
@@ -111,7 +111,7 @@ class RayProcess:
                 warned = True
                 logger.warning("an engine is waiting: Ray has no node %s", self._lacking())
 
-    def _has_room(self, group: Any) -> bool:
+    def _is_placed(self, group: Any) -> bool:
         try:
             return bool(group.wait(timeout_seconds=1))
         except Exception as error:

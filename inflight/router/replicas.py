@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
+from inflight.engine import (
+    Command,
+    EngineStats,
+    Health,
+    ModelFacts,
+    ReplicaClient,
+    StepObserver,
+    TimelineObserver,
+)
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,
@@ -17,9 +25,9 @@ from inflight.errors import (
     EngineError,
     RequestError,
 )
-from inflight.events import StepRecord
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +38,28 @@ class StartReplica(Protocol):
         is no room for both."""
 
 
+WatchReplica = Callable[[Replica], Callable[[], None]]  # returns a function that ends it
+
 POLL = 0.2  # seconds between health checks
 DRAIN_POLL = 0.02
 _GONE = ("restarting", "dead", "closed")
 
 
 class Replicas:
-    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_news` when requests may retry."""
+    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_change` when requests may retry."""
 
     def __init__(
-        self, start: StartReplica, on_loss: Callable[[Replica], None], on_news: Callable[[], None]
+        self, start: StartReplica, on_loss: Callable[[Replica], None], on_change: Callable[[], None]
     ) -> None:
         self.facts: ModelFacts  # of all replicas together
         self._start = start
         self._on_loss = on_loss
-        self._on_news = on_news
+        self._on_change = on_change
         self._members: dict[str, Replica] = {}
         self._leaving: list[Replica] = []  # replaced, and finishing their requests
         self._starting: list[str] = []  # ids
         self._num_ids = 0
-        self._observers: dict[StepObserver, list[Callable[[], None]]] = {}
+        self._watches: dict[WatchReplica, list[Callable[[], None]]] = {}
         self._left_behind: list[EngineStats] = []  # the summed stats of lost engines, as one item
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
@@ -133,10 +143,10 @@ class Replicas:
         """Let a new replica take requests, in place of the one with the same id."""
         self._members[replica.replica_id] = replica
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
-        for observer, stops in self._observers.items():
-            stops.append(_watch(replica, observer))
-        self._count_room()
-        self._on_news()
+        for watch_one, stops in self._watches.items():
+            stops.append(watch_one(replica))
+        self._update_facts()
+        self._on_change()
 
     def _check_fits(self, replica_id: str, facts: ModelFacts) -> None:
         """Check a new replica: it needs the model of the others, and at least the context that they agreed on."""
@@ -225,7 +235,7 @@ class Replicas:
         finally:
             replica.is_leaving = replica.draining = False
             await self.check_health(replica)
-        self._count_room()
+        self._update_facts()
 
     def _check_not_alone(self, replica: Replica, no_room: ProcessNotStartedError) -> None:
         if not any(other is not replica for other in self.available):
@@ -267,9 +277,9 @@ class Replicas:
         await replica.client.close()
         if self._members.get(replica.replica_id) is replica:
             del self._members[replica.replica_id]
-        self._count_room()
+        self._update_facts()
 
-    def _count_room(self) -> None:
+    def _update_facts(self) -> None:
         if self._members:
             self.facts = facts_of_all([replica.client.facts for replica in self.members])
 
@@ -309,7 +319,7 @@ class Replicas:
                 if self.are_asleep and not replica.stats.is_sleeping:  # it started later
                     await replica.client.command("sleep")
         if replica.available and not was_available:
-            self._on_news()
+            self._on_change()
 
     def lose(self, replica: Replica) -> None:
         """Handle the loss of a replica's engine. May be called several times for one loss."""
@@ -377,14 +387,45 @@ class Replicas:
     # ---- steps ----
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
-        stops = self._observers[observer] = [_watch(replica, observer) for replica in self.members]
+        def watch_one(replica: Replica) -> Callable[[], None]:
+            return replica.client.watch(
+                lambda record: observer(replace(record, engine_id=replica.replica_id))
+            )
+
+        return self._watch(watch_one)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        def watch_one(replica: Replica) -> Callable[[], None]:
+            return replica.client.watch_timeline(lambda _, data: observer(replica.replica_id, data))
+
+        return self._watch(watch_one)
+
+    def _watch(self, watch_one: WatchReplica) -> Callable[[], None]:
+        """Watch all replicas, also those that start later. Return a function that ends it."""
+        stops = self._watches[watch_one] = [watch_one(replica) for replica in self.members]
 
         def stop() -> None:
-            self._observers.pop(observer, None)
+            self._watches.pop(watch_one, None)
             for stop_one in stops:
                 stop_one()
 
         return stop
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        """Return the next page of each replica that has more."""
+        chunks: list[tuple[str, bytes]] = []
+        positions: dict[str, int] = {}
+        for replica in [*self.members, *self._leaving]:
+            name = replica.replica_id
+            if query.replica not in (None, name) or name not in (query.positions or self._members):
+                continue
+            position = None if query.positions is None else {"0": query.positions[name]}
+            with contextlib.suppress(EngineDeadError):
+                page = await replica.client.read_timeline(TimelineQuery(query.since, position))
+                chunks += [(name, data) for _, data in page.chunks]
+                if page.positions:
+                    positions[name] = page.positions["0"]
+        return TimelinePage(chunks, positions)
 
 
 async def _until_drained(replica: Replica, seconds: float) -> None:
@@ -393,10 +434,3 @@ async def _until_drained(replica: Replica, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             while replica.requests:
                 await asyncio.sleep(DRAIN_POLL)
-
-
-def _watch(replica: Replica, observer: StepObserver) -> Callable[[], None]:
-    def named(record: StepRecord) -> None:
-        observer(replace(record, engine_id=replica.replica_id))
-
-    return replica.client.watch(named)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from inflight.engine import RequestState
-from inflight.errors import EngineDeadError, RequestError
+from inflight.errors import RequestError
 from inflight.events import Delta, RequestRecord
 from inflight.request import Request
 from inflight.router.replica import KnownTokens, Replica
@@ -203,68 +203,3 @@ class RoutedRequest:
             return RequestState(self._merged(self._own_record(now)), "waiting")
         state = await self.replica.client.describe(self.request_id)
         return None if state is None else replace(state, record=self._merged(state.record))
-
-
-class StreamOwner(Protocol):
-    """The router, as its streams see it."""
-
-    async def resume(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
-        """Return None once another engine has the request, or its last delta."""
-
-    def took(self, routed: RoutedRequest, delta: Delta) -> None: ...
-
-    def forget(self, routed: RoutedRequest) -> None: ...
-
-
-class RoutedStream(AsyncGenerator[Delta]):
-    """The deltas of a request, from any number of engines.
-
-    This is a class because a generator that was never started does not notice that it is closed.
-    """
-
-    def __init__(self, routed: RoutedRequest, owner: StreamOwner) -> None:
-        self._routed = routed
-        self._owner = owner
-        self._open = True
-
-    async def asend(self, value: None) -> Delta:  # noqa: ARG002
-        if not self._open:
-            raise StopAsyncIteration
-        try:
-            delta = await self._next()
-        except BaseException:
-            self._end()
-            raise
-        self._owner.took(self._routed, delta)
-        if delta.finish_reason is not None:
-            self._end()
-        return delta
-
-    async def _next(self) -> Delta:
-        while True:
-            stream = self._routed.stream
-            assert stream is not None
-            try:
-                return await stream.asend(None)
-            except EngineDeadError as error:
-                last = await self._owner.resume(self._routed, error)
-                if last is not None:
-                    return last
-
-    async def athrow(self, *error: Any) -> Delta:
-        self._end()
-        return await super().athrow(*error)
-
-    async def aclose(self) -> None:
-        stream = self._routed.stream
-        self._end()
-        if stream is not None:
-            await stream.aclose()
-
-    def __del__(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._open:
-            self._open = False
-            self._owner.forget(self._routed)

@@ -8,17 +8,28 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import History
+from inflight.engine import (
+    Command,
+    EngineStats,
+    Health,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    TimelineObserver,
+)
+from inflight.engine.client import DeltaStream, History, id_in_use, not_added
 from inflight.engine.runner import asleep
-from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from inflight.errors import EngineDeadError, EngineError, QueueFullError
 from inflight.events import CACHE_HASH_LENGTH, Delta
 from inflight.kv.prefix_cache import BlockHasher
 from inflight.request import Request
 from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
 from inflight.router.replicas import Replicas, StartReplica
-from inflight.router.routed import RoutedRequest, RoutedStream, share_blame
+from inflight.router.routed import RoutedRequest, share_blame
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +62,9 @@ class Router:
         self._history = History()
         self._hasher: BlockHasher
         self._marks = BlockMarks()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._num_placed = 0
-        self._num_waiting = 0  # for news
+        self._num_waiting = 0  # for a replica
         self._closing = False
 
     @classmethod
@@ -88,11 +99,7 @@ class Router:
         if self.replicas.are_asleep:
             raise asleep()
         if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is already in use",
-                param="request_id",
-                code="request_id_in_use",
-            )
+            raise id_in_use(request.request_id)
         routed = self._requests[request.request_id] = RoutedRequest(request, self._clock())
         try:
             try:
@@ -100,11 +107,11 @@ class Router:
             except EngineDeadError as error:
                 if not routed.num_failovers:
                     raise
-                last = await self.resume(routed, error)
+                last = await self._resume(routed, error)
                 if last is not None:
                     raise EngineError(last.error or "the request was aborted", code=last.error_code) from None
         except BaseException:
-            self.forget(routed)
+            self._forget(routed)
             raise
 
     async def _place(self, routed: RoutedRequest, request: Request) -> None:
@@ -186,7 +193,7 @@ class Router:
             routed.lost()
         self._notify_waiting()
 
-    async def resume(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
+    async def _resume(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
         """Continue a request whose engine is lost on another replica.
 
         Returns None once another engine has it, or its last delta if nothing is left to do or it is to blame. Raises
@@ -212,7 +219,7 @@ class Router:
                         raise trouble
             if self._closing:
                 raise error
-            await self._wait_for_news()
+            await self._wait_for_change()
 
     def _rest(self, routed: RoutedRequest) -> Request | Delta:
         """Return a request for the remaining tokens, or the last delta if it must not continue."""
@@ -223,11 +230,12 @@ class Router:
         logger.error("request %s: %s", routed.request_id, message)
         return Delta(routed.request_id, [], finish_reason="error", error=message, error_code=POISON)
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_change(self) -> None:
+        """Wait until a replica may take another request."""
         self._num_waiting += 1
         try:
             async with asyncio.timeout(RETRY):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             pass
         finally:
@@ -235,22 +243,30 @@ class Router:
 
     def _notify_waiting(self) -> None:
         """Wake the requests that wait for a replica."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     # ---- reading ----
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         routed = self._requests.get(request_id)
         if routed is None:
-            raise RequestError(
-                f"there is no request {request_id!r} to stream: add it first",
-                param="request_id",
-                code="request_not_found",
-            )
-        return RoutedStream(routed, self)
+            raise not_added(request_id)
+        return DeltaStream(partial(self._next, routed), lambda _: self._forget(routed))
 
-    def took(self, routed: RoutedRequest, delta: Delta) -> None:
+    async def _next(self, routed: RoutedRequest) -> Delta:
+        """Return the next delta of a request, from whichever engine has it."""
+        delta: Delta | None = None
+        while delta is None:
+            assert routed.stream is not None
+            try:
+                delta = await routed.stream.asend(None)
+            except EngineDeadError as error:
+                delta = await self._resume(routed, error)
+        self._record(routed, delta)
+        return delta
+
+    def _record(self, routed: RoutedRequest, delta: Delta) -> None:
         """Record a delta that the reader of a request gets."""
         routed.take(delta, self._clock())
         if delta.finish_reason is not None:
@@ -260,7 +276,7 @@ class Router:
         if self._num_waiting:
             self._notify_waiting()
 
-    def forget(self, routed: RoutedRequest) -> None:
+    def _forget(self, routed: RoutedRequest) -> None:
         """Forget a request whose stream has ended or never started."""
         routed.leave()
         routed.stream = None  # aborts it if it still runs
@@ -295,6 +311,15 @@ class Router:
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         return self.replicas.watch(observer)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        return self.replicas.watch_timeline(observer)
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return await self.replicas.read_timeline(query)
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        return await self.replicas.find(replica).client.read_memory("0")
 
     async def stats(self) -> EngineStats:
         return await self.replicas.stats()

@@ -47,9 +47,8 @@ class Batch:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(
-        default_factory=list
-    )  # entry i ends at the row's last token, so the next is sampled
+    # Whether entry i ends at the row's last token, so that the next one is sampled.
+    samples: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)

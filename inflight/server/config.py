@@ -72,6 +72,13 @@ class ServerConfig:
     ssl_cert_reqs: int = option(
         0, NETWORK, "Client certificates: 0 not requested, 1 optional, 2 required.", choices=(0, 1, 2)
     )
+    ping_interval: float = option(
+        10.0,
+        NETWORK,
+        "Seconds of silence after which a stream sends a ping, so that proxies keep its connection open.",
+        above=0,
+        unit="seconds",
+    )
     allowed_origins: tuple[str, ...] = option(
         (), NETWORK, "Origins whose web pages may call the API (CORS); may be repeated."
     )
@@ -83,6 +90,11 @@ class ServerConfig:
         False,
         NETWORK,
         "Accept unknown request fields and ignore them instead of rejecting the request.",
+    )
+    replace_images: bool = option(
+        False,
+        NETWORK,
+        "Replace images in messages and tool results by a note instead of rejecting the request.",
     )
     allow_credentials: bool = option(False, NETWORK, "Let such pages send cookies.")
 
@@ -199,10 +211,10 @@ class ServerConfig:
     )
 
     metrics_compat: str = option(
-        "none",
+        "gateway",
         WATCHING,
-        "vllm: also export the metrics under vLLM's names, for its dashboards.",
-        choices=("none", "vllm"),
+        "Metrics to export under vLLM's names too: none, those that Kubernetes inference gateways read, or all (vllm).",
+        choices=("none", "gateway", "vllm"),
     )
     log_level: str = option(
         "info",

@@ -24,6 +24,11 @@ class Conversation:
             for message in self._messages
         ]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a message other than the system's."""
+        return any(message["role"] != "system" for message in self._messages)
+
     def system(self, text: str) -> None:
         """Add a system text. Many templates allow only one system message, so consecutive ones are joined."""
         self._say("system", text, joined=True)

@@ -16,7 +16,7 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from inflight.errors import EngineError
 from inflight.events import Delta
@@ -74,12 +74,15 @@ class EngineResponse(Response):
         self._awaited = awaited
         self._choices: dict[str, Choice] = {}  # by the engine's request id
         self._stream_started = self._parts_started = False
+        self._pings: Pings | None = None  # of a stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         scope[ENGINE_RESPONSE] = True
-        self._send = send
         error: ApiError | None = None
         await self._admit()  # if this raises, there is nothing to clean up yet
+        self._send = send
+        if self.logged.stream:
+            self._send = self._pings = Pings(send, self.state.options.ping_interval, self._ping)
         try:
             async with self.cancel_scope:
                 self.cancel_scope.watch(self._abort_for_disconnect)
@@ -89,6 +92,8 @@ class EngineResponse(Response):
         except Exception as raised:
             error = of_exception(raised, self.state.request_log.retry_after())
         finally:
+            if self._pings is not None:
+                await self._pings.stop()
             await self._close(error)
         if error is not None and self.cancel_scope.reason != "disconnect":
             with contextlib.suppress(TimeoutError):  # a client that does not read is not waited for
@@ -139,8 +144,11 @@ class EngineResponse(Response):
     async def _stream(self, generation: Generation, params: GenerationParams) -> bytes:
         """Send the events as they come. Return the last ones."""
         formatter, choices = self._formatter, list(self._choices.values())
-        self._stream_started = True
-        await self._start((b"content-type", formatter.content_type), *_STREAM_HEADERS, *formatter.headers)
+        if self._pings is not None:
+            await self._pings.settle()
+        if not self._stream_started:
+            self._stream_started = True
+            await self._send(self._stream_start())
         await self._send_more(formatter.opening(choices))
         num_open, events = len(choices), b""
         async with contextlib.aclosing(generation.deltas()) as deltas:
@@ -174,7 +182,7 @@ class EngineResponse(Response):
         part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
         if len(part) >= PART_SIZE:
             self._parts_started = True
-            await self._start((b"content-type", b"application/json"))
+            await self._send(self._start((b"content-type", b"application/json")))
         while len(part) >= PART_SIZE:  # at the client's pace: nothing is encoded before most of this is read
             await self._send_more(part)
             part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
@@ -213,9 +221,20 @@ class EngineResponse(Response):
         await self._send(start)
         await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _start(self, *headers: tuple[bytes, bytes]) -> None:
+    def _start(self, *headers: tuple[bytes, bytes]) -> Message:
         all_headers = [*headers, (b"x-request-id", self.logged.request_id.encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
+        return {"type": "http.response.start", "status": 200, "headers": all_headers}
+
+    def _stream_start(self) -> Message:
+        formatter = self._formatter
+        return self._start((b"content-type", formatter.content_type), *_STREAM_HEADERS, *formatter.headers)
+
+    async def _ping(self, send: Send) -> None:
+        """Send a ping. If the prompt is still being prepared, the stream starts here, and errors become events."""
+        if not self._stream_started:
+            await send(self._stream_start())
+            self._stream_started = True
+        await send({"type": "http.response.body", "body": self._formatter.ping(), "more_body": True})
 
     async def _send_more(self, data: bytes) -> None:
         if data:
@@ -351,3 +370,56 @@ class CancelScope:
             self._ended = True
             self.reason = reason
             self._timeout.reschedule(self._loop.time())
+
+
+class Pings:
+    """An ASGI `send` that pings whenever it was silent for some seconds, so that proxies keep the connection open.
+
+    It costs a timer per stream; a task runs only while a ping is sent.
+    """
+
+    def __init__(self, send: Send, seconds: float, ping: Callable[[Send], Awaitable[None]]) -> None:
+        """`ping` sends one with the `send` that it gets."""
+        self._send = send
+        self._seconds = seconds
+        self._ping = ping
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._is_sending = False
+        self._task: asyncio.Task[None] | None = None  # that sends a ping
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    async def __call__(self, message: Message) -> None:
+        await self.settle()
+        self._is_sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_sending = False
+            self._sent_at = self._loop.time()
+
+    async def settle(self) -> None:
+        """Wait until a ping that is being sent is complete."""
+        if self._task is not None:
+            await self._task
+
+    def _check(self) -> None:
+        silent_for = self._loop.time() - self._sent_at
+        if silent_for >= self._seconds:
+            silent_for = 0.0
+            self._sent_at = self._loop.time()
+            if self._task is None and not self._is_sending:  # else the client does not read
+                self._task = self._loop.create_task(self._send_ping())
+        self._timer = self._loop.call_later(self._seconds - silent_for, self._check)
+
+    async def _send_ping(self) -> None:
+        try:
+            await self._ping(self._send)
+        finally:
+            self._task = None
+
+    async def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))

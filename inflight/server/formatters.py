@@ -130,6 +130,10 @@ class ResponseFormatter:
         """Yield the body of a response without events, in pieces that take little time to encode."""
         raise NotImplementedError
 
+    def ping(self) -> bytes:
+        """Return what a silent stream sends to keep its connection open: by default an SSE comment."""
+        return b": ping\n\n"
+
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         return b"data: " + error.body() + b"\n\n"

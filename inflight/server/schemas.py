@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -203,6 +205,28 @@ class ReturnedPart(Body):
         if not isinstance(part, dict):
             return part
         return {name: value for name, value in part.items() if value is not None}
+
+
+IMAGE_NOTE = "[An image was here. This model cannot see images.]"
+IMAGE_TYPES = ("image", "image_url", "input_image")  # of Anthropic's API, of chats and of responses
+
+
+def images_as(text_type: str) -> BeforeValidator:
+    """Return a validator of parts that replaces an image by a note, a part of the type `text_type`.
+
+    The model cannot see images, so this happens only with --replace-images; without it, they are rejected.
+    """
+
+    def replaced(part: Any, info: ValidationInfo) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in IMAGE_TYPES:
+            return part
+        if not (info.context or {}).get("replace_images"):
+            raise ValueError(
+                "images are not supported (with --replace-images, the server replaces them by a note)"
+            )
+        return {"type": text_type, "text": IMAGE_NOTE}
+
+    return BeforeValidator(replaced)
 
 
 def by_type(allowed: str, default: str | None = None) -> Discriminator:

@@ -103,7 +103,7 @@ class ServerState:
         options = self.options
         self.model = ServedModel(engine, options, serials or count())
         self.metrics = Metrics(
-            self.model.label, options.metrics_compat == "vllm", _cache_labels(engine.client.facts, options)
+            self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
         self.admin_key = AdminKey(options.admin_key, self.keys)
         self.unsent = UnsentBytes(options.max_unsent_bytes)

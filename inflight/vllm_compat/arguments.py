@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.vllm_compat.rules import CompatRule, CompatRules
+from inflight.vllm_compat.rules import CompatRule, CompatRules, join_reasons
 
 SIMILAR = 0.8  # an unknown flag that is less similar to a known one than this is not taken for a misspelling
 MODEL = "--model"  # the model may also be a positional argument
@@ -29,12 +29,20 @@ class ArgumentReader:
     """Reads the words of a command line from left to right."""
 
     def __init__(
-        self, known: dict[str, KnownFlag], rules: CompatRules, command: str, has_model: bool
+        self,
+        known: dict[str, KnownFlag],
+        rules: CompatRules,
+        command: str,
+        has_model: bool,
+        greedy_lists: bool = False,
     ) -> None:
         self._known = known
         self._rules = rules
         self._command = command
         self._has_model = has_model  # whether the model is a positional argument
+        self._greedy_lists = (
+            greedy_lists  # lists take all words up to the next flag, even if the model is unknown
+        )
         self._words: list[str] = []  # the remaining words, the next one last
         self._is_model_known = False
         self.notes: list[str] = []  # notes for the user
@@ -42,23 +50,33 @@ class ArgumentReader:
     def read(self, words: Iterable[str]) -> list[str]:
         """Return the command line in the command's own flags.
 
-        Raises ConfigError for flags that are unknown or not supported.
+        Raises ConfigError that names all flags which are unknown or not supported.
         """
         self._words = list(words)[::-1]
         arguments: list[str] = []
+        reasons: list[str] = []
         # A bare word is the model; once the model is known, it belongs to the list before it.
-        self._is_model_known = not self._has_model or any(
-            word.partition("=")[0] == MODEL for word in self._words
+        self._is_model_known = (
+            self._greedy_lists
+            or not self._has_model
+            or any(word.partition("=")[0] == MODEL for word in self._words)
         )
         while self._words:
             word = self._words.pop()
             if word == "--":
-                return [*arguments, word, *self._words[::-1]]
+                arguments += [word, *self._words[::-1]]
+                break
             if not word.startswith("-") or word == "-":
                 self._is_model_known = True
                 arguments.append(word)
             else:
-                arguments += self._flag(word)
+                try:
+                    arguments += self._flag(word)
+                except ConfigError as error:
+                    reasons.append(str(error))
+                    self._bare_words()  # possibly values of an unknown flag
+        if reasons:
+            raise ConfigError(join_reasons(reasons))
         return arguments
 
     def _flag(self, word: str) -> list[str]:
@@ -133,10 +151,13 @@ class ArgumentReader:
 
     def _more_values(self) -> list[str]:
         """Return the words up to the next flag, unless one of them may be the model."""
-        values = []
-        while self._is_model_known and self._words and not self._words[-1].startswith("-"):
-            values.append(self._words.pop())
-        return values
+        return self._bare_words() if self._is_model_known else []
+
+    def _bare_words(self) -> list[str]:
+        words = []
+        while self._words and not self._words[-1].startswith("-"):
+            words.append(self._words.pop())
+        return words
 
     def _unknown(self, name: str) -> str:
         similar = get_close_matches(name, self._known, n=1, cutoff=SIMILAR)

@@ -154,12 +154,12 @@ ENGINE_RULES = (
         "the KV cache stays in its engine: it is neither transferred nor offloaded",
     ),
     CompatRule(
-        "enable_lora, lora_modules NAME, default_mm_loras JSON, qlora_adapter_name_or_path PATH",
+        "enable_lora, lora_modules NAME..., default_mm_loras JSON, qlora_adapter_name_or_path PATH",
         {},
         "LoRA adapters are not supported yet: use a checkpoint with the adapter merged into it",
     ),
     CompatRule(
-        "enable_prompt_adapter, prompt_adapters NAME, max_prompt_adapters N, max_prompt_adapter_token N",
+        "enable_prompt_adapter, prompt_adapters NAME..., max_prompt_adapters N, max_prompt_adapter_token N",
         {},
         "prompt adapters are not supported",
     ),
@@ -179,7 +179,7 @@ ENGINE_RULES = (
     ),
     CompatRule(
         "mm_processor_kwargs JSON, media_io_kwargs JSON, allowed_local_media_path PATH, "
-        "allowed_media_domains NAME, enable_mm_embeds, interleave_mm_strings, video_pruning_rate N",
+        "allowed_media_domains NAME..., enable_mm_embeds, interleave_mm_strings, video_pruning_rate N",
         {},
         "images, audio and video are not supported yet",
     ),
@@ -248,7 +248,7 @@ ENGINE_RULES = (
         "defaults come from the checkpoint's generation_config.json: override them in the request",
     ),
     CompatRule(
-        "logits_processors NAME, logits_processor_pattern TEXT, reasoning_parser_plugin FILE, "
+        "logits_processors NAME..., logits_processor_pattern TEXT, reasoning_parser_plugin FILE, "
         "worker_cls NAME, worker_extension_cls NAME",
         {"auto": ""},
         "third-party code is not loaded: use logit_bias, bad_words or structured_outputs in requests",
@@ -273,7 +273,7 @@ ENGINE_RULES = (
     CompatRule("logprobs_mode NAME", {"raw_logprobs": ""}, "logprobs are computed from the raw logits"),
     CompatRule(
         "kv_cache_metrics, cudagraph_metrics, enable_mfu_metrics, enable_layerwise_nvtx_tracing, "
-        "collect_detailed_traces NAME, profiler_config JSON",
+        "collect_detailed_traces NAME..., profiler_config JSON",
         {},
         "use /metrics, /v1/requests/{id} or $otlp_traces_endpoint",
     ),

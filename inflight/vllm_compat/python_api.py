@@ -10,7 +10,15 @@ from typing import Any
 
 from inflight.errors import InflightError
 from inflight.vllm_compat.engine_options import ENGINE_RULES
-from inflight.vllm_compat.rules import IGNORED, MAX_SHOWN, CompatRule, CompatRules, as_text, plain_size
+from inflight.vllm_compat.rules import (
+    IGNORED,
+    MAX_SHOWN,
+    CompatRule,
+    CompatRules,
+    as_text,
+    join_reasons,
+    plain_size,
+)
 
 LLM_RULES = CompatRules(
     (
@@ -127,9 +135,10 @@ def translate_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with vLLM's names and values translated, without those that have no effect.
 
-    Raises the error, with the reason, for an argument that is not supported.
+    Raises the error, with the reasons, for arguments that are not supported.
     """
     translated: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
     for name, value in arguments.items():
         rule = rules.find(name)
         if rule is None:
@@ -139,9 +148,11 @@ def translate_arguments(
         replacement = rule.replacement(text)
         if replacement is None:
             repeated = f" is {value!r}, which" if len(text) <= MAX_SHOWN else ""
-            raise error(f"{name}{repeated} is not supported: {rule.explanation(flags=False)}", param=name)
-        if replacement and value is not None:
+            reasons[name] = f"{name}{repeated} is not supported: {rule.explanation(flags=False)}"
+        elif replacement and value is not None:
             translated |= _option(replacement, value)
+    if reasons:
+        raise error(join_reasons(list(reasons.values())), param=next(iter(reasons)))
     return translated
 
 

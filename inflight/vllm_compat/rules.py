@@ -99,6 +99,13 @@ class CompatRules:
         return self._by_name.get(name)
 
 
+def join_reasons(reasons: list[str]) -> str:
+    """Return one message for all options that cannot be used."""
+    if len(reasons) == 1:
+        return reasons[0]
+    return "\n  ".join([f"{len(reasons)} options cannot be used:", *reasons])
+
+
 def flag_of(name: str) -> str:
     """Return an option's flag. Names that already are flags or variables are returned unchanged."""
     return f"--{name.replace('_', '-')}" if name[0].islower() else name

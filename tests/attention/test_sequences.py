@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import (
-    NativeSequenceAttention,
-    SequenceAttention,
-    Sequences,
-    TorchSequenceAttention,
-)
+from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
+from inflight.attention.cpu import NativeSequenceAttention, TorchSequenceAttention
 from inflight.errors import ConfigError
+from inflight.layers.kernels import TorchKernels
 from inflight.layers.rotary import Rope
-from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 
 
@@ -73,7 +71,7 @@ def attend64(
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("window", [None, 0, 3, 64])
 @pytest.mark.parametrize("head_dim", [16, 10, 40])
-def test_sequences_of_every_length(
+def test_sequences_of_every_length_match_float64(
     attention: SequenceAttention, window: int | None, rotated: bool, head_dim: int
 ) -> None:
     torch.manual_seed(0)
@@ -81,25 +79,24 @@ def test_sequences_of_every_length(
     qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
     cos_sin = Rope(10_000.0, head_dim).table(64, torch.device("cpu")) if rotated else None
     expected = attend64(qkv, num_heads, 0.3, window, lengths, cos_sin)
-    rotary = None if cos_sin is None else (cos_sin, positions_of(lengths))
-    found = attention.attend(qkv.clone(), num_heads, head_dim, 0.3, window, sequences_of(lengths), rotary)
+    layer = SequenceLayer(num_heads, head_dim, 0.3, window, cos_sin)
+    found = attention.attend(qkv.clone(), layer, sequences_of(lengths), positions_of(lengths))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_sequence_longer_than_one_unit_of_work(window: int | None) -> None:
+def test_sequence_longer_than_one_unit_of_work_matches_torch(window: int | None) -> None:
     torch.manual_seed(1)
     lengths, num_heads, head_dim = [3, 1100], 2, 8
     qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
-    expected = TorchSequenceAttention(TorchKernels()).attend(
-        qkv.double(), num_heads, head_dim, 0.5, window, sequences_of(lengths)
-    )
-    found = native().attend(qkv, num_heads, head_dim, 0.5, window, sequences_of(lengths))
+    inputs = SequenceLayer(num_heads, head_dim, 0.5, window), sequences_of(lengths), positions_of(lengths)
+    expected = TorchSequenceAttention(TorchKernels()).attend(qkv.double(), *inputs)
+    found = native().attend(qkv, *inputs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_sequence_has_the_same_bits_in_any_company(window: int | None) -> None:
+def test_sequence_has_the_same_bits_in_any_batch(window: int | None) -> None:
     torch.manual_seed(2)
     lengths, num_heads, head_dim = [40, 1, 23, 130, 7], 2, 24
     texts = [torch.randn(length, 3 * num_heads * head_dim) for length in lengths]
@@ -108,7 +105,8 @@ def test_a_sequence_has_the_same_bits_in_any_company(window: int | None) -> None
     def attend(*some: int) -> list[Tensor]:
         sizes = [lengths[i] for i in some]
         together = torch.cat([texts[i] for i in some])
-        out = attention.attend(together, num_heads, head_dim, 0.2, window, sequences_of(sizes))
+        layer = SequenceLayer(num_heads, head_dim, 0.2, window)
+        out = attention.attend(together, layer, sequences_of(sizes), positions_of(sizes))
         return list(torch.split(out, sizes))
 
     alone = [attend(i)[0] for i in range(len(lengths))]
@@ -119,18 +117,18 @@ def test_a_sequence_has_the_same_bits_in_any_company(window: int | None) -> None
 
 def test_large_scores_do_not_overflow(attention: SequenceAttention) -> None:
     qkv = torch.full((20, 3 * 4), 100.0)
-    found = attention.attend(qkv, 1, 4, 1.0, None, sequences_of([20]))
+    found = attention.attend(qkv, SequenceLayer(1, 4, 1.0, None), sequences_of([20]), positions_of([20]))
     torch.testing.assert_close(found, torch.full((20, 4), 100.0))
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_mismatched_tensors_are_rejected() -> None:
     qkv, fine = torch.zeros(8, 3 * 2 * 4), sequences_of([5, 3])
-    attention = native()
+    attention, layer, positions = native(), SequenceLayer(2, 4, 1.0, None), positions_of([5, 3])
     with pytest.raises(ConfigError, match=r"qkv is \[8, 24\]"):
-        attention.attend(qkv, 3, 4, 1.0, None, fine)
+        attention.attend(qkv, replace(layer, num_heads=3), fine, positions)
     with pytest.raises(ConfigError, match="rise from 0 to 8 tokens"):
-        attention.attend(qkv, 2, 4, 1.0, None, sequences_of([5, 4]))
+        attention.attend(qkv, layer, sequences_of([5, 4]), positions)
     with pytest.raises(ConfigError, match="must be int32"):
-        attention.attend(qkv, 2, 4, 1.0, None, Sequences(fine.starts.long(), fine.lengths))
+        attention.attend(qkv, layer, Sequences(fine.starts.long(), fine.lengths), positions)
     with pytest.raises(ConfigError, match="cannot rotate"):
-        attention.attend(qkv, 2, 4, 1.0, None, fine, (torch.zeros(9, 6), torch.arange(8)))
+        attention.attend(qkv, replace(layer, cos_sin=torch.zeros(9, 6)), fine, positions)

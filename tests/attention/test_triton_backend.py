@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TritonAttention
+from inflight.attention.triton.backend import TritonAttention, TritonStep
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
-from inflight.attention.triton.step import TritonStep
 from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning, choose
 from tests.attention.triton_scene import DEVICE, SMALL, TOLERANCE, Scene, Shape, items
 

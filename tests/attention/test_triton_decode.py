@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.attention.triton.decode import decode_attention
+from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.plan import find_groups, plan_decode, plan_prefix
-from inflight.attention.triton.prefix import prefix_attention
 from inflight.attention.triton.tuning import AttentionTile
 from tests.attention.triton_scene import DTYPES, SMALL, Scene, Shape, items
 

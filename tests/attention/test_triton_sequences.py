@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inflight.attention.backend import SequenceLayer
 from inflight.attention.triton.plan import Ints, max_sequence_items, plan_sequences
 from inflight.attention.triton.sequences import TritonSequenceAttention, sequence_attention
 from inflight.attention.triton.tuning import AttentionTile, SequenceTuning, choose_sequences
@@ -27,7 +28,8 @@ def attend(
     """Two heads. With room for more items, as a captured graph has it."""
     table = plan_sequences(np.array(lengths, dtype=np.int32), tuning.tile.rows)
     out = torch.full((len(qkv), 2 * head_dim), 77.0, dtype=qkv.dtype, device=DEVICE)
-    sequence_attention(qkv.to(DEVICE), items(table, len(table) + 3), 2, head_dim, 0.3, window, tuning, out)
+    layer = SequenceLayer(2, head_dim, 0.3, window)
+    sequence_attention(qkv.to(DEVICE), items(table, len(table) + 3), layer, tuning, out)
     return out.cpu()
 
 
@@ -65,9 +67,12 @@ def test_queries_and_keys_are_rotated(head_dim: int) -> None:
     cos_sin = Rope(10_000.0, head_dim).table(20, torch.device("cpu"))
     qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
     expected = attend64(qkv, num_heads, 0.3, None, lengths, cos_sin)
-    rotary = cos_sin.to(DEVICE), positions_of(lengths).to(DEVICE)
+    layer, positions = (
+        SequenceLayer(num_heads, head_dim, 0.3, None, cos_sin.to(DEVICE)),
+        positions_of(lengths),
+    )
     attention = TritonSequenceAttention(TUNING)
-    found = attention.attend(qkv.to(DEVICE), num_heads, head_dim, 0.3, None, sequences_of(lengths), rotary)
+    found = attention.attend(qkv.to(DEVICE), layer, sequences_of(lengths), positions.to(DEVICE))
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -86,7 +91,10 @@ def test_items_are_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Monkey
         qkv = torch.randn(sum(lengths), 96)
         expected = attend64(qkv, 2, 0.3, None, lengths, None) if lengths else qkv[:, :32].double()
         for _ in range(2):
-            found = attention.attend(qkv.to(DEVICE), 2, 16, 0.3, None, sequences)
+            positions = torch.zeros(
+                len(qkv), dtype=torch.int64, device=DEVICE
+            )  # not read: nothing is rotated
+            found = attention.attend(qkv.to(DEVICE), SequenceLayer(2, 16, 0.3, None), sequences, positions)
             torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     assert planned == [2, 1, 0]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.step import AttentionWorkspace, Items
+from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.attention.triton.tuning import AttentionTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

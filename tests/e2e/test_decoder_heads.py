@@ -14,7 +14,7 @@ from torch import Tensor
 from inflight import LLM, SamplingParams
 from inflight.errors import RequestError
 from inflight.layers.native_kernels import NativeKernels
-from inflight.models.pooling_head import Head
+from inflight.models.heads import Head
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.support.checkpoints import FAMILIES
 from tests.support.pooled import (

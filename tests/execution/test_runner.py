@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.forward import Rows
+from inflight.execution.runner import Rows
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch

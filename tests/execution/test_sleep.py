@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.sleep import relocate, tensors_of
+from inflight.execution.sleep import relocate
 from inflight.models.builtin import checkpoint_folder
+from inflight.models.tensors import tensors_of
 from tests.models.running import load, logprobs, prompt
 
 

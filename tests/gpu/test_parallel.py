@@ -11,7 +11,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.errors import ConfigError, DeviceLostError
-from inflight.execution.gpu.graphs import StepGraphs
+from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.parallel.rank_processes import RankProcess
 from inflight.execution.parallel.runner import MirroredRunner

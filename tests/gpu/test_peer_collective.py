@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.parallel.device_collective import NcclCollective, PeerCollective, buffer_bytes
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.layers.triton.linear_parts import NextNorm
 
 DEVICE = torch.device("cuda")
 SLOT = 1 << 18

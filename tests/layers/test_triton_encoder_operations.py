@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import ACTIVATIONS, Residual
-from inflight.layers.triton.elementwise import activate_in_place, gate
-from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
+from inflight.layers.triton.elementwise import activate_in_place, add_layer_norm, gate, layer_norm
 from inflight.layers.triton.tuning import NormTile, choose_norm
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_encoder_operations import EXACT

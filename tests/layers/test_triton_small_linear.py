@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.triton.multiply import SplitKWorkspace
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_SMALL, LinearTile, choose_small, token_bucket
 

@@ -17,18 +17,12 @@ from inflight.cli.main import app
 from inflight.cli.plan import parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms import cpu
+from inflight.execution import platforms
 from inflight.loading.planning import Devices, plan_model
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.shard import (
-    cpu_storage,
-    gpu_storage,
-    kv_bytes_per_token,
-    shard_of,
-    weight_bytes,
-)
-from inflight.native.library import native_library
+from inflight.models.decoders.footprint import meta_decoder, meta_kernels, num_bytes
+from inflight.models.decoders.spec import shard_of, whole_shard
 from tests.support.checkpoints import FAMILIES
 from tests.support.held_bytes import held
 
@@ -42,15 +36,14 @@ def test_weights_are_as_large_as_planned(family: str, dtype: torch.dtype) -> Non
     if family == "gemma3":
         fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     spec = decoder_spec(FAMILIES[family](**fields).to_dict())
-    library = native_library()
-    storage = cpu_storage(dtype, None if library is None else library.panel)
-    place = cpu.CpuPlatform()
+    kernels = meta_kernels("cpu", dtype)
+    platform = platforms.CpuPlatform()
     for shard in (shard_of(spec, 0, 1), shard_of(spec, 1, 2), shard_of(spec, 0, 2, range(2))):
-        parts = place.kernels_and_attention(shard.spec, dtype)
-        decoder = Decoder(spec, *parts, dtype, place.device, 300, shard)
-        assert weight_bytes(shard, 300, storage) == pytest.approx(held(decoder), rel=0.02)
-        shape = decoder.kv_shape(16)
-        assert 16 * kv_bytes_per_token(shard, storage) == shape.bytes_per_block
+        parts = platform.kernels_and_attention(shard.spec, dtype)
+        decoder = Decoder(spec, *parts, dtype, platform.device, 300, shard)
+        planned = meta_decoder(shard, kernels, dtype, 300)
+        assert num_bytes(planned) == held(decoder)
+        assert planned.kv_shape(16) == decoder.kv_shape(16)
     gc.collect()
 
 
@@ -60,7 +53,7 @@ def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> No
     found = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
     (fit,) = found.fits
     left = before - fit.shares[0].weights
-    monkeypatch.setattr(cpu, "available_memory", lambda: left)
+    monkeypatch.setattr(platforms, "available_memory", lambda: left)
     llm = LLM("-", show_progress=False, **options)
     assert fit.num_tokens == pytest.approx(llm._engine.facts.num_blocks * 16, rel=0.02)
     assert fit.num_requests == fit.num_tokens // 2048
@@ -88,8 +81,10 @@ def test_a_large_model_on_gpus() -> None:
 
 def test_a_gpu_holds_numbers_as_they_are() -> None:
     spec = decoder_spec(SHAPES["qwen3-0.6b"])
-    held_here = weight_bytes(shard_of(spec, 0, 1), 1, gpu_storage(torch.bfloat16))
-    assert held_here == pytest.approx(2 * 596e6, rel=0.01)
+    dtype = torch.bfloat16
+    assert num_bytes(meta_decoder(whole_shard(spec), meta_kernels("cuda", dtype), dtype)) == pytest.approx(
+        2 * 596e6, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_attention
+from inflight.layers.kernels import TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
-from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.weights import load_decoder

@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from inflight.config import ModelConfig
 from inflight.errors import ModelError, WeightsError
 from inflight.models import checkpoint as checkpoint_module
-from inflight.models.checkpoint import fingerprint, open_checkpoint
+from inflight.models.builtin import BUILTIN_MODELS
+from inflight.models.checkpoint import fingerprint, fingerprint_now, open_checkpoint
 
 
 @pytest.fixture
@@ -150,6 +152,21 @@ def test_paths_are_not_looked_for_on_the_hub(folder: Path, monkeypatch: pytest.M
             open_checkpoint(path)
     with pytest.raises(ModelError, match="is a file"):
         open_checkpoint(str(folder / "config.json"))
+
+
+def test_built_in_models_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for name, folder in BUILTIN_MODELS.items():
+        assert open_checkpoint(name).folder == folder
+        assert fingerprint_now(ModelConfig(name)) == fingerprint_now(ModelConfig(str(folder)))
+    monkeypatch.chdir(tmp_path)
+    local = tmp_path / "inflight-builtin"
+    local.mkdir()
+    (local / "config.json").write_text("{}")
+    (local / "model.safetensors").touch()
+    assert open_checkpoint("inflight-builtin").folder == Path("inflight-builtin"), (
+        "a local folder comes first"
+    )
 
 
 def test_hub_client_missing(monkeypatch: pytest.MonkeyPatch) -> None:

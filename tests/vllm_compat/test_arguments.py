@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from inflight.cli.command import NOTES
 from inflight.cli.main import app
 from inflight.cli.option_sources import gather, unused_variables
+from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.server.config import SERVE_OPTIONS
 from inflight.vllm_compat.cli_flags import SERVE_RULES
@@ -22,10 +23,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "m --served-model-name a b --port 9": {"model": "m", "served_model_name": ["a", "b"], "port": 9},
     "--model m --served-model-name a b": {"model": "m", "served_model_name": ["a", "b"]},
     "--served-model-name a b --model=m": {"model": "m", "served_model_name": ["a", "b"]},
-    "--api-key secret folder": {
-        "api_key": ["secret"],
-        "model": "folder",
-    },  # a bare word is the model
+    "--served-model-name a b": {
+        "served_model_name": ["a", "b"]
+    },  # as in argparse, all words up to the next flag
+    "--api-key a b --port 9 folder": {"api_key": ["a", "b"], "port": 9, "model": "folder"},
+    "--cudagraph-capture-sizes 1 2 --api-key secret": {"api_key": ["secret"]},
     "--api-key a --api-key b": {"api_key": ["a", "b"]},
     """m --allowed-origins ["*"] --allowed-headers=["a","b"]""": {
         "model": "m",
@@ -70,6 +72,35 @@ REJECTED = {
 @pytest.mark.parametrize("line", REJECTED)
 def test_command_line_is_rejected_with_a_reason(line: str) -> None:
     assert REJECTED[line] in rejection(SERVE, *line.split())
+
+
+def test_all_unsupported_flags_are_reported_at_once(tmp_path: Path) -> None:
+    line = (
+        "m --enable-lora --lora-modules a=x b=y --port 9 --qwerty 1 2 --quantization fp8 --scheduling-policy"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parsed(SERVE, *line.split())
+    title, *reasons = str(caught.value).splitlines()
+    assert title == "5 options cannot be used:"
+    assert [reason.split()[0] for reason in reasons] == [
+        "--enable-lora:",
+        "--lora-modules",
+        "there",
+        "--quantization",
+        "--scheduling-policy",
+    ]
+    file = tmp_path / "config.yaml"
+    file.write_text("enable-lora: true\nquantization: fp8\nqwerty: 1\n")
+    with pytest.raises(ConfigError, match=r"(?s)3 options .*--enable-lora: .*--quantization fp8: .*'qwerty'"):
+        gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_RULES)
+    with pytest.raises(ConfigError, match=r"(?s)2 options .*enable_lora is True.*quantization is 'fp8'"):
+        EngineConfig.create("m", enable_lora=True, quantization="fp8")
+
+
+def test_several_prompts_may_follow_one_flag_once_the_model_is_known() -> None:
+    generate = ROOT.commands["generate"]
+    assert parsed(generate, "m", "-p", "a", "b") == {"model": "m", "prompt": ["a", "b"]}
+    assert parsed(generate, "-p", "a", "m") == {"model": "m", "prompt": ["a"]}
 
 
 def test_other_commands_accept_engine_flags() -> None:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer, KVShape
 from inflight.attention.triton.chunk import chunk_attention
-from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.prefix import prefix_attention
+from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
-from inflight.attention.triton.step import TritonStep
+from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.attention.triton.tuning import Tuning
 from inflight.triton_utils.padding import padded_empty
 
 PIECE = 2 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """One step in device memory. Kernels whose items are None are not launched; all contents may change between replays
+    of a graph."""
+
+    positions: Tensor  # [T] int32; any valid position for padding
+    # [T] int32, where each token's KV goes: block_id * block_size + offset; below 0: padding
+    slot_mapping: Tensor
+    block_tables: Tensor  # [max_rows, max_blocks] int32
+    decodes: Items  # DecodePlan.items
+    short_context: bool  # DecodeWork.short_context
+    prefixes: Items | None  # PrefixPlan.items
+    members: Tensor | None  # PrefixPlan.members(), int32, max_members rows; with prefixes only
+    chunks: Items | None  # ChunkPlan.items
+    workspace: AttentionWorkspace
 
 
 class TritonAttention:

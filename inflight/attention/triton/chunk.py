@@ -12,19 +12,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
+    AttentionWorkspace,
+    Items,
     arrive,
     finish,
     first_blocks,
     load_rows,
     merge,
+    paged_constants,
     store_partial,
     store_rows,
     take_pages,
     take_tile,
 )
-from inflight.attention.triton.step import AttentionWorkspace, Items
 from inflight.attention.triton.tuning import AttentionTile
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 def chunk_attention(
@@ -40,10 +42,10 @@ def chunk_attention(
     out: Tensor,  # [T, num_heads * head_dim], written where an item says so
 ) -> None:
     """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
-    group, dim = layer.num_heads // layer.num_kv_heads, triton.next_power_of_2(layer.head_dim)
-    own = (
-        TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [tile.keys, dim]) if descriptors else None
-    )
+    own = None
+    if descriptors:
+        block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
+        own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
         qkv,
         own,
@@ -59,21 +61,9 @@ def chunk_attention(
         layer.window or 0,
         qkv.stride(0),
         block_tables.stride(0),
-        NUM_KV_HEADS=layer.num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=layer.head_dim,
-        BLOCK_SIZE=cache.shape[3],
-        WINDOW=layer.window is not None,
         DESCRIPTORS=descriptors,
         FIELDS=CHUNK_FIELDS,
-        ROWS=tile.rows,
-        DIM=dim,
-        BLOCK_N=tile.keys,
-        PRECISION="ieee" if qkv.element_size() == 4 else None,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **launch_options(pdl),
+        **paged_constants(qkv, cache, layer, tile, pdl),
     )
 
 

@@ -16,7 +16,7 @@ from inflight.attention.triton.plan import (
     plan_decode,
     plan_prefix,
 )
-from inflight.attention.triton.step import AttentionWorkspace
+from inflight.attention.triton.softmax import AttentionWorkspace
 from inflight.attention.triton.tuning import Tuning
 
 # Programs per multiprocessor, over all KV heads, that splitting may add. Measured on an H200: more programs read no

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.attention.sequences import Sequences
+from inflight.attention.backend import SequenceLayer, Sequences
 from inflight.attention.triton.plan import SEQUENCE_FIELDS, plan_sequences
 from inflight.attention.triton.rope_write import MANY_TOKENS, rotate_heads
-from inflight.attention.triton.softmax import finish, load_rows, store_rows, take_tile
-from inflight.attention.triton.step import Items
+from inflight.attention.triton.softmax import Items, finish, load_rows, store_rows, take_tile, tile_constants
 from inflight.attention.triton.tuning import SequenceTuning
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
@@ -36,24 +35,14 @@ class TritonSequenceAttention:
         self.tuning = tuning
         self._known: tuple[Sequences, Items] | None = None
 
-    def attend(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int | None,
-        sequences: Sequences,
-        rotary: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, layer: SequenceLayer, sequences: Sequences, positions: Tensor) -> Tensor:
         """Rotate in place and attend. Rows of the result that belong to no sequence are undefined."""
         tuning, items = self.tuning, self._items(sequences, qkv.device)
-        if rotary is not None:
-            cos_sin, positions = rotary
-            rotate(qkv, positions, cos_sin, num_heads, head_dim, tuning.pdl)
-        out = padded_empty(len(qkv), num_heads * head_dim, qkv.dtype, qkv.device)
+        if layer.cos_sin is not None:
+            rotate(qkv, positions, layer.cos_sin, layer.num_heads, layer.head_dim, tuning.pdl)
+        out = padded_empty(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if items.programs > 0:
-            sequence_attention(qkv, items, num_heads, head_dim, scale, window, tuning, out)
+            sequence_attention(qkv, items, layer, tuning, out)
         return out
 
     def _items(self, sequences: Sequences, device: torch.device) -> Items:
@@ -78,41 +67,30 @@ def _upload(values: Tensor, device: torch.device) -> Tensor:
 def sequence_attention(
     qkv: Tensor,  # [T, 3 * num_heads * head_dim], queries and keys ready
     items: Items,  # of SEQUENCE_FIELDS fields: see plan.py
-    num_heads: int,
-    head_dim: int,
-    scale: float,
-    window: int | None,
+    layer: SequenceLayer,
     tuning: SequenceTuning,
     out: Tensor,  # [T, num_heads * head_dim]
 ) -> None:
     """Attend for every tile of positions that has an item; other rows of `out` are left as they are."""
-    tile, dim = tuning.tile, triton.next_power_of_2(head_dim)
+    tile, dim = tuning.tile, triton.next_power_of_2(layer.head_dim)
     tiles = None
     if tuning.descriptors:
         tiles = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [tile.keys, dim])
-    _sequences[(num_heads, items.programs)](
+    _sequences[(layer.num_heads, items.programs)](
         qkv,
         tiles,
         items.table,
         items.count,
         out,
-        scale * math.log2(math.e),
-        window or 0,
+        layer.scale * math.log2(math.e),
+        layer.window or 0,
         qkv.stride(0),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        WINDOW=window is not None,
-        MASK_ALL=tuning.mask_all or window is not None,
+        NUM_HEADS=layer.num_heads,
+        HEAD_DIM=layer.head_dim,
+        WINDOW=layer.window is not None,
+        MASK_ALL=tuning.mask_all or layer.window is not None,
         FIELDS=SEQUENCE_FIELDS,
-        ROWS=tile.rows,
-        DIM=dim,
-        BLOCK_N=tile.keys,
-        PRECISION="ieee" if qkv.element_size() == 4 else None,
-        PDL=tuning.pdl,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **({} if tile.registers is None else {"maxnreg": tile.registers}),
-        **launch_options(tuning.pdl),
+        **tile_constants(qkv, layer.head_dim, tile, tuning.pdl),
     )
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the attention kernels: online softmax over tiles of keys, paged keys, partial results, merging.
+"""Shared parts of the attention kernels: launches, online softmax over tiles of keys, paged keys, merging of partials.
 
 Scores are in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `row_max` is the highest
 score that a query row has met, `row_sum` the sum of its weights relative to that, `acc` the weighted values.
@@ -6,8 +6,85 @@ score that a query row has met, `row_sum` the sum of its weights relative to tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from inflight.attention.backend import AttentionLayer
+from inflight.attention.triton.tuning import AttentionTile
+from inflight.triton_utils.pdl import launch_options
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A plan (`plan.py`) on the device, as a captured graph needs it: capacity for many items, and their number.
+
+    A program without an item costs about a microsecond, and if one fills a multiprocessor they run one after another:
+    the capacity should not be much larger than needed.
+    """
+
+    table: Tensor  # int32, rows of the kernel's fields, flat or not
+    count: Tensor  # [1] int32: the number of rows in use
+    # Per KV head. Programs of the prefix kernel take items in turn; other kernels have one program per row.
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWorkspace:
+    """Partial results of queries whose keys are split. One serves all layers and kernels of a step: each launch is
+    done with it before the next begins."""
+
+    outs: Tensor  # [max_partials, num_heads, head_dim] float32
+    lses: Tensor  # [max_partials, num_heads] float32, base 2
+    counters: Tensor  # [max_counters, num_kv_heads] int32: splits stored so far; 0 between launches
+
+    @staticmethod
+    def allocate(
+        max_partials: int,
+        max_counters: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> AttentionWorkspace:
+        return AttentionWorkspace(
+            outs=torch.empty(max_partials, num_heads, head_dim, dtype=torch.float32, device=device),
+            lses=torch.empty(max_partials, num_heads, dtype=torch.float32, device=device),
+            counters=torch.zeros(max_counters, num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def paged_constants(
+    qkv: Tensor, cache: Tensor, layer: AttentionLayer, tile: AttentionTile, pdl: bool
+) -> dict[str, Any]:
+    """Return the compile-time arguments that kernels over paged keys have in common."""
+    return {
+        "NUM_KV_HEADS": layer.num_kv_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "HEAD_DIM": layer.head_dim,
+        "BLOCK_SIZE": cache.shape[3],
+        "WINDOW": layer.window is not None,
+        **tile_constants(qkv, layer.head_dim, tile, pdl),
+    }
+
+
+def tile_constants(qkv: Tensor, head_dim: int, tile: AttentionTile, pdl: bool) -> dict[str, Any]:
+    """Return the compile-time arguments that depend on the tile."""
+    return {
+        "ROWS": tile.rows,
+        "DIM": triton.next_power_of_2(head_dim),
+        "BLOCK_N": tile.keys,
+        "PRECISION": "ieee" if qkv.element_size() == 4 else None,
+        "PDL": pdl,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
+        **launch_options(pdl),
+    }
 
 
 @triton.jit

@@ -8,18 +8,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
 from inflight.engine.remote.engine_loop import Outbox
-from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Reply, RunCommand, StepOutputs, Watch
+from inflight.engine.remote.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    ReadMemory,
+    ReadMessage,
+    ReadTimeline,
+    Reply,
+    RunCommand,
+    ServiceMessage,
+    StepOutputs,
+    Watch,
+    WatchTimeline,
+)
 from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
-
-ServiceMessage = Add | Abort | Describe | RunCommand | Ack | Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +56,7 @@ class ClientService:
         self._loop = asyncio.get_running_loop()
         self._is_flushing = False
         self._stop_watching: Callable[[], None] | None = None
+        self._stop_timeline: Callable[[], None] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -55,16 +68,20 @@ class ClientService:
                 served = self._served[handle] = _ServedRequest(added.request_id)
                 self._begin(self._run(handle, served, added))
             case Abort():
-                self._begin(self._abort(message))
+                self._begin(self._answer(message.call, lambda: self._abort(message)))
             case Describe():
-                self._begin(self._describe(message))
+                self._begin(self._answer(message.call, lambda: self._describe(message)))
             case RunCommand():
-                self._begin(self._run_command(message))
+                self._begin(self._answer(message.call, lambda: self._run_command(message)))
             case Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
             case Watch(enabled):
                 self._watch(enabled)
+            case WatchTimeline(enabled):
+                self._watch_timeline(enabled)
+            case ReadTimeline() | ReadMemory():
+                self._begin(self._read(message))
 
     def send_stats(self) -> None:
         """Send the statistics, even if there is nothing else to send."""
@@ -73,6 +90,7 @@ class ClientService:
     async def close(self) -> None:
         """Abort all requests and calls of the process, which is gone."""
         self._watch(False)
+        self._watch_timeline(False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -106,37 +124,31 @@ class ClientService:
             del self._served[handle]
             served.settled.set()
 
-    async def _abort(self, message: Abort) -> None:
+    async def _answer(self, call: int | None, work: Callable[[], Awaitable[Reply]]) -> None:
+        """Send the reply that `work` returns, or its error. No reply is expected if `call` is None."""
+        try:
+            reply = await work()
+        except Exception as error:
+            reply = Reply(call or 0, remote_error=RemoteError.of(error))
+        if call is not None:
+            self._reply(reply)
+
+    async def _abort(self, message: Abort) -> Reply:
         served, num_freed = self._served.get(message.handle), 0
-        try:
-            if served is not None:
-                await served.settled.wait()
+        if served is not None:
+            await served.settled.wait()
             if message.handle in self._served:
-                assert served is not None
                 num_freed = await self._client.abort(served.request_id, message.reason)
-        except Exception as error:
-            if message.call is not None:
-                self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        if message.call is not None:
-            self._reply(Reply(message.call, num_freed))
+        return Reply(message.call or 0, num_freed)
 
-    async def _describe(self, message: Describe) -> None:
+    async def _describe(self, message: Describe) -> Reply:
         served = self._served.get(message.handle)
-        try:
-            state = None if served is None else await self._client.describe(served.request_id)
-        except Exception as error:
-            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        self._reply(Reply(message.call, state=state))
+        state = None if served is None else await self._client.describe(served.request_id)
+        return Reply(message.call, state=state)
 
-    async def _run_command(self, message: RunCommand) -> None:
-        try:
-            await self._client.command(message.command)
-        except Exception as error:
-            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        self._reply(Reply(message.call))
+    async def _run_command(self, message: RunCommand) -> Reply:
+        await self._client.command(message.command)
+        return Reply(message.call)
 
     def _watch(self, enabled: bool) -> None:
         if self._stop_watching is not None:
@@ -146,6 +158,25 @@ class ClientService:
     def _observe(self, record: Any) -> None:
         self._outbox.observe(record)
         self._flush_soon()
+
+    def _watch_timeline(self, enabled: bool) -> None:
+        if self._stop_timeline is not None:
+            self._stop_timeline()
+        self._stop_timeline = self._client.watch_timeline(self._show) if enabled else None
+
+    def _show(self, replica: str, data: bytes) -> None:
+        self._outbox.show(data, replica)
+        self._flush_soon()
+
+    async def _read(self, message: ReadMessage) -> None:
+        try:
+            if isinstance(message, ReadTimeline):
+                reply = Reply(message.call, timeline=await self._client.read_timeline(message.query))
+            else:
+                reply = Reply(message.call, memory=await self._client.read_memory(message.replica))
+        except Exception as error:
+            reply = Reply(message.call, remote_error=RemoteError.of(error))
+        self._reply(reply)
 
     def _reply(self, reply: Reply) -> None:
         self._outbox.reply(reply)

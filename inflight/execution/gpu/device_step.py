@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.attention.triton.backend import TritonStep
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.planner import AttentionPlanner, DecodeWork
-from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
+from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.execution.gpu.host_step import HostStep, Ints, Layout, put, put_items, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from inflight.attention.triton.plan import SEQUENCE_FIELDS, max_sequence_items, plan_sequences
 from inflight.attention.triton.sequences import PlannedSequences, TritonSequenceAttention
-from inflight.attention.triton.step import Items
+from inflight.attention.triton.softmax import Items
 from inflight.errors import EngineError
-from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.encoder_runner import PackedTexts, pack, pack_batch, trial_texts
-from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
+from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
 from inflight.execution.gpu.host_step import Layout, put, put_items, staging
 from inflight.execution.gpu.shapes import TextBuckets, TextShape
 from inflight.execution.results import StepVectors

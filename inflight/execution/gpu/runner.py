@@ -15,14 +15,13 @@ from inflight.constraints import GrammarCompiler
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
-from inflight.execution.device import event_on, to_host, wait_for, watched
-from inflight.execution.forward import StageLinks
+from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
 from inflight.execution.gpu.device_step import DeviceStep
-from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors, failure
+from inflight.execution.runner import StageLinks
 from inflight.execution.sampling.triton import (
     RankTokens,
     SamplingWorkspace,
@@ -33,7 +32,7 @@ from inflight.execution.sampling.triton import (
     score_all,
 )
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import GatheringCollective
+from inflight.models.decoders.spec import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
@@ -61,9 +60,8 @@ class GpuStepHandle:
     prompt_logprobs: list[tuple[int, PendingLogprobs]]  # by entry, in order of position
     pooled: StepVectors | None
     done: torch.cuda.Event | None  # None where there is nothing to wait for
-    failures: dict[int, RequestFailure] = field(
-        default_factory=dict
-    )  # by sample, where the constraint failed
+    # By sample, where the constraint failed.
+    failures: dict[int, RequestFailure] = field(default_factory=dict)
 
     def token_ids(self) -> list[int]:
         """Return the sampled tokens, and some padding."""

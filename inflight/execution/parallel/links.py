@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.forward import StageLinks
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.peer_memory import HANDLE_BYTES, PeerMemory, copy_on_device
 from inflight.execution.parallel.shared_memory import SharedStream
+from inflight.execution.runner import StageLinks
 from inflight.models.decoders.decoder import Decoder
 
 

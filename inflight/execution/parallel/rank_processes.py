@@ -28,7 +28,7 @@ from inflight.execution.parallel.messages import (
     encode,
 )
 from inflight.logs import JsonFormatter
-from inflight.models.decoders.shard import RankShare
+from inflight.models.decoders.footprint import RankShare
 from inflight.native.library import Library
 from inflight.processes.channel import RemoteError
 from inflight.processes.child import ChildHost, ChildProcess

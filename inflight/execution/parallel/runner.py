@@ -12,7 +12,6 @@ from torch import Tensor
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
-from inflight.execution.forward import ForwardPass, torch_threads
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.messages import (
@@ -30,9 +29,9 @@ from inflight.execution.parallel.messages import (
 )
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedCollective, SharedStream
-from inflight.execution.runner import ModelRunner
+from inflight.execution.runner import ForwardPass, ModelRunner, torch_threads
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import Collective
+from inflight.models.decoders.spec import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
 

@@ -13,21 +13,18 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
+from inflight.execution.runner import StageLinks
 from inflight.execution.sleep import ModelSleepSupport
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import (
+from inflight.models.decoders.footprint import RankShare, meta_kernels, rank_shares
+from inflight.models.decoders.spec import (
     Collective,
-    RankShare,
+    DecoderSpec,
     Shard,
     check_tensor_parallel,
-    cpu_storage,
-    gpu_storage,
-    rank_shares,
     shard_of,
 )
-from inflight.models.decoders.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
 
@@ -72,9 +69,8 @@ def start_ranks(
             f"{parallel}: several ranks need a package that is not installed ({error}): install inflight-llm[server]"
         ) from error
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    on_cpu = place.device.type == "cpu"
-    storage = cpu_storage(dtype, library.panel) if on_cpu else gpu_storage(dtype)
-    shares = rank_shares(spec, tensor, pipeline, context, storage)
+    kernels = meta_kernels(place.device.type, dtype)
+    shares = rank_shares(spec, tensor, pipeline, context, kernels, dtype)
     for share in shares:
         logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
     max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens

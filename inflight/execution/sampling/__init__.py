@@ -3,16 +3,16 @@
 `Sampler` over `SamplingRows` is written in torch and runs on any device; `cpu_sampler` prefers the compiled library.
 """
 
-from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, VocabularyPart, cpu_sampler
-from inflight.execution.sampling.rows import SamplingRows
-from inflight.execution.sampling.sampler import (
+from inflight.execution.sampling.interface import (
     HAS_NO_TOKEN,
     IS_NOT_FINITE,
     HostSample,
     LogprobTensors,
     SampledTensors,
-    Sampler,
 )
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, VocabularyPart, cpu_sampler
+from inflight.execution.sampling.rows import SamplingRows
+from inflight.execution.sampling.sampler import Sampler
 
 __all__ = [
     "HAS_NO_TOKEN",

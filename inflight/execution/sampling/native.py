@@ -11,9 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.parameters import WORD, RowNumbers, first_mask, has_penalties
+from inflight.execution.sampling.interface import (
+    WORD,
+    LogprobTensors,
+    RowNumbers,
+    SampledTensors,
+    first_mask,
+    has_penalties,
+)
 from inflight.execution.sampling.rows import SamplingRows
-from inflight.execution.sampling.sampler import LogprobTensors, SampledTensors, Sampler
+from inflight.execution.sampling.sampler import Sampler
 from inflight.native.library import Library, native_library
 from inflight.request import RequestSpec
 

@@ -6,55 +6,22 @@ Log-probabilities are taken before any temperature, penalty or mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.events import PositionLogprobs
-from inflight.execution.sampling.adjust import adjust
-from inflight.execution.sampling.candidates import (
+from inflight.execution.sampling.gumbel import (
     RowParams,
+    noise_key,
     row_tiles,
     sample_dense,
     sample_nucleus,
     sample_top_k,
     top_candidates,
 )
-from inflight.execution.sampling.plan import SamplingPlan, make_plan
-from inflight.execution.sampling.randomness import noise_key
-from inflight.execution.sampling.rows import SamplingRows
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """P positions with a target each, then the N most likely tokens in order, ties by ascending id."""
-
-    token_ids: Tensor  # [P, 1 + N] int64
-    logprobs: Tensor  # [P, 1 + N] float32
-    ranks: Tensor  # [P, 1 + N] int64: 1 + the number of tokens with a strictly greater logit
-    counts: tuple[int, ...]  # how many of the N each position reports
-
-    def fetch(self) -> LogprobTensors:
-        """Start copying to host memory without waiting."""
-        return LogprobTensors(fetch(self.token_ids), fetch(self.logprobs), fetch(self.ranks), self.counts)
-
-    def to_host(self) -> list[PositionLogprobs]:
-        """Pack each position as `events.pack_logprobs` does: the target first, then the most likely tokens."""
-        columns = np.empty((len(self.counts), 3, self.token_ids.shape[1]), np.int32)
-        columns[:, 0], columns[:, 2] = self.token_ids.numpy(), self.ranks.numpy()
-        columns[:, 1] = self.logprobs.numpy().view(np.int32)
-        return pack_columns(columns, self.counts)
-
-
-def fetch(tensor: Tensor) -> Tensor:
-    """Start copying to host memory without waiting. On a CPU, return the tensor itself."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, LogprobTensors, SampledTensors
+from inflight.execution.sampling.rows import Allowed, BadWords, SamplingPlan, SamplingRows, make_plan
 
 
 def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> LogprobTensors:
@@ -78,57 +45,6 @@ def _score_tile(logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tens
         # Any token greater than one of the best is itself one of the best.
         ranks[:, 1:] = 1 + (values[:, None, :] > values[:, :, None]).sum(-1)  # [P, N, N] -> [P, N]
     logprobs.copy_(logits.log_softmax(-1).gather(1, token_ids))
-
-
-def pack_columns(columns: NDArray[np.int32], counts: Sequence[int]) -> list[PositionLogprobs]:
-    """Pack positions that want `counts` of the most likely tokens beside the target.
-
-    columns [P, 3, 1 + N]: ids, log-probabilities as bits and ranks, the target's first.
-    """
-    width = columns.shape[2]
-    if min(counts, default=0) < width - 1:
-        return [
-            position[:, : 1 + count].astype("<i4").tobytes()
-            for position, count in zip(columns, counts, strict=True)
-        ]
-    data, size = columns.astype("<i4", copy=False).tobytes(), 12 * width
-    return [data[start : start + size] for start in range(0, len(data), size)]
-
-
-# Why sampling an entry can fail: NaN or inf in the model's logits, or the row's parameters leave no token.
-IS_NOT_FINITE, HAS_NO_TOKEN = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class HostSample:
-    """The samples of S entries, as plain Python."""
-
-    token_ids: list[int]
-    bad: list[int]
-    logprobs: dict[int, PositionLogprobs]  # by entry, for those with logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTensors:
-    """The samples of S entries, still on the device."""
-
-    token_ids: Tensor  # [S] int64
-    # [S] uint8: 0, or why sampling failed. Such an entry still has some token, always the same one, so that the
-    # step can continue and only this request fails.
-    bad: Tensor
-    logprobs: LogprobTensors | None
-    logprob_entries: tuple[int, ...]  # the entry of each position in `logprobs`
-
-    def fetch(self) -> SampledTensors:
-        """Start copying to host memory without waiting; record an event after it, then call `to_host`."""
-        logprobs = None if self.logprobs is None else self.logprobs.fetch()
-        return SampledTensors(fetch(self.token_ids), fetch(self.bad), logprobs, self.logprob_entries)
-
-    def to_host(self) -> HostSample:
-        """Return the samples as Python objects; waits for the device if the tensors are still there."""
-        positions = [] if self.logprobs is None else self.logprobs.to_host()
-        logprobs = dict(zip(self.logprob_entries, positions, strict=True))
-        return HostSample(self.token_ids.tolist(), self.bad.tolist(), logprobs)
 
 
 class Sampler:
@@ -219,3 +135,73 @@ def _not_finite(logits: Tensor) -> Tensor:
 def _select(logits: Tensor, entries: Tensor) -> Tensor:
     """Return the rows of `entries`, which are sorted; without a copy if these are all rows."""
     return logits if len(entries) == len(logits) else logits[entries]
+
+
+def adjust(logits: Tensor, plan: SamplingPlan, state: SamplingRows, lengths: Tensor, tokens: Tensor) -> None:
+    """Apply all rules of `plan`. lengths [S], tokens [max_rows, max_len]"""
+    flat = logits.view(-1)
+    if plan.allowed is not None:
+        _keep_allowed(logits, plan.allowed)
+    for entry, mask in plan.masks.items():
+        logits[entry].masked_fill_(~mask, -torch.inf)
+    if plan.bad_words is not None:
+        _forbid_bad_words(flat, plan.bad_words, plan.rows, state.num_prompt_tokens, lengths, tokens)
+    if plan.stops is not None:
+        entries, places = plan.stops
+        too_short = lengths[entries] < state.min_length[plan.rows[entries]]
+        flat.index_add_(0, places, _forbid_where(too_short))
+    if plan.bias is not None:
+        flat.index_add_(0, *plan.bias)
+    if plan.penalties is not None:
+        _penalise(logits, plan.penalties, plan.rows, state, lengths, tokens)
+
+
+def _forbid_where(condition: Tensor) -> Tensor:
+    return torch.zeros(condition.shape, device=condition.device).masked_fill_(condition, -torch.inf)
+
+
+def _keep_allowed(logits: Tensor, allowed: Allowed) -> None:
+    flat = logits.view(-1)
+    values = flat[allowed.places]
+    logits.index_fill_(0, allowed.entries, -torch.inf)
+    flat[allowed.places] = values
+
+
+def _forbid_bad_words(
+    flat: Tensor, words: BadWords, rows: Tensor, num_prompt_tokens: Tensor, lengths: Tensor, tokens: Tensor
+) -> None:
+    """Forbid the last token of each bad word whose prefix was just generated. Prompt tokens are not matched."""
+    row = rows[words.entries]  # [n]
+    longest = words.prefixes.shape[1]
+    back = torch.arange(-longest, 0, device=flat.device)
+    positions = lengths[words.entries, None] + back  # [n, longest]
+    is_output = positions >= num_prompt_tokens[row, None]
+    recent = tokens[row[:, None], positions.clamp(min=0)]
+    matches = (words.prefixes < 0) | ((recent == words.prefixes) & is_output)
+    flat.index_add_(0, words.places, _forbid_where(matches.all(-1)))
+
+
+def _penalise(
+    logits: Tensor, entries: Tensor, rows: Tensor, state: SamplingRows, lengths: Tensor, tokens: Tensor
+) -> None:
+    """Apply the repetition penalty over the whole row, then frequency and presence penalties over its outputs.
+
+    This works on the tokens seen instead of the whole vocabulary. A token seen twice computes the same value
+    twice; positions past the row's end repeat its first token, which always exists.
+    """
+    row, length = rows[entries], lengths[entries, None]
+    # A CPU can read the lengths without stalling, and skip the unused ends of the rows.
+    width = int(length.max()) if logits.device.type == "cpu" else tokens.shape[1]
+    positions = torch.arange(width, device=logits.device)
+    seen = tokens[row, :width].long()  # [P, L]
+    seen = torch.where(positions < length, seen, seen[:, :1])
+    is_output = (positions >= state.num_prompt_tokens[row, None]) & (positions < length)
+
+    chosen = logits[entries]  # [P, V]
+    counts = torch.zeros_like(chosen).scatter_add_(1, seen, is_output.float()).gather(1, seen)
+    values = chosen.gather(1, seen)
+    repetition = state.repetition_penalty[row, None]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= state.frequency_penalty[row, None] * counts
+    values -= state.presence_penalty[row, None] * (counts > 0)
+    logits[entries] = chosen.scatter_(1, seen, values)

@@ -5,7 +5,7 @@ One kernel computes a tile of tokens by output features, and what comes after th
     out = residual + activate(gate) * up,   gate, up = the halves of x @ W.T + bias
 
 Tokens are the left operand, so both operands go from memory to the tensor cores without passing through registers (if
-the chip supports it, its copy engine fetches whole tiles by descriptors). A norm is already half done (`next_norm.py`)
+the chip supports it, its copy engine fetches whole tiles by descriptors). A norm is already half done (`NextNorm`)
 or left to a separate kernel, since it would need the registers.
 
 A gate's tile holds rows in pairs, gate and up of the same output, so one product serves both and each pair ends up in
@@ -14,18 +14,25 @@ one thread. Tiles are split, and their sums added, as in `small_linear`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.layers.triton.elementwise import ACTIVATIONS, activate
-from inflight.layers.triton.multiply import SplitKWorkspace, bytes_ahead, dot, fetch_tile
-from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm, leave_for_norm, load_squares
+from inflight.layers.triton.elementwise import activate
+from inflight.layers.triton.linear_parts import (
+    NextNorm,
+    SplitKWorkspace,
+    dot,
+    empty_result,
+    fetch_tile,
+    launch_linear,
+    leave_for_norm,
+    load_squares,
+)
 from inflight.layers.triton.tuning import LinearTile, can_describe, choose_medium, num_multiprocessors
-from inflight.triton_utils.padding import padded_empty, readable_rows
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.triton_utils.padding import readable_rows
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit
@@ -219,7 +226,7 @@ def medium_linear(
     weight: Tensor,  # [N, K]
     workspace: SplitKWorkspace,
     *,
-    squares: Tensor | None = None,  # [n, T], where x is scaled for its norm already: see `next_norm.py`
+    squares: Tensor | None = None,  # [n, T], where x is already scaled for its norm: see `NextNorm`
     eps: float = 0.0,
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
@@ -230,57 +237,28 @@ def medium_linear(
     tile: LinearTile | None = None,
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    num_tokens, num_features = x.shape
-    num_rows = weight.shape[0]
-    num_out = num_rows if activation is None else num_rows // 2
+    num_tokens = len(x)
     if out is None:
-        out = padded_empty(num_tokens, num_out, x.dtype, x.device)
+        out = empty_result(x, weight, activation)
     if num_tokens == 0:
         return out
     if tile is None:
-        tile = choose_medium(
-            num_tokens, num_rows, num_features, x.element_size(), num_multiprocessors(x.device)
-        )
-    num_tiles = triton.cdiv(num_rows, tile.block_n)
-    token_tiles = triton.cdiv(num_tokens, tile.block_m)
-    if tile.split_k > 1:
-        workspace.check(num_tiles * token_tiles, tile)
-    x_tiles, weight_tiles = _describe(x, weight, tile, activation is not None)
-    next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
-    num_squares = 0 if squares is None else len(squares)
-    _medium_linear_kernel[(num_tiles * tile.split_k * token_tiles,)](
-        x,
-        weight,
-        x_tiles,
-        weight_tiles,
-        squares,
-        bias,
-        residual,
-        next_weight,
+        sizes = num_tokens, *weight.shape, x.element_size()
+        tile = choose_medium(*sizes, num_multiprocessors(x.device))
+    launch_linear(
+        _medium_linear_kernel,
+        (x, weight, *_describe(x, weight, tile, activation is not None)),
+        workspace,
+        tile,
+        triton.cdiv(num_tokens, tile.block_m),
         out,
-        scaled,
-        squares_left,
-        workspace.partials if tile.split_k > 1 else None,
-        workspace.counters if tile.split_k > 1 else None,
-        num_tokens,
-        num_out,
-        num_features,
-        eps,
-        bytes_ahead(weight, tile, num_tiles) if pdl else 0,
-        num_squares,
-        GATE=0 if activation is None else ACTIVATIONS[activation],
-        EVEN_K=num_features % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SPLIT_K=tile.split_k,
-        STAGES=tile.stages,
-        LANES=max(32 * tile.num_warps, tile.block_n),
-        SQUARES=triton.next_power_of_2(num_squares),
-        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        **launch_options(pdl),
+        squares=squares,
+        eps=eps,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        next_norm=next_norm,
+        pdl=pdl,
     )
     return out
 

@@ -6,7 +6,7 @@ product; each part is optional:
     out = residual + activate(gate) * up,   gate, up = the halves of rms_norm(x) @ W.T + bias
 
 The norm's statistics are summed along with the product and applied to its result:
-sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms. Or half of the norm is already done (`next_norm.py`).
+sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms. Or half of the norm is already done (`NextNorm`).
 
 If there are too few tiles for the chip, SPLIT_K programs share the features of one tile. Each writes its sums to the
 workspace; the last to arrive adds them in a fixed order and resets the tile's counter.
@@ -14,21 +14,23 @@ workspace; the last to arrive adds them in a fixed order and resets the tile's c
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.elementwise import ACTIVATIONS, activate
-from inflight.layers.triton.multiply import (
+from inflight.layers.triton.elementwise import activate
+from inflight.layers.triton.linear_parts import (
+    NextNorm,
     SplitKWorkspace,
-    bytes_ahead,
+    empty_result,
     fetch_tile,
+    launch_linear,
+    leave_for_norm,
+    load_squares,
     multiply_plain,
     multiply_tensor_cores,
     weight_rows,
 )
-from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm, leave_for_norm, load_squares
 from inflight.layers.triton.tuning import (
     LinearTile,
     choose_small,
@@ -36,8 +38,7 @@ from inflight.layers.triton.tuning import (
     shared_memory,
     token_bucket,
 )
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit
@@ -191,8 +192,7 @@ def small_linear(
     *,
     norm: Tensor | None = None,  # [K] float32
     eps: float = 0.0,
-    squares: Tensor
-    | None = None,  # [n, T] instead, where x is scaled for its norm already: see `next_norm.py`
+    squares: Tensor | None = None,  # [n, T] instead, where x is already scaled for its norm: see `NextNorm`
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
     residual: Tensor | None = None,  # [T, N]
@@ -202,53 +202,28 @@ def small_linear(
     tile: LinearTile | None = None,
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    num_tokens, num_features = x.shape
-    num_rows = weight.shape[0]
-    num_out = num_rows if activation is None else num_rows // 2
+    num_tokens = len(x)
     if out is None:
-        out = padded_empty(num_tokens, num_out, x.dtype, x.device)
+        out = empty_result(x, weight, activation)
     if num_tokens == 0:
         return out
     if tile is None:
-        sizes = token_bucket(num_tokens), num_rows, num_features, weight.itemsize
+        sizes = token_bucket(num_tokens), *weight.shape, weight.itemsize
         tile = choose_small(*sizes, num_multiprocessors(x.device), shared_memory(x.device))
     assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
-    num_tiles = triton.cdiv(num_rows, tile.block_n)
-    if tile.split_k > 1:
-        workspace.check(num_tiles, tile)
-    next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
-    num_squares = 0 if squares is None else len(squares)
-    _small_linear_kernel[(num_tiles * tile.split_k,)](
-        x,
-        weight,
-        norm,
-        squares,
-        bias,
-        residual,
-        next_weight,
+    launch_linear(
+        _small_linear_kernel,
+        (x, weight, norm),
+        workspace,
+        tile,
+        1,
         out,
-        scaled,
-        squares_left,
-        workspace.partials if tile.split_k > 1 else None,
-        workspace.counters if tile.split_k > 1 else None,
-        num_tokens,
-        num_out,
-        num_features,
-        eps,
-        bytes_ahead(weight, tile, num_tiles) if pdl else 0,
-        num_squares,
-        GATE=0 if activation is None else ACTIVATIONS[activation],
-        EVEN_K=num_features % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SPLIT_K=tile.split_k,
-        STAGES=tile.stages,
-        LANES=max(32 * tile.num_warps, tile.block_n),
-        SQUARES=triton.next_power_of_2(num_squares),
-        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        **launch_options(pdl),
+        squares=squares,
+        eps=eps,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        next_norm=next_norm,
+        pdl=pdl,
     )
     return out

@@ -1,21 +1,198 @@
-"""The decoder: one class for all families, built from a spec, kernels and an attention backend."""
+"""The decoder: one class for all families, built from a spec, kernels and an attention backend.
+
+Each layer is attention, then an MLP; each reads the residual and adds to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape
 from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.decoders.layer import DenseMlp, Layer, SelfAttention
-from inflight.models.decoders.shard import GatheringCollective, Shard, whole_shard
-from inflight.models.decoders.spec import DecoderSpec
-from inflight.models.pooling_head import Head
+from inflight.models.decoders.spec import DecoderSpec, GatheringCollective, QKNorm, Shard, whole_shard
+from inflight.models.heads import Head
+from inflight.models.tensors import LinearRows, NormWeight, RowRun, Target, packed_rows
+
+
+class Mlp(Protocol):
+    """The part of a layer that handles each token by itself."""
+
+    in_norm: Tensor | None  # applied to the residual it reads
+
+    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
+        """Return the residual plus the MLP's output, to be read through `next_norm`."""
+
+    def targets(self) -> Mapping[str, Target]:
+        """Return all load targets by name, packed weights both whole and in the parts that checkpoints hold."""
+
+
+class DenseMlp:
+    """Implements `Mlp`: norm, gate and up in one product, activation, down."""
+
+    def __init__(self, shard: Shard, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        spec = shard.spec
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self._spec = spec
+        self._shard = shard
+        self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, spec.mlp_bias)
+        has_bias = spec.mlp_bias and shard.rank == 0
+        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, shard.collective)
+        self.in_norm = _norm(spec.norm_placement.before, hidden, device)
+        self.out_norm = _norm(spec.norm_placement.after, hidden, device)
+
+    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
+        eps = self._spec.norm_eps
+        inner = self.gate_up.gated(residual, eps, self._spec.activation)
+        return self.down.add_to(residual, inner, self.out_norm, eps, next_norm)
+
+    def targets(self) -> Mapping[str, Target]:
+        shard, bias = self._shard, self._spec.mlp_bias
+        inner = shard.inner, shard.whole.intermediate_size
+        linears = {
+            **packed_rows(self.gate_up, "gate_up", {"gate": inner, "up": inner}, bias),
+            "down": _summed(self.down, *inner, bias, shard),
+        }
+        return linears | _norm_targets(self._spec, in_norm=self.in_norm, out_norm=self.out_norm)
+
+
+class SelfAttention:
+    """Norm, queries, keys and values in one product, attention over the KV cache, output projection."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        kernels: Kernels,
+        backend: AttentionBackend[Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        cos_sin: Tensor,
+        window: int | None,
+    ) -> None:
+        spec = shard.spec
+        hidden = spec.hidden_size
+        self._spec = spec
+        self._shard = shard
+        self._kernels = kernels
+        self._backend = backend
+        self.qkv: Linear = kernels.linear(hidden, spec.query_size + 2 * spec.kv_size, dtype, spec.qkv_bias)
+        has_bias = spec.output_bias and shard.rank == 0
+        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, shard.collective)
+        self.in_norm = _norm(spec.norm_placement.before, hidden, device)
+        self.out_norm = _norm(spec.norm_placement.after, hidden, device)
+        whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
+        self.q_norm = _norm(any_norm, spec.query_size if whole else spec.head_dim, device)
+        self.k_norm = _norm(any_norm, spec.kv_size if whole else spec.head_dim, device)
+        self._heads = AttentionLayer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            # Norms of the whole projection are applied in _normalise_whole.
+            q_norm=None if whole else self.q_norm,
+            k_norm=None if whole else self.k_norm,
+            eps=spec.norm_eps,
+            cos_sin=cos_sin,  # shared between layers
+            scale=spec.attention_scale,
+            window=window,
+        )
+
+    def __call__(
+        self,
+        residual: Residual,
+        cache: Tensor,
+        inputs: Any,
+        next_norm: Tensor | None,
+        wanted: Tensor | None = None,
+    ) -> Residual:
+        """Return the residual plus attention's output, to be read through `next_norm`.
+
+        With `wanted` [W], token indices, only their rows are returned: for other tokens, only keys and values are
+        computed.
+        """
+        spec = self._spec
+        qkv = self.qkv.normed(residual, spec.norm_eps)
+        if spec.qk_norm is QKNorm.WHOLE:
+            qkv = self._normalise_whole(qkv)
+        attended = self._backend.attend(qkv, self._heads, cache, inputs)
+        if wanted is not None:
+            residual, attended = Residual(residual.x[wanted], None), attended[wanted]
+            if not len(wanted):
+                return residual
+        return self.output.add_to(residual, attended, self.out_norm, spec.norm_eps, next_norm)
+
+    def targets(self) -> Mapping[str, Target]:
+        spec, shard = self._spec, self._shard
+        query = shard.query, shard.whole.query_size
+        kv = shard.kv, shard.whole.kv_size
+        linears = {
+            **packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, spec.qkv_bias),
+            "output": _summed(self.output, *query, spec.output_bias, shard),
+        }
+        norms = _norm_targets(
+            spec, in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
+        )
+        if spec.qk_norm is QKNorm.WHOLE:
+            norms["q_norm"] = replace(norms["q_norm"], count=query[1], first=query[0].start)
+            norms["k_norm"] = replace(norms["k_norm"], count=kv[1], first=kv[0].start)
+        return linears | norms
+
+    def _normalise_whole(self, qkv: Tensor) -> Tensor:
+        """Normalise all query heads together and all key heads together."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        sizes = [len(self.q_norm), len(self.k_norm), self._spec.kv_size]
+        query, key, value = torch.split(qkv, sizes, dim=1)
+        collective = self._shard.collective
+        if collective is None:
+            query = self._kernels.rms_norm(query, self.q_norm, self._spec.norm_eps)
+            key = self._kernels.rms_norm(key, self.k_norm, self._spec.norm_eps)
+            return torch.cat((query, key, value), dim=1)
+        # The mean square is over all ranks' features; keys that several ranks hold count once.
+        whole, query, key = self._shard.whole, query.float(), key.float()
+        shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
+        squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
+        eps = self._spec.norm_eps
+        query = query * (squares[:, :1] / whole.query_size + eps).rsqrt() * self.q_norm
+        key = key * (squares[:, 1:] / whole.kv_size + eps).rsqrt() * self.k_norm
+        return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention: SelfAttention
+    mlp: Mlp
+
+    def targets(self) -> Mapping[str, Target]:
+        """Return the load targets by the names that `WeightNames.layer` uses."""
+        parts = {"attention": self.attention.targets(), "mlp": self.mlp.targets()}
+        return {f"{part}.{name}": to for part, targets in parts.items() for name, to in targets.items()}
+
+
+def _norm(exists: bool, size: int, device: torch.device) -> Tensor | None:
+    """Return an empty norm weight [size] float32, or None if the spec has no such norm."""
+    return torch.empty(size, dtype=torch.float32, device=device) if exists else None
+
+
+def _norm_targets(spec: DecoderSpec, **norms: Tensor | None) -> dict[str, NormWeight]:
+    return {
+        name: NormWeight(norm, len(norm), offset=spec.norm_offset)
+        for name, norm in norms.items()
+        if norm is not None
+    }
+
+
+def _summed(linear: Linear, features: range, whole: int, bias: bool, shard: Shard) -> LinearRows:
+    """Return the target of a layer that holds some columns and whose product is summed over the ranks."""
+    run = RowRun(0, linear.out_features, 0)
+    return LinearRows(
+        linear, linear.out_features, whole, (run,), features.start, bias, bias and shard.rank == 0
+    )
 
 
 class Decoder:

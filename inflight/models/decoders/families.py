@@ -13,8 +13,8 @@ from typing import Any, Literal
 from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.models.decoders.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
 from inflight.models.encoders.families import ENCODER_ARCHITECTURES
+from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context, read_rope
-from inflight.models.pooling_config import read_labels
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -1,11 +1,19 @@
-"""The description of a decoder as data, so that the decoder itself knows no model family by name."""
+"""The description of a decoder as data, so that the decoder itself knows no model family by name; and of a rank's part.
+
+Tensor parallel ranks of one pipeline stage have the same layers, but different attention heads, MLP features and parts
+of the vocabulary. Pipeline stages have different layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
+from inflight.errors import ConfigError
 from inflight.layers.rotary import Rope
 
 
@@ -46,7 +54,7 @@ class WeightNames:
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
     classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"
-    final_norm: str = "norm.weight"
+    final_norm: str = "norm"  # less ".weight"
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that are not needed
 
 
@@ -90,3 +98,132 @@ class DecoderSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+class Collective(Protocol):
+    """Collective operations of the ranks of one stage. All ranks make the same calls in the same order."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step that uses it can be captured in a CUDA graph."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, added in rank order: bit-identical on each rank. May overwrite x."""
+
+
+@runtime_checkable
+class GatheringCollective(Collective, Protocol):
+    """A collective that also gathers, on GPUs. CPU ranks never hold all columns."""
+
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        """Return the columns of all ranks side by side, [n, sum of widths]. `num_needed` [n] int32, equal on all ranks,
+        limits how many columns of each rank a row needs; the others are undefined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of the `whole` decoder that a rank holds, as ranges of the whole."""
+
+    whole: DecoderSpec
+    rank: int
+    size: int
+    layers: range
+    query: range  # features of the query projection
+    kv: range  # of keys, and of values
+    inner: range  # of the MLP
+    vocab: range
+    collective: Collective | None = None  # None: the stage has one rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds token ids."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage turns hidden states into tokens or vectors."""
+        return self.layers.stop == self.whole.num_layers
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder that this rank computes; only its vocabulary is that of the whole."""
+        whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
+        return replace(
+            whole,
+            num_layers=len(self.layers),
+            num_heads=len(self.query) // whole.head_dim,
+            num_kv_heads=len(self.kv) // whole.head_dim,
+            intermediate_size=len(self.inner),
+            windows=whole.windows[layers],
+            layer_ropes=whole.layer_ropes[layers],
+        )
+
+    @property
+    def kv_copies(self) -> int:
+        """The number of ranks that have the same key and value heads."""
+        return max(1, self.size // self.whole.num_kv_heads)
+
+    @property
+    def vocab_sizes(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [len(_part(self.whole.vocab_size, rank, self.size)) for rank in range(self.size)]
+
+
+def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
+    """Raise if the model cannot be split across `size` ranks."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [
+            n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
+        raise ConfigError(
+            f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
+            f"which can be split across {', '.join(map(str, fitting))} ranks"
+        )
+    if min(spec.intermediate_size, spec.vocab_size) < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}: the model has {spec.intermediate_size} inner features and "
+            f"{spec.vocab_size} tokens, and every rank needs at least one of each"
+        )
+
+
+def whole_shard(spec: DecoderSpec) -> Shard:
+    """Return the shard that holds the whole decoder."""
+    return shard_of(spec, 0, 1)
+
+
+def shard_of(
+    spec: DecoderSpec,
+    rank: int,
+    size: int,
+    layers: range | None = None,
+    collective: Collective | None = None,
+) -> Shard:
+    """Return the shard of rank `rank` of `size` in the stage that has `layers`, by default all."""
+    check_tensor_parallel(spec, size)
+    dim, kv_heads = spec.head_dim, spec.num_kv_heads
+    query = _part(spec.num_heads, rank, size)
+    # With fewer key/value heads than ranks, neighbouring ranks have the same one.
+    kv = (
+        _part(kv_heads, rank, size)
+        if kv_heads % size == 0
+        else _part(kv_heads, rank * kv_heads // size, kv_heads)
+    )
+    return Shard(
+        spec,
+        rank,
+        size,
+        range(spec.num_layers) if layers is None else layers,
+        range(query.start * dim, query.stop * dim),
+        range(kv.start * dim, kv.stop * dim),
+        _part(spec.intermediate_size, rank, size),
+        _part(spec.vocab_size, rank, size),
+        collective,
+    )
+
+
+def _part(count: int, rank: int, size: int) -> range:
+    """Return an even share of `count`; the first ranks get one more where it does not divide."""
+    base, more = divmod(count, size)
+    first = rank * base + min(rank, more)
+    return range(first, first + base + (rank < more))

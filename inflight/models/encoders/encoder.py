@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import SequenceAttention, Sequences
+from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.encoders.spec import EncoderSpec
-from inflight.models.pooling_head import Head, Pooler
-from inflight.models.tensors import Store, into_rows, into_tensor
+from inflight.models.heads import Head, LayerNorm, Pooler
+from inflight.models.tensors import Placement, Target, into_tensor, packed_rows, whole_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +23,6 @@ class TextBatch:
     positions: Tensor  # [T] from 0 in each text
     segments: Tensor | None  # [T] which text of a pair a token belongs to; None: always the first
     sequences: Sequences
-
-
-class Norm:
-    """The weight and the bias, if any, of a layer norm."""
-
-    def __init__(self, kernels: Kernels, size: int, eps: float, bias: bool, device: torch.device) -> None:
-        self._kernels, self._eps = kernels, eps
-        self._weight = torch.empty(size, dtype=torch.float32, device=device)
-        self._bias = torch.empty_like(self._weight) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
-
-    def of_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return the norm of residual + x. May overwrite the residual."""
-        return self._kernels.add_layer_norm(residual, x, self._weight, self._bias, self._eps)
-
-    def stores(self, name: str) -> dict[str, Store]:
-        stores = {f"{name}.weight": into_tensor(self._weight)}
-        return stores if self._bias is None else stores | {f"{name}.bias": into_tensor(self._bias)}
 
 
 class EncoderLayer:
@@ -60,15 +40,17 @@ class EncoderLayer:
     ) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self._spec, self._kernels, self._attention = spec, kernels, attention
-        self._window, self._cos_sin = spec.windows[index], cos_sin
+        self._layer = SequenceLayer(
+            spec.num_heads, spec.head_dim, spec.head_dim**-0.5, spec.windows[index], cos_sin
+        )
         self._qkv: Linear = kernels.linear(hidden, 3 * hidden, dtype, spec.attention_bias)
         self._output: Linear = kernels.linear(hidden, hidden, dtype, spec.attention_bias)
         self._up: Linear = kernels.linear(hidden, 2 * inner if spec.gated else inner, dtype, spec.mlp_bias)
         self._down: Linear = kernels.linear(inner, hidden, dtype, spec.mlp_bias)
-        self._attention_norm: Norm | None = None
+        self._attention_norm: LayerNorm | None = None
         if spec.has_attention_norm(index):
-            self._attention_norm = Norm(kernels, hidden, spec.norm_eps, spec.norm_bias, device)
-        self._mlp_norm = Norm(kernels, hidden, spec.norm_eps, spec.norm_bias, device)
+            self._attention_norm = LayerNorm(kernels, hidden, spec.norm_eps, spec.norm_bias, device)
+        self._mlp_norm = LayerNorm(kernels, hidden, spec.norm_eps, spec.norm_bias, device)
 
     def __call__(self, x: Tensor, texts: TextBatch, picked: Tensor | None) -> Tensor:
         """[T, hidden] -> [T, hidden]; with `picked` [B], token indices, only their rows. May overwrite x."""
@@ -85,24 +67,15 @@ class EncoderLayer:
         return self._mlp_norm.of_sum(x, self._down(self._inner(x)))
 
     def _norm_first(self, x: Tensor, texts: TextBatch, picked: Tensor | None) -> Tensor:
-        attended = self._attend(x if self._attention_norm is None else self._attention_norm(x), texts)
+        normed = x if self._attention_norm is None else self._attention_norm(x)
+        attended = self._attend(normed, texts)
         if picked is not None:
             x, attended = x[picked], attended[picked]
         x = self._output.add_to(Residual(x, None), attended, None, 0.0, None).x
         return self._down.add_to(Residual(x, None), self._inner(self._mlp_norm(x)), None, 0.0, None).x
 
     def _attend(self, x: Tensor, texts: TextBatch) -> Tensor:
-        spec = self._spec
-        rotary = None if self._cos_sin is None else (self._cos_sin, texts.positions)
-        return self._attention.attend(
-            self._qkv(x),
-            spec.num_heads,
-            spec.head_dim,
-            spec.head_dim**-0.5,
-            self._window,
-            texts.sequences,
-            rotary,
-        )
+        return self._attention.attend(self._qkv(x), self._layer, texts.sequences, texts.positions)
 
     def _inner(self, x: Tensor) -> Tensor:
         activation = self._spec.activation
@@ -112,23 +85,20 @@ class EncoderLayer:
             else self._up.activated(x, activation)
         )
 
-    def stores(self) -> dict[str, Store]:
-        hidden, stores = self._spec.hidden_size, self._mlp_norm.stores("mlp_norm")
-        if self._attention_norm is not None:
-            stores |= self._attention_norm.stores("attention_norm")
-        linears = {
-            "qkv": (self._qkv, 0),
-            "qkv.q": (self._qkv, 0),
-            "qkv.k": (self._qkv, hidden),
-            "qkv.v": (self._qkv, 2 * hidden),
-            "output": (self._output, 0),
-            "up": (self._up, 0),
-            "down": (self._down, 0),
+    def targets(self) -> dict[str, Target]:
+        """Return the load targets by the names that `EncoderNames.layer` uses."""
+        spec = self._spec
+        part = range(spec.hidden_size), spec.hidden_size
+        targets: dict[str, Target] = {
+            **packed_rows(self._qkv, "qkv", {"q": part, "k": part, "v": part}, spec.attention_bias),
+            "output": whole_rows(self._output, spec.attention_bias),
+            "up": whole_rows(self._up, spec.mlp_bias),
+            "down": whole_rows(self._down, spec.mlp_bias),
+            "mlp_norm": self._mlp_norm.target,
         }
-        for name, (linear, first_row) in linears.items():
-            stores[f"{name}.weight"] = into_rows(linear.load, first_row)
-            stores[f"{name}.bias"] = into_rows(linear.load_bias, first_row)
-        return stores
+        if self._attention_norm is not None:
+            targets["attention_norm"] = self._attention_norm.target
+        return targets
 
 
 class Encoder:
@@ -160,9 +130,9 @@ class Encoder:
         ]
         self._final_norm = self._norm() if spec.names.final_norm else None
 
-    def _norm(self) -> Norm:
+    def _norm(self) -> LayerNorm:
         spec = self.spec
-        return Norm(self.kernels, spec.hidden_size, spec.norm_eps, spec.norm_bias, self.device)
+        return LayerNorm(self.kernels, spec.hidden_size, spec.norm_eps, spec.norm_bias, self.device)
 
     def forward(self, texts: TextBatch, picked: Tensor | None = None) -> Tensor:
         """Return the hidden states [T, hidden_size]; with `picked` [B], token indices, only theirs: the last layer's
@@ -190,17 +160,25 @@ class Encoder:
             x = kernels.add(x, part)
         return self._embedding_norm.of_sum(x, added[-1].contiguous())
 
-    def stores(self) -> Mapping[str, Store]:
-        """Return where each tensor goes, by target (`EncoderSpec.tensors`)."""
-        stores = {
-            "tokens": into_tensor(self._tokens),
-            "positions": into_tensor(self._positions),
-            "segments": into_tensor(self._segments),
-            **self._embedding_norm.stores("embedding_norm"),
+    def placements(self, prefix: str) -> Iterator[Placement]:
+        """Yield every tensor that the encoder needs, from a checkpoint whose names begin with `prefix`."""
+        names = self.spec.names
+        tables = {
+            names.tokens: self._tokens,
+            names.positions: self._positions,
+            names.segments: self._segments,
         }
+        for name, table in tables.items():
+            if len(table):
+                yield Placement(f"{prefix}{name}.weight", tuple(table.shape), into_tensor(table))
+        yield from self._embedding_norm.target.placements(prefix + names.embedding_norm)
         for index, layer in enumerate(self._layers):
-            stores |= {f"layers.{index}.{target}": store for target, store in layer.stores().items()}
-        return stores if self._final_norm is None else stores | self._final_norm.stores("final_norm")
+            targets = layer.targets()
+            for module, target in names.layer.items():
+                if target != "attention_norm" or self.spec.has_attention_norm(index):
+                    yield from targets[target].placements(f"{prefix}{names.layers}.{index}.{module}")
+        if self._final_norm is not None:
+            yield from self._final_norm.target.placements(prefix + names.final_norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from inflight.layers.rotary import Rope
 
@@ -29,14 +28,6 @@ class EncoderNames:
     heads: tuple[str, ...] = ()
     # Patterns of tensors that are never needed.
     ignored: tuple[str, ...] = (r"embeddings\.position_ids$",)
-
-
-class EncoderTensor(NamedTuple):
-    """A tensor that an encoder needs."""
-
-    name: str  # in the checkpoint
-    target: str  # in the encoder: "layers.3.qkv.k.weight"
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,43 +63,3 @@ class EncoderSpec:
     def has_attention_norm(self, index: int) -> bool:
         """Return whether a layer has this norm: with norms first, layer 0 reads the embedding's normalised output."""
         return index > 0 or not self.norm_first
-
-    def tensors(self, prefix: str) -> Iterator[EncoderTensor]:
-        """Yield every tensor of a checkpoint whose names begin with `prefix`."""
-        names, hidden = self.names, self.hidden_size
-        yield EncoderTensor(f"{prefix}{names.tokens}.weight", "tokens", (self.vocab_size, hidden))
-        if self.num_positions:
-            yield EncoderTensor(
-                f"{prefix}{names.positions}.weight", "positions", (self.num_positions, hidden)
-            )
-        if self.num_segments:
-            yield EncoderTensor(f"{prefix}{names.segments}.weight", "segments", (self.num_segments, hidden))
-        yield from self._module(prefix + names.embedding_norm, "embedding_norm", (hidden,), self.norm_bias)
-        shapes = self._layer_shapes()
-        for index in range(self.num_layers):
-            for module, target in names.layer.items():
-                if target != "attention_norm" or self.has_attention_norm(index):
-                    name = f"{prefix}{names.layers}.{index}.{module}"
-                    yield from self._module(name, f"layers.{index}.{target}", *shapes[target])
-        if names.final_norm:
-            yield from self._module(prefix + names.final_norm, "final_norm", (hidden,), self.norm_bias)
-
-    def _layer_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """Return (shape of the weight, whether there is a bias) by target."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return {
-            "qkv": ((3 * hidden, hidden), self.attention_bias),
-            "qkv.q": ((hidden, hidden), self.attention_bias),
-            "qkv.k": ((hidden, hidden), self.attention_bias),
-            "qkv.v": ((hidden, hidden), self.attention_bias),
-            "output": ((hidden, hidden), self.attention_bias),
-            "attention_norm": ((hidden,), self.norm_bias),
-            "up": ((2 * inner if self.gated else inner, hidden), self.mlp_bias),
-            "down": ((hidden, inner), self.mlp_bias),
-            "mlp_norm": ((hidden,), self.norm_bias),
-        }
-
-    def _module(self, name: str, target: str, shape: tuple[int, ...], bias: bool) -> Iterator[EncoderTensor]:
-        yield EncoderTensor(f"{name}.weight", f"{target}.weight", shape)
-        if bias:
-            yield EncoderTensor(f"{name}.bias", f"{target}.bias", shape[:1])

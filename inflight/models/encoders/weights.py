@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 import torch
 
-from inflight.attention.sequences import SequenceAttention
-from inflight.layers.kernels import Kernels
+from inflight.attention.backend import SequenceAttention
+from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.encoders.encoder import Encoder, PoolingEncoder
 from inflight.models.encoders.families import EncoderHead
 from inflight.models.encoders.spec import EncoderSpec
-from inflight.models.pooling_head import LayeredHead, Pooler, module_headers
+from inflight.models.heads import LayeredHead, Pooler, module_headers
 from inflight.models.tensors import (
-    Placement,
     Progress,
     StoredTensor,
-    check_dtypes,
-    check_shapes,
-    check_surplus,
+    check_tensors,
     fill,
     fill_random,
     layers_hint,
@@ -48,12 +42,20 @@ def load_encoder(
     dummy = load_format == "dummy"
     stored = {} if dummy else _read_headers(checkpoint, head)
     prefix = _prefix(spec, stored)
+
+    def make(kernels: Kernels, head_kernels: Kernels, device: torch.device) -> tuple[Encoder, LayeredHead]:
+        in_features = spec.hidden_size * len(head.pooling)
+        layers = LayeredHead(in_features, head.layers, head_kernels, head_kernels.compute_dtype, device)
+        return Encoder(spec, kernels, attention, dtype, device, max_position), layers
+
     if not dummy:
-        _check_tensors(spec, head, prefix, stored)
-    encoder = Encoder(spec, kernels, attention, dtype, device, max_position)
-    in_features = spec.hidden_size * len(head.pooling)
-    layers = LayeredHead(in_features, head.layers, head_kernels, head_kernels.compute_dtype, device)
-    placed = [*_placements(encoder, prefix), *layers.placements()]
+        meta = TorchKernels(device="meta")
+        encoder, layers = make(meta, meta, torch.device("meta"))
+        needed = (*encoder.placements(prefix), *layers.placements())
+        ignored = (*spec.names.ignored, *head.unused)
+        check_tensors(needed, stored, ignored, layers_hint(spec.num_layers, stored))
+    encoder, layers = make(kernels, head_kernels, device)
+    placed = [*encoder.placements(prefix), *layers.placements()]
     if dummy:
         fill_random(placed, dtype, device, seed)
     else:
@@ -77,24 +79,3 @@ def _prefix(spec: EncoderSpec, stored: dict[str, StoredTensor]) -> str:
     names = spec.names
     present = (prefix for prefix in names.prefixes if f"{prefix}{names.tokens}.weight" in stored)
     return next(present, names.prefixes[0])
-
-
-def _check_tensors(
-    spec: EncoderSpec, head: EncoderHead, prefix: str, stored: dict[str, StoredTensor]
-) -> None:
-    shapes = {tensor.name: tensor.shape for tensor in spec.tensors(prefix)}
-    shapes |= {name: shape for layer in head.layers for name, shape in layer.shapes()}
-    hint = layers_hint(spec.num_layers, stored)
-    check_shapes(shapes, stored, hint)
-    check_dtypes(shapes, stored)
-    unused = re.compile("|".join((*spec.names.ignored, *head.unused)))
-    check_surplus([name for name in stored if name not in shapes and not unused.search(name)], hint)
-
-
-def _placements(encoder: Encoder, prefix: str) -> Iterator[Placement]:
-    stores = encoder.stores()
-    for name, target, shape in encoder.spec.tensors(prefix):
-        dummy = None
-        if len(shape) == 1:
-            dummy = 1.0 if target.endswith("norm.weight") else 0.0
-        yield Placement(name, shape, stores[target], dummy)

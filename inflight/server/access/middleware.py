@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.errors import ApiError, error_at, is_anthropic, of_exception
+from inflight.server.errors import ApiError, error_response, is_anthropic, of_exception
 from inflight.server.http.bodies import PacedSend
 from inflight.server.pages import PAGES
 
@@ -56,7 +56,7 @@ class AccessMiddleware:
 
         def on_start(message: Message) -> None:
             answer["status"] = message["status"]
-            self._name(message, answer, b"request-id" if is_anthropic(scope["path"]) else None)
+            self._name(message, answer, b"request-id" if is_anthropic(scope) else None)
 
         paced = PacedSend(scope, send, self._state.unsent, on_start)
         try:
@@ -66,7 +66,7 @@ class AccessMiddleware:
         except ApiError as error:
             scope["inflight.caller"] = None
             self._state.metrics.refused[error.code or "denied"] += 1
-            await error_at(scope["path"], error)(scope, receive, paced)
+            await error_response(scope, error)(scope, receive, paced)
         else:
             await self._pass(scope, receive, paced, answer)
         self._log(scope, answer, time.perf_counter() - started)
@@ -77,7 +77,7 @@ class AccessMiddleware:
         except Exception as error:
             # Starlette has logged it and answered if it could.
             if not answer["status"]:
-                await error_at(scope["path"], of_exception(error))(scope, receive, send)
+                await error_response(scope, of_exception(error))(scope, receive, send)
         finally:
             send.close()
             if send.refusal is not None:

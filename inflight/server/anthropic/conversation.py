@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -11,11 +12,16 @@ from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.server.anthropic.schemas import (
     ContentBlock,
     ConversationBody,
+    DocumentBlock,
     MessagesBody,
     RedactedThinkingBlock,
+    ResultPart,
+    SearchResultBlock,
     SentMessage,
     TextBlock,
+    TextSource,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -103,8 +109,12 @@ def _add(conversation: Conversation, message: SentMessage, path: str) -> None:
 
 def _add_block(conversation: Conversation, role: str, block: ContentBlock, path: str) -> None:
     match role, block:
-        case "user", TextBlock():
-            conversation.user(block.text, joined=True)
+        case "user", TextBlock() | DocumentBlock() | SearchResultBlock():
+            conversation.user(_text(block), joined=True)
+        case "system", TextBlock() if conversation.has_begun:
+            conversation.user(
+                block.text, joined=True
+            )  # most templates allow system messages only at the start
         case "system", TextBlock():
             conversation.system(block.text)
         case "assistant", TextBlock():
@@ -123,9 +133,31 @@ def _add_block(conversation: Conversation, role: str, block: ContentBlock, path:
 
 
 def _result(block: ToolResultBlock) -> str:
-    content = block.content or ""
-    text = content if isinstance(content, str) else "\n\n".join(part.text for part in content)
+    text = _joined(block.content or "")
     return f"Error: {text}" if block.is_error else text  # templates cannot express it otherwise
+
+
+def _text(part: ResultPart) -> str:
+    """Return what the model reads of a part."""
+    match part:
+        case TextBlock():
+            return part.text
+        case DocumentBlock(source=source):
+            text = source.data if isinstance(source, TextSource) else _joined(source.content)
+            return _tagged("document", text, title=part.title, context=part.context)
+        case SearchResultBlock():
+            return _tagged("search_result", _joined(part.content), title=part.title, source=part.source)
+        case ToolReferenceBlock():
+            return f"The tool {part.tool_name} can be called now."
+
+
+def _joined(content: str | Sequence[ResultPart]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(map(_text, content))
+
+
+def _tagged(tag: str, text: str, **about: str | None) -> str:
+    lines = [f"{name}: {value}" for name, value in about.items() if value is not None]
+    return "\n".join([f"<{tag}>", *lines, text, f"</{tag}>"])
 
 
 def _wrong(param: str, message: str) -> ApiError:
@@ -136,6 +168,8 @@ def _wrong(param: str, message: str) -> ApiError:
 
 
 def _tools(body: ConversationBody) -> list[dict[str, Any]]:
+    """Return the tools as functions. Those with `defer_loading` are left out until a result refers to them."""
+    loaded = _referenced_tools(body)
     functions = [
         {
             "name": tool.name,
@@ -144,8 +178,19 @@ def _tools(body: ConversationBody) -> list[dict[str, Any]]:
             "strict": tool.strict,
         }
         for tool in body.tools or ()
+        if not tool.defer_loading or tool.name in loaded
     ]
     return checked_tools([{"type": "function", "function": function} for function in functions])
+
+
+def _referenced_tools(body: ConversationBody) -> set[str]:
+    """Return the names of tools that results or `tool_choice` refer to."""
+    names = set() if body.tool_choice is None else {body.tool_choice.name or ""}
+    for message in body.messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                names |= {part.tool_name for part in block.content if isinstance(part, ToolReferenceBlock)}
+    return names
 
 
 def _tool_choice(body: ConversationBody) -> ToolChoice:

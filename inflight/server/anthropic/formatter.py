@@ -95,7 +95,7 @@ class MessagesFormatter(ResponseFormatter):
         (choice,) = choices
         usage = {"input_tokens": len(choice.prompt.prompt_token_ids), "output_tokens": 0}
         message = self._message(usage | {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0})
-        return event("message_start", message=message) + event("ping")
+        return event("message_start", message=message) + self.ping()
 
     def more(self, choice: Choice) -> bytes:
         return self._blocks.write(choice.take())
@@ -111,6 +111,9 @@ class MessagesFormatter(ResponseFormatter):
         (choice,) = choices
         self.end(choice)
         yield encode(self._message(_usage(choice)) | {"content": self._blocks.blocks} | _end(choice))
+
+    def ping(self) -> bytes:
+        return event("ping")
 
     def error_event(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % error.anthropic_body(self._request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
@@ -14,6 +15,7 @@ from inflight.server.schemas import (
     SampledBody,
     Unset,
     by_type,
+    images_as,
     missing,
     ranged,
 )
@@ -43,7 +45,54 @@ class ToolUseBlock(CachedPart):
     caller: dict[str, Any] | None = None
 
 
-ResultPart = Annotated[Annotated[TextBlock, Tag("<text>")], by_type("only text is supported")]
+SystemPart = Annotated[Annotated[TextBlock, Tag("<text>")], by_type("only text is supported")]
+
+
+class TextSource(Body):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class ContentSource(Body):
+    type: Literal["content"]
+    content: str | Items[Annotated[SystemPart, images_as("text")]]
+
+
+class DocumentBlock(CachedPart):
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("<text>")] | Annotated[ContentSource, Tag("<content>")],
+        by_type("only documents of text are supported: the type of their source must be text or content"),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: dict[str, Any] | None = None
+
+
+class SearchResultBlock(CachedPart):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Items[TextBlock]
+    citations: dict[str, Any] | None = None
+
+
+class ToolReferenceBlock(CachedPart):
+    """The name of a tool with `defer_loading` that may be called from now on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultPart = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type("its type must be text, document, search_result or tool_reference"),
+    images_as("text"),
+]
 
 
 class ToolResultBlock(CachedPart):
@@ -69,11 +118,13 @@ ContentBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")],
     by_type(
-        "only text is supported, no images or documents: "
-        "its type must be text, tool_use, tool_result, thinking or redacted_thinking"
+        "its type must be text, tool_use, tool_result, thinking, redacted_thinking, document or search_result"
     ),
+    images_as("text"),
 ]
 
 
@@ -131,7 +182,7 @@ class ConversationBody(Body):
 
     model: str | None = Field(None, description="A name from /v1/models; optional.")
     messages: Annotated[Items[SentMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Items[ResultPart] | None = None
+    system: str | Items[SystemPart] | None = None
     tools: Items[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
@@ -206,6 +257,27 @@ class MessageEvent(BaseModel):
     """One event of a streamed answer; its other fields depend on its type."""
 
     type: str
+
+
+class ModelInfo(BaseModel):
+    """A model in Anthropic's format."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: datetime  # when the server started
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelInfos(BaseModel):
+    """One page with all models."""
+
+    data: list[ModelInfo]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class TokenCount(BaseModel):

@@ -15,7 +15,7 @@ from starlette.types import Message, Scope, Send
 
 from inflight.server.access.keys import Caller
 from inflight.server.config import ServerConfig
-from inflight.server.errors import ApiError, error_at, of_validation
+from inflight.server.errors import ApiError, error_response, of_validation
 from inflight.server.schemas import Body
 
 T = TypeVar("T", bound=Body)
@@ -90,15 +90,15 @@ def _check_content_type(request: Request) -> None:
 async def read_json(request: Request, schema: type[T], options: ServerConfig) -> T:
     """Return the validated body. Raises ApiError 400 that names what is wrong."""
     body = await read_body(request, options.max_body_size, options.read_timeout)
-    ignore_unknown = options.ignore_unknown_fields
+    ignore_unknown, replace_images = options.ignore_unknown_fields, options.replace_images
     if len(body) <= LARGE:
-        return parse_body(schema, body, ignore_unknown)
-    parsed = await asyncio.to_thread(parse_body, schema, body, ignore_unknown)
+        return parse_body(schema, body, ignore_unknown, replace_images)
+    parsed = await asyncio.to_thread(parse_body, schema, body, ignore_unknown, replace_images)
     parsed._is_large = True
     return parsed
 
 
-def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False) -> T:
+def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False, replace_images: bool = False) -> T:
     """Return the validated body. Raises ApiError 400 that names what is wrong or, unless ignored, unknown."""
     if _has_too_many_parts(body):
         message = f"the body has more than {MAX_PARTS} keys, objects and lists"
@@ -107,7 +107,8 @@ def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False) -> T:
         message = f"the body has more than {MAX_VALUES} values"
         raise ApiError(400, message, code="body_too_complex")
     try:
-        return schema.model_validate_json(body, extra="ignore" if ignore_unknown else None)
+        context = {"replace_images": replace_images}
+        return schema.model_validate_json(body, extra="ignore" if ignore_unknown else None, context=context)
     except ValidationError as error:
         if error.error_count() > MAX_MISTAKES:
             message = f"the body has {error.error_count()} unknown parameters or wrong values"
@@ -212,7 +213,7 @@ class PacedSend:
             try:
                 self._unsent.take(self._caller, size)
             except ApiError as error:
-                await error_at(self._scope["path"], error)(self._scope, _no_body, self)
+                await error_response(self._scope, error)(self._scope, _no_body, self)
                 self.refusal = error
                 return
             self._size = size

@@ -16,6 +16,7 @@ from inflight.server.schemas import (
     TextsOrIds,
     Unset,
     Usage,
+    images_as,
     missing,
     ranged,
 )
@@ -81,7 +82,7 @@ class ChatMessage(Body):
     """One message. The fields of an answer may be sent back with the next request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[Annotated[TextPart, images_as("text")]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None

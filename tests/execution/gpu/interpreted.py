@@ -12,9 +12,9 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
-from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
+from inflight.execution.runner import StageLinks
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels

@@ -20,13 +20,12 @@ from inflight.errors import EngineError
 from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.shapes import TextShape
-from inflight.execution.platforms import EncoderKernels
-from inflight.execution.platforms.cpu import CpuPlatform
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.execution.platforms import CpuPlatform, EncoderKernels
+from inflight.layers.kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
-from inflight.models.pooling_head import POOLINGS, Pooler
+from inflight.models.heads import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch, Limits

@@ -16,7 +16,8 @@ from inflight.attention.triton import rope_write
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
-from inflight.execution import device, platforms
+from inflight.execution import platforms
+from inflight.execution.gpu import device
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
 from inflight.models.decoders.decoder import Decoder
@@ -177,10 +178,10 @@ class AllTokens:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
         assert widths == [x.shape[1]]
-        assert wanted is not None
-        return x.masked_fill(wanted[:, None] == 0, torch.nan)
+        assert num_needed is not None
+        return x.masked_fill(num_needed[:, None] == 0, torch.nan)
 
 
 def test_a_rank_samples_from_the_candidates_of_all_ranks(

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from inflight.errors import EngineError
 from inflight.events import unpack_logprobs
 from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler
+from inflight.execution.sampling.interface import token_bits
 from inflight.execution.sampling.native import ROW, NativeSampler
-from inflight.execution.sampling.parameters import token_bits
 from inflight.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted, job
 

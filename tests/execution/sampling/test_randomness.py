@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.sampling.randomness import NoiseKey, noise_bits, noise_key, seed_words, uniform
+from inflight.execution.sampling.gumbel import NoiseKey, noise_bits, noise_key, uniform
+from inflight.execution.sampling.interface import seed_words
 from inflight.request import Request
 from inflight.sampling_params import SEED_RANGE, SamplingParams
 from tests.execution.sampling import sampler_oracle as oracle

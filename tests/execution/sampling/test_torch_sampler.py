@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from inflight.execution.sampling import candidates, sampler
-from inflight.execution.sampling.candidates import top_candidates
-from inflight.execution.sampling.randomness import log_exponential, noise_key
+from inflight.execution.sampling import gumbel, sampler
+from inflight.execution.sampling.gumbel import log_exponential, noise_key, top_candidates
 from tests.execution.sampling.sampler_oracle import Bench, job, sample_one
 from tests.execution.sampling.test_independence import VOCAB, mixed_jobs
 
@@ -33,14 +32,14 @@ def test_a_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.Mo
 
 
 def test_a_temperature_only_batch_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "top_candidates", None)
+    monkeypatch.setattr(gumbel, "top_candidates", None)
     assert 0 <= sample_one(job(FALLING, temperature=0.7, min_p=0.1)) < 8
 
 
 def test_the_tile_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed_jobs(7))
     wanted = bench.sample().to_host()
-    monkeypatch.setattr(candidates, "CPU_TILE", 1)
+    monkeypatch.setattr(gumbel, "CPU_TILE", 1)
     assert bench.sample().to_host() == wanted
 
 

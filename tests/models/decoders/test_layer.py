@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Residual
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.kernels import Residual, TorchKernels
+from inflight.models.decoders.decoder import DenseMlp, Layer
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.layer import DenseMlp, Layer, LinearRows, Target
-from inflight.models.decoders.shard import whole_shard
-from inflight.models.decoders.spec import NormPlacement
+from inflight.models.decoders.spec import NormPlacement, whole_shard
+from inflight.models.tensors import LinearRows, Target
 from tests.models.decoders.test_weights import dummy
 from tests.models.running import CPU, logprobs, prompt
 from tests.support.checkpoints import FAMILIES

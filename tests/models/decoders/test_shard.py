@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from inflight.errors import ConfigError
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
-from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.decoders.footprint import cut_layers, meta_decoder, meta_kernels, num_bytes
+from inflight.models.decoders.spec import DecoderSpec, check_tensor_parallel, shard_of, whole_shard
 from tests.support.checkpoints import FAMILIES
 
 
@@ -66,16 +67,22 @@ def test_what_cannot_be_shared_out_is_refused(fields: dict[str, int], size: int,
         check_tensor_parallel(spec(**fields), size)
 
 
-def test_stages_are_cut_by_what_they_hold() -> None:
+def test_stages_are_cut_by_the_bytes_they_hold() -> None:
     """The table at one end and the head at the other weigh as much as some layers."""
     whole = spec(num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12)
+    kernels, dtype = meta_kernels("cuda", torch.float32), torch.float32
+
+    def cut(spec: DecoderSpec, num_stages: int, context: int = 1) -> list[range]:
+        return cut_layers(spec, num_stages, context, kernels, dtype)
+
     even = replace(whole, vocab_size=1)
-    assert [len(layers) for layers in cut_layers(even, 4, 1, 4, 4)] == [3, 3, 3, 3]
-    heavy = replace(whole, vocab_size=3 * layer_weights(whole) // whole.hidden_size)
-    assert [len(layers) for layers in cut_layers(heavy, 3, 1, 4, 4)] == [3, 6, 3]
-    found = cut_layers(heavy, 3, 1, 4, 4)
-    assert [i for layers in found for i in layers] == list(range(12))
+    assert [len(layers) for layers in cut(even, 4)] == [3, 3, 3, 3]
+    layer_bytes = num_bytes(meta_decoder(whole_shard(whole), kernels, dtype).layers[0])
+    heavy = replace(whole, vocab_size=3 * layer_bytes // (dtype.itemsize * whole.hidden_size))
+    stages = cut(heavy, 3)
+    assert [len(layers) for layers in stages] == [3, 6, 3]
+    assert [i for layers in stages for i in layers] == list(range(12))
     # With much KV memory the layers are all that counts.
-    assert [len(layers) for layers in cut_layers(heavy, 3, 1 << 24, 4, 4)] == [4, 4, 4]
-    stage = shard_of(heavy, 0, 2, found[1])
+    assert [len(layers) for layers in cut(heavy, 3, 1 << 24)] == [4, 4, 4]
+    stage = shard_of(heavy, 0, 2, stages[1])
     assert (stage.is_first, stage.is_last, stage.spec.num_layers) == (False, False, 6)

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import WeightsError
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.layer import LinearRows
 from inflight.models.decoders.weights import load_decoder, placements
-from inflight.models.tensors import fill_random
+from inflight.models.tensors import LinearRows, fill_random
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 
@@ -81,7 +80,7 @@ def test_wrong_number_format(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "words"), [(2, "have .* and 6 more, which config"), (4, "lack .* and 4 more")]
+    ("num_layers", "words"), [(2, "have .* and 6 more, which config"), (4, "lack .* and 6 more")]
 )
 def test_layer_counts_that_differ(folder: Path, num_layers: int, words: str) -> None:
     edit_config(folder, num_hidden_layers=num_layers)

@@ -9,8 +9,8 @@ import pytest
 from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
-from inflight.models.pooling_config import SentenceFiles
-from inflight.models.pooling_head import DenseLayer
+from inflight.models.head_config import SentenceFiles
+from inflight.models.heads import DenseLayer
 
 BERT: dict[str, Any] = {
     "architectures": ["BertForSequenceClassification"],

@@ -13,6 +13,7 @@ from inflight.server.anthropic.conversation import chat_of, check, text_constrai
 from inflight.server.anthropic.schemas import MessagesBody
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import parse_body
+from inflight.server.schemas import IMAGE_NOTE
 
 USER = {"role": "user", "content": "1 + 2?"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -20,9 +21,9 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-def body_of(**fields: Any) -> MessagesBody:
+def body_of(*, replace_images: bool = False, **fields: Any) -> MessagesBody:
     whole = {"max_tokens": 16, "messages": [USER], **fields}
-    return parse_body(MessagesBody, json.dumps(whole).encode())
+    return parse_body(MessagesBody, json.dumps(whole).encode(), replace_images=replace_images)
 
 
 def converted(**fields: Any) -> ChatRequest:
@@ -89,6 +90,86 @@ def test_error_result_starts_with_error() -> None:
     assert chat[-1]["content"] == "Error: no such file"
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+
+def result_text(*content: Any, **more: Any) -> str:
+    """Return what the model reads of a tool result with this content."""
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": list(content)}
+    turns = {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}
+    text: str = messages(*turns, **more)[-1]["content"]
+    return text
+
+
+def test_images_are_replaced_by_a_note_on_request() -> None:
+    content = [IMAGE, {"type": "text", "text": "What is this?"}]
+    (message,) = messages({"role": "user", "content": content}, replace_images=True)
+    assert message["content"] == f"{IMAGE_NOTE}\n\nWhat is this?"
+    assert result_text(IMAGE, replace_images=True) == IMAGE_NOTE
+    with pytest.raises(ApiError, match="--replace-images") as refused:
+        result_text(IMAGE)
+    assert refused.value.param == "messages[1].content[0].content[0]"
+
+
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Rain is water."},
+    "title": "Weather",
+    "context": "From a book.",
+    "citations": {"enabled": True},
+    **EPHEMERAL,
+}
+PARTS = {
+    "type": "content",
+    "content": [{"type": "text", "text": "Rain"}, {"type": "text", "text": "is water."}],
+}
+SEARCH_RESULT = {
+    "type": "search_result",
+    "source": "https://rain.example",
+    "title": "Rain",
+    "content": [{"type": "text", "text": "It is wet."}],
+    "citations": {"enabled": True},
+}
+
+
+def test_documents_and_search_results_are_read_as_text() -> None:
+    document = "<document>\ntitle: Weather\ncontext: From a book.\nRain is water.\n</document>"
+    search_result = "<search_result>\ntitle: Rain\nsource: https://rain.example\nIt is wet.\n</search_result>"
+    (message,) = messages({"role": "user", "content": [DOCUMENT, SEARCH_RESULT]})
+    assert message["content"] == f"{document}\n\n{search_result}"
+    assert result_text(DOCUMENT, SEARCH_RESULT) == message["content"]
+    parts = {"type": "document", "source": PARTS}
+    assert result_text(parts) == "<document>\nRain\n\nis water.\n</document>"
+    assert result_text({**parts, "source": {"type": "content", "content": "Wet."}}) == (
+        "<document>\nWet.\n</document>"
+    )
+
+
+def test_deferred_tools_are_left_out_until_a_result_refers_to_them() -> None:
+    tools = [TOOL, *({**TOOL, "name": name, "defer_loading": True} for name in ("find", "drop"))]
+    reference = {"type": "tool_reference", "tool_name": "find"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [reference]}
+    turns = [USER, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
+
+    def names(**fields: Any) -> list[str]:
+        return [tool["function"]["name"] for tool in converted(tools=tools, **fields).tools]
+
+    assert names() == ["add"]
+    assert names(messages=turns) == ["add", "find"]
+    assert names(tool_choice={"type": "tool", "name": "drop"}) == ["add", "drop"]
+    assert "find" in result_text(reference)
+
+
+def test_later_system_messages_become_part_of_the_user_s_turn() -> None:
+    """Most templates allow system messages only at the start; Claude Code sends one after the question."""
+    note = {"role": "system", "content": [{"type": "text", "text": "It is Monday."}]}
+    assert messages(USER, note) == [{"role": "user", "content": "1 + 2?\n\nIt is Monday."}]
+    assert messages(note, USER, system="Be short.") == [
+        {"role": "system", "content": "Be short.\n\nIt is Monday."},
+        USER,
+    ]
+
+
 def test_tools_become_chat_functions() -> None:
     chat = chat_of(body_of(tools=[{**TOOL, **EPHEMERAL}]))
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -143,7 +224,12 @@ def test_long_user_ids_are_hashed() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0]",
-            "image.*no images or documents",
+            "images are not supported.*--replace-images",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "messages[0].content[0].source",
+            "only documents of text are supported",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]", "web_search.*runs none"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing parameter"),

@@ -172,13 +172,31 @@ def test_errors_are_those_of_the_anthropic_package(client: anthropic.Anthropic, 
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
         client.messages.create(**{**REQUEST, "model": "claude"})
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    with pytest.raises(anthropic.BadRequestError, match="no images") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="--replace-images") as refused:
         client.messages.create(**{**REQUEST, "messages": [{"role": "user", "content": [image]}]})
     assert refused.value.type == "invalid_request_error"
     for path, body in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/nothing", {})):
         response = server.post(path, body, headers={"x-api-key": "secret"})
         error = ErrorResponse.model_validate_json(response.content)
         assert error.request_id == response.headers["x-request-id"] == response.headers["request-id"]
+
+
+def test_models_have_anthropic_fields(client: anthropic.Anthropic, server: Live) -> None:
+    import anthropic
+    from anthropic.types import ModelInfo
+
+    page = client.models.list(limit=5)
+    (model,) = list(page)
+    assert (page.has_more, page.first_id, page.last_id) == (False, "m", "m")
+    assert client.models.retrieve("m") == model
+    ModelInfo.model_validate(model.model_dump())
+    assert (model.id, model.type, model.display_name, model.lifecycle) == ("m", "model", "m", "active")
+    assert model.max_input_tokens == server.state.model.frontend.max_model_len
+    with pytest.raises(anthropic.NotFoundError, match="is not served here") as missing:
+        client.models.retrieve("claude")
+    assert missing.value.type == "not_found_error"
+    listed = server.http.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
+    assert (listed["object"], listed["data"][0]["object"]) == ("list", "model")
 
 
 def test_count_tokens_is_bounded(scripted: CallingBackend) -> None:

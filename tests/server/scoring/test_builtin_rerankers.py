@@ -20,21 +20,21 @@ def test_ranking_matches_the_offline_api() -> None:
     folder = str(builtin_folder("reranker"))
     with LLM(folder, show_progress=False) as llm:
         expected = llm.rerank(QUERY, DOCUMENTS, use_tqdm=False)
-    with serving(folder) as (_, http, said):
+    with serving("inflight-builtin-reranker") as (_, http, said):
         assert "Tasks          classify, score, rerank" in said
         assert "KV cache" not in said
         answer = http.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS}).json()
     assert [item["index"] for item in answer["results"]] == [item.index for item in expected]
     scores = [item["relevance_score"] for item in answer["results"]]
     assert scores == [item.relevance_score for item in expected]
-    assert answer["scale"] == "sigmoid"
+    assert (answer["model"], answer["scale"]) == ("inflight-builtin-reranker", "sigmoid")
 
 
 def test_embeddings_match_the_offline_api() -> None:
     folder = str(builtin_folder("embedder"))
     with LLM(folder, show_progress=False) as llm:
         expected = [output.outputs.embedding for output in llm.embed(DOCUMENTS, use_tqdm=False)]
-    with serving(folder) as (_, http, _):
+    with serving("inflight-builtin-embedder") as (_, http, _):
         answer = http.post("/v1/embeddings", json={"input": DOCUMENTS}).json()
         refused = http.post("/v1/completions", json={"prompt": "Hello"})
     for item, vector in zip(answer["data"], expected, strict=True):

@@ -3,13 +3,14 @@
 from inflight.execution.sampling.triton.ranks import RankTokens, sample_by_ranks
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.execution.sampling.triton.sample import (
+    MAX_LOGPROBS,
     LogprobBuffers,
     SamplingBatch,
+    SamplingWorkspace,
     read_logprobs,
     sample_tokens,
     score_all,
 )
-from inflight.execution.sampling.triton.workspace import MAX_LOGPROBS, SamplingWorkspace
 
 __all__ = [
     "MAX_LOGPROBS",

@@ -16,8 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.sampler import HAS_NO_TOKEN, IS_NOT_FINITE
-from inflight.execution.sampling.triton.forbid import update_forbidden
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE
 from inflight.execution.sampling.triton.gumbel import (
     FEW,
     LOG2_E,
@@ -28,7 +27,19 @@ from inflight.execution.sampling.triton.gumbel import (
     noise_key,
     settled_by_candidates,
 )
-from inflight.execution.sampling.triton.layout import (
+from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
+from inflight.execution.sampling.triton.ranking import (
+    LEAST_KEY,
+    comes_before,
+    key_of,
+    kth_key,
+    list_groups,
+    mass_of,
+    rank_and_mass,
+    sorted_top,
+    value_of,
+)
+from inflight.execution.sampling.triton.row_table import (
     ADJUSTS,
     ARGMAX,
     COUNT,
@@ -44,18 +55,7 @@ from inflight.execution.sampling.triton.layout import (
     float_of,
     int_of,
     padded,
-)
-from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
-from inflight.execution.sampling.triton.ranking import (
-    LEAST_KEY,
-    comes_before,
-    key_of,
-    kth_key,
-    list_groups,
-    mass_of,
-    rank_and_mass,
-    sorted_top,
-    value_of,
+    update_forbidden,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
@@ -68,7 +68,7 @@ def choose_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
     lengths,  # [S] int32
-    table,  # [max_rows, WORDS], see `layout.py`
+    table,  # [max_rows, WORDS], see `row_table.py`
     forbidden,  # [max_rows, words] int32
     seen,  # [max_rows, padded(V)] int16
     changed,  # [S, V] float32: modified logits

@@ -1,4 +1,4 @@
-"""Gumbel-max in kernels: the random numbers of `randomness.py`, and the first launches of sampling.
+"""Gumbel-max in kernels: the random numbers of `sampling/gumbel.py`, and the first launches of sampling.
 
 Each chunk of the vocabulary finds its own winner. Plain rows have one program per chunk. Rows that modify logits or
 want log-probabilities ("special" rows) have a kernel of their own, with few programs per row that loop over the chunks:
@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from inflight.execution.sampling import randomness
-from inflight.execution.sampling.triton.adjust import adjusted
-from inflight.execution.sampling.triton.layout import (
+from inflight.execution.sampling import gumbel as host_gumbel
+from inflight.execution.sampling.triton.row_table import (
     ADJUSTS,
     ARGMAX,
     FLAGS,
@@ -26,17 +25,18 @@ from inflight.execution.sampling.triton.layout import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    adjusted,
     float_of,
     int_of,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 _WORD = 0xFFFFFFFF
-_A = tl.constexpr(randomness.A & _WORD)
-_B = tl.constexpr(randomness.B & _WORD)
-_START_1 = tl.constexpr(randomness.START_1 & _WORD)
-_START_2 = tl.constexpr(randomness.START_2 & _WORD)
-_STRIDE = tl.constexpr(randomness.STRIDE & _WORD)
+_A = tl.constexpr(host_gumbel.A & _WORD)
+_B = tl.constexpr(host_gumbel.B & _WORD)
+_START_1 = tl.constexpr(host_gumbel.START_1 & _WORD)
+_START_2 = tl.constexpr(host_gumbel.START_2 & _WORD)
+_STRIDE = tl.constexpr(host_gumbel.STRIDE & _WORD)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG_2 = tl.constexpr(0.6931471805599453)
@@ -125,7 +125,7 @@ def gumbel_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
     lengths,  # [S] int32
-    table,  # [max_rows, WORDS], see `layout.py`
+    table,  # [max_rows, WORDS], see `row_table.py`
     chunk_scores,  # [S, num_chunks] float32: the best score
     chunk_ids,  # [S, num_chunks] int32: its token
     chunk_tops,  # [S, num_chunks] float32: the greatest logit, inf if one is NaN

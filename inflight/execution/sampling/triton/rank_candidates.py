@@ -27,15 +27,6 @@ import triton
 import triton.language as tl
 
 from inflight.execution.sampling.triton.gumbel import FEW, LOG2_E, NO_TOKEN, best_of, settled_by_candidates
-from inflight.execution.sampling.triton.layout import (
-    ADJUSTS,
-    ARGMAX,
-    FLAGS,
-    LOGPROBS,
-    NUM_LOGPROBS,
-    TOP_K,
-    int_of,
-)
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -44,6 +35,15 @@ from inflight.execution.sampling.triton.ranking import (
     list_groups,
     sorted_top,
     value_of,
+)
+from inflight.execution.sampling.triton.row_table import (
+    ADJUSTS,
+    ARGMAX,
+    FLAGS,
+    LOGPROBS,
+    NUM_LOGPROBS,
+    TOP_K,
+    int_of,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
@@ -191,10 +191,8 @@ def mass_of_parts(tops, masses):
     return top, tl.sum(masses * tl.exp2((tops - finite) * LOG2_E), 0)
 
 
-COUNTED = (
-    2  # columns of the second exchange: the number of more likely tokens, and the logit of the sampled one
-)
-_CANDIDATE_COLUMNS = tl.constexpr(CANDIDATE_COLUMNS)
+# Columns of the second exchange: the number of more likely tokens, and the logit of the sampled one.
+COUNTED = 2
 _COUNTED = tl.constexpr(COUNTED)
 
 

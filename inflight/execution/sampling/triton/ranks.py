@@ -17,15 +17,15 @@ from inflight.execution.sampling.triton.rank_candidates import (
 )
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.execution.sampling.triton.sample import (
+    GROUPS_OF_CHUNK,
     RankCandidates,
     SamplingBatch,
+    SamplingWorkspace,
     choose,
     launch_gumbel,
-    launch_special_gumbel,
     write_logprobs,
 )
-from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
-from inflight.models.decoders.shard import GatheringCollective
+from inflight.models.decoders.spec import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 
@@ -59,7 +59,6 @@ def sample_by_ranks(
     rank_candidates = part.gather(own_candidates, columns)
     logits = part.collective.gather(own, part.sizes, num_logits)
     launch_gumbel(logits, 0, batch, state, workspace, NOT_SETTLED)
-    launch_special_gumbel(logits, 0, batch, state, workspace, NOT_SETTLED)
     choose(logits, batch, state, tokens, workspace, rank_candidates)
     counts, is_counted = _count_more_likely(own, rank_candidates, batch, state, workspace)
     counted = part.gather(counts, is_counted)
@@ -80,7 +79,6 @@ def _find_candidates(
     """Return this rank's candidates [S, CANDIDATE_COLUMNS], the number of valid columns of each row, and the number of
     logits that each row needs from every rank, [S] int32 both."""
     launch_gumbel(own, first_id, batch, state, workspace, SETTLED)
-    launch_special_gumbel(own, first_id, batch, state, workspace, SETTLED)
     num_entries, vocab_size = own.shape
     rank_candidates = torch.empty(num_entries, CANDIDATE_COLUMNS, dtype=torch.float32, device=own.device)
     columns, num_logits = torch.empty(2, num_entries, dtype=torch.int32, device=own.device)

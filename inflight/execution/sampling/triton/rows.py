@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.execution.sampling.parameters import WORD, RowNumbers, first_mask, has_penalties
-from inflight.execution.sampling.triton.forbid import start_rows_kernel
-from inflight.execution.sampling.triton.layout import (
+from inflight.execution.sampling.interface import WORD, RowNumbers, first_mask, has_penalties
+from inflight.execution.sampling.triton.row_table import (
     ARGMAX,
     BIAS,
     FORBID,
@@ -21,11 +20,12 @@ from inflight.execution.sampling.triton.layout import (
     PENALTIES,
     ROW,
     WORDS,
+    start_rows_kernel,
 )
 from inflight.request import RequestSpec
 
 START_SIZE = 2048
-STOP_RULE = -1  # in place of a rule's length: see `forbid.py`
+STOP_RULE = -1  # in place of a rule's length: see `row_table.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TritonSamplingRows:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         words = -(-vocab_size // WORD)
-        # [max_rows, WORDS]: see `layout.py`.
+        # [max_rows, WORDS]: see `row_table.py`.
         self.table = torch.zeros(max_rows, WORDS.value, dtype=torch.int32, device=self.device)
         self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
@@ -164,7 +164,7 @@ _Rule = tuple[int, int, Sequence[int]]  # the forbidden token, the length of its
 
 
 def _columns(rules: list[_Rule]) -> NDArray[np.int32]:
-    """Lay out the rules in the columns that `forbid.py` reads."""
+    """Lay out the rules in the columns that `row_table.py` reads."""
     prefixes = [prefix for _, _, prefix in rules]
     offsets = np.cumsum([0, *map(len, prefixes)])[:-1]
     flat = [token_id for prefix in prefixes for token_id in prefix]

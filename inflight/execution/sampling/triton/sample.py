@@ -1,4 +1,4 @@
-"""Launches of the sampling kernels: Gumbel-max per chunk, the choice among chunks, and log-probabilities."""
+"""Launches of the sampling kernels: Gumbel-max per chunk, the choice among chunks, log-probabilities; their memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,112 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
-from inflight.execution.sampling.sampler import pack_columns
+from inflight.execution.sampling.interface import pack_columns
 from inflight.execution.sampling.triton.choose import choose_kernel
-from inflight.execution.sampling.triton.gumbel import ALL, gumbel_kernel, special_gumbel_kernel
+from inflight.execution.sampling.triton.gumbel import ALL, FEW, gumbel_kernel, special_gumbel_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
 from inflight.execution.sampling.triton.rank_candidates import CANDIDATE_COLUMNS
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
-from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
 from inflight.triton_utils.pdl import launch_options, supports_pdl
+
+# A group of 64 logits is two cache lines of bfloat16; a row of more groups than this would not fit registers.
+MIN_GROUP = 64
+MAX_GROUPS = 4096
+GROUPS_OF_CHUNK = 64
+CHOOSE_WARPS = 16
+TILE_LOGITS = 4096  # logits per iteration of a search
+CANDIDATES = 2 * FEW.value
+MAX_LOGPROBS = FEW.value  # reported per position
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWorkspace:
+    """Intermediate results of at most `max_entries` entries."""
+
+    group: int  # tokens of a group
+    chunk_scores: Tensor  # [max_entries, num_chunks] float32
+    chunk_ids: Tensor  # [max_entries, num_chunks] int32
+    chunk_tops: Tensor  # [max_entries, num_chunks] float32
+    chunk_masses: Tensor  # [max_entries, num_chunks] float32
+    group_tops: Tensor  # [max_entries, num_groups] float32
+    raw_tops: Tensor  # this and the next two: the same for the unmodified logits
+    raw_masses: Tensor
+    raw_group_tops: Tensor
+    changed: Tensor  # [max_entries, vocab_size] float32
+    group_list: Tensor  # [max_entries, num_groups] int32
+    candidates: Tensor  # [max_entries, 4 * CANDIDATES] int32
+
+    @classmethod
+    def allocate(
+        cls, max_entries: int, vocab_size: int, device: torch.device | str, group: int | None = None
+    ) -> SamplingWorkspace:
+        """Allocate the buffers. `group` is a power of two; by default it is chosen to fit the vocabulary."""
+        group = group or max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_GROUPS)))
+        num_chunks = triton.cdiv(vocab_size, group * GROUPS_OF_CHUNK)
+        num_groups = num_chunks * GROUPS_OF_CHUNK
+
+        def space(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(max_entries, width, dtype=dtype, device=device)
+
+        return cls(
+            group=group,
+            chunk_scores=space(num_chunks),
+            chunk_ids=space(num_chunks, torch.int32),
+            chunk_tops=space(num_chunks),
+            chunk_masses=space(num_chunks),
+            group_tops=space(num_groups),
+            raw_tops=space(num_chunks),
+            raw_masses=space(num_chunks),
+            raw_group_tops=space(num_groups),
+            changed=space(vocab_size),
+            group_list=space(num_groups, torch.int32),
+            candidates=space(4 * CANDIDATES, torch.int32),
+        )
+
+    def check(self, logits: Tensor) -> None:
+        num_entries, vocab_size = logits.shape
+        max_entries, num_groups = self.group_tops.shape
+        if num_entries > max_entries or vocab_size > num_groups * self.group:
+            raise EngineError(
+                f"logits are {num_entries} x {vocab_size}: the workspace is for at most "
+                f"{max_entries} x {num_groups * self.group}"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return self.chunk_scores.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.group_tops.shape[1]
+
+    def between(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the buffers that the Gumbel-max kernels write and the choice reads."""
+        return self.chunk_scores, self.chunk_ids, self.chunk_tops, self.chunk_masses, self.group_tops
+
+    def chunks_of(self, vocab_size: int) -> int:
+        """Return the number of chunks of `vocab_size` tokens."""
+        num_chunks: int = triton.cdiv(vocab_size, self.group * GROUPS_OF_CHUNK)
+        return num_chunks
+
+    def searches(self, vocab_size: int) -> dict[str, int]:
+        """Return the compile-time arguments of kernels that search `vocab_size` tokens."""
+        chunks = triton.next_power_of_2(self.chunks_of(vocab_size))
+        return {
+            "CHUNKS": chunks,
+            "GROUPS": chunks * GROUPS_OF_CHUNK,
+            "GROUP": self.group,
+            "TILE": max(1, TILE_LOGITS // self.group),
+            "CANDIDATES": CANDIDATES,
+            "num_warps": CHOOSE_WARPS,
+        }
+
 
 GUMBEL_WARPS = 8
 SPECIAL_PROGRAMS = 8  # for each row
@@ -27,9 +121,8 @@ SPECIAL_PROGRAMS = 8  # for each row
 class LogprobBuffers:
     """Which entries want log-probabilities, and where they are written. [S] int32 each, but for `width`, [1]."""
 
-    counts: (
-        Tensor  # most likely tokens to report beside the target, at most MAX_LOGPROBS; negative: none at all
-    )
+    # Most likely tokens to report beside the target, at most MAX_LOGPROBS; negative: none at all.
+    counts: Tensor
     places: Tensor  # the index of each entry in the results
     width: Tensor  # 1 + the most that any entry wants
     results: Tensor  # flat: [places, 3, width] int32, see `logprobs_kernel`
@@ -57,9 +150,7 @@ class RankCandidates:
 
     candidates: Tensor  # [S, ranks * CANDIDATE_COLUMNS]
     counted: Tensor  # [S, ranks * COUNTED]
-    is_counted: (
-        Tensor  # [S] int32: nonzero where the candidates settle the row and it wants log-probabilities
-    )
+    is_counted: Tensor  # [S] int32: nonzero where candidates settle the row and it wants log-probabilities
 
 
 def read_logprobs(results: Tensor, counts: Sequence[int], width: int) -> list[PositionLogprobs]:
@@ -81,7 +172,6 @@ def sample_tokens(
     """
     workspace.check(logits)
     launch_gumbel(logits, 0, batch, state, workspace, ALL)
-    launch_special_gumbel(logits, 0, batch, state, workspace, ALL)
     choose(logits, batch, state, tokens, workspace)
     write_logprobs(logits, batch.ids, batch.logprobs, workspace, supports_pdl(logits.device))
 
@@ -94,38 +184,33 @@ def launch_gumbel(
     workspace: SamplingWorkspace,
     who: tl.constexpr,
 ) -> None:
-    """Find the Gumbel-max winner of every chunk of logits [S, n], whose tokens start at `first_id`."""
-    pdl = supports_pdl(logits.device)
-    gumbel_kernel[(workspace.chunks_of(logits.shape[1]), len(logits))](
+    """Find the Gumbel-max winner of every chunk of logits [S, n], whose tokens start at `first_id`.
+
+    The second launch does it for rows that modify their logits or want log-probabilities.
+    """
+    pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
+    num_chunks = workspace.chunks_of(vocab_size)
+    constants = {
+        "GROUPS": GROUPS_OF_CHUNK,
+        "GROUP": workspace.group,
+        "WHO": who.value,
+        "PDL": pdl,
+        "num_warps": GUMBEL_WARPS,
+        **launch_options(pdl),
+    }
+    gumbel_kernel[(num_chunks, len(logits))](
         logits,
         batch.rows,
         batch.lengths,
         state.table,
         *workspace.between(),
-        logits.shape[1],
+        vocab_size,
         first_id,
         workspace.num_chunks,
         logits.stride(0),
-        GROUPS=GROUPS_OF_CHUNK,
-        GROUP=workspace.group,
-        WHO=who.value,
-        PDL=pdl,
-        num_warps=GUMBEL_WARPS,
-        **launch_options(pdl),
+        **constants,
     )
-
-
-def launch_special_gumbel(
-    logits: Tensor,
-    first_id: int,
-    batch: SamplingBatch,
-    state: TritonSamplingRows,
-    workspace: SamplingWorkspace,
-    who: tl.constexpr,
-) -> None:
-    """Do the same for rows that modify their logits or want log-probabilities."""
-    pdl = supports_pdl(logits.device)
-    special_gumbel_kernel[(min(SPECIAL_PROGRAMS, workspace.chunks_of(logits.shape[1])), len(logits))](
+    special_gumbel_kernel[(min(SPECIAL_PROGRAMS, num_chunks), len(logits))](
         logits,
         batch.rows,
         batch.lengths,
@@ -138,17 +223,12 @@ def launch_special_gumbel(
         workspace.raw_tops,
         workspace.raw_masses,
         workspace.raw_group_tops,
-        logits.shape[1],
+        vocab_size,
         state.vocab_size,
         first_id,
         workspace.num_chunks,
         logits.stride(0),
-        GROUPS=GROUPS_OF_CHUNK,
-        GROUP=workspace.group,
-        WHO=who.value,
-        PDL=pdl,
-        num_warps=GUMBEL_WARPS,
-        **launch_options(pdl),
+        **constants,
     )
 
 

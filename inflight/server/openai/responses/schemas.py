@@ -14,6 +14,7 @@ from inflight.server.schemas import (
     SampledBody,
     Unset,
     by_type,
+    images_as,
     missing,
     ranged,
 )
@@ -49,9 +50,12 @@ MessagePart = Annotated[
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")],
     by_type("only text is supported, as input_text or output_text"),
+    images_as("input_text"),
 ]
 OutputPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")], by_type("only text is supported, as input_text")
+    Annotated[InputText, Tag("<input_text>")],
+    by_type("only text is supported, as input_text"),
+    images_as("input_text"),
 ]
 
 

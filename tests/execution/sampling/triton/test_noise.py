@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.randomness import log_exponential, noise_bits, noise_key, seed_words
+from inflight.execution.sampling.gumbel import log_exponential, noise_bits, noise_key
+from inflight.execution.sampling.interface import seed_words
 from inflight.execution.sampling.triton import gumbel as noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -70,14 +70,16 @@ class TurnCollective:
     def sum(self, x: Tensor) -> Tensor:  # noqa: ARG002
         raise AssertionError("nothing is summed here")
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        assert wanted is not None
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        assert num_needed is not None
         assert x.shape[1] == widths[self.rank]
         if self.rank == 0:
-            self.turns.num_columns.append(wanted.tolist())
+            self.turns.num_columns.append(num_needed.tolist())
         self.number += 1
         parts = self.turns.give(self.number, self.rank, x)
-        return torch.cat([part.where(_columns(part) < wanted[:, None], torch.nan) for part in parts], dim=1)
+        return torch.cat(
+            [part.where(_columns(part) < num_needed[:, None], torch.nan) for part in parts], dim=1
+        )
 
 
 def _columns(part: Tensor) -> Tensor:

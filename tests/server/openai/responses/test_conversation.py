@@ -131,7 +131,7 @@ def test_text_format_becomes_a_constraint() -> None:
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0]",
-            "input_image.*only text is supported",
+            "input_image.*images are not supported",
         ),
         ({"input": [{**CALL, "arguments": 1}]}, "input[0].arguments", "should be a valid string"),
         ({"input": [{**CALL, "colour": 1}]}, "input[0].colour", "unknown parameter"),

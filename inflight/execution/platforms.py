@@ -1,0 +1,175 @@
+"""The interface between loading a model and the device it runs on, and its implementation for CPUs.
+
+`gpu/platform.py` implements it for CUDA devices; `platform` chooses one by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from inflight.attention.backend import AttentionBackend, SequenceAttention
+from inflight.attention.cpu import ComposedAttention, cpu_attention, cpu_sequence_attention
+from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
+from inflight.engine.runner import Runner
+from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.encoder_runner import EncoderRunner, TextRunner
+from inflight.execution.runner import ModelRunner, StageLinks
+from inflight.kv.budget import blocks_for_memory
+from inflight.layers.kernels import Kernels
+from inflight.layers.native_kernels import cpu_kernels
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.models.encoders.spec import EncoderSpec
+from inflight.native.library import native_library
+from inflight.native.memory import available_memory
+from inflight.scheduling import Limits
+
+
+class EncoderKernels(NamedTuple):
+    layers: Kernels
+    attention: SequenceAttention
+    head: Kernels  # float32: a head is small, and its output is used at full precision
+
+
+class Platform(Protocol):
+    """One device, with the implementations that run best on it."""
+
+    device: torch.device
+    max_num_seqs: int  # default
+    max_num_batched_tokens: int  # default
+    pipeline_depth: int  # default
+    target_step_ms: float  # default
+    max_text_tokens: int  # default size of a step of an encoder
+
+    def kernels_and_attention(
+        self, spec: DecoderSpec, dtype: torch.dtype
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
+        """Return kernels and attention for a model whose weights are held as `dtype`."""
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
+        """Return the number of KV blocks that fit beside the loaded weights and the largest step."""
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:
+        """Return the sizes, in tokens, that steps with prompts are rounded up to; empty if they are not rounded."""
+
+    def runner(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
+    ) -> Runner[Any]:
+        """Return a runner for the decoder; with `links`, for one stage of several."""
+
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
+        """Return kernels for an encoder whose weights are held as `dtype`."""
+
+    def encoder_runner(self, config: EngineConfig, encoder: PoolingEncoder, limits: Limits) -> TextRunner: ...
+
+    def describe(self) -> str:
+        """Describe the device and what was chosen for it, in one line."""
+
+
+def platform(device: str) -> Platform:
+    """Return a platform by name: "cpu", "cuda", "cuda:1", or "auto" for a GPU if there is one."""
+    name = device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return CpuPlatform()
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise ConfigError(f"device is {device!r}: allowed are 'auto', 'cpu', 'cuda' and 'cuda:<index>'")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {device!r}: torch finds {torch.cuda.device_count()} CUDA devices")
+    from inflight.execution.gpu.platform import CudaPlatform
+
+    return CudaPlatform(torch.device("cuda", int(index or 0)))
+
+
+MEMORY_SHARE = 0.4  # of the available memory, once the weights are loaded
+
+
+class CpuPlatform:
+    """Implements `Platform`."""
+
+    device = torch.device("cpu")
+    max_num_seqs = 256
+    max_num_batched_tokens = 512
+    pipeline_depth = 1
+    target_step_ms = 100.0
+    max_text_tokens = 1024
+
+    def kernels_and_attention(
+        self,
+        spec: DecoderSpec,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
+        kernels = cpu_kernels()
+        return kernels, ComposedAttention(kernels, cpu_attention())
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
+        # Ranks of one machine share its memory in proportion to their layers.
+        cache, shard = config.cache, decoder.shard
+        available = available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
+        bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
+        requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+        if requested is not None and requested > available:
+            raise KVBudgetError(
+                f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
+                f"{requested:,} bytes of KV memory, but only {available:,} are available"
+            )
+        return blocks_for_memory(
+            memory=requested
+            if requested is not None
+            else int(available * MEMORY_SHARE) // (1 + cache.num_neighbours),
+            bytes_per_block=bytes_per_block,
+            block_size=cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs or self.max_num_seqs,
+            max_model_len=context,
+            exact=requested is not None,
+        )
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002
+        return ()
+
+    def runner(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
+    ) -> ModelRunner:
+        max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
+        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars, links)
+
+    def encoder_kernels(
+        self,
+        spec: EncoderSpec,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> EncoderKernels:
+        kernels = cpu_kernels()
+        return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
+
+    def encoder_runner(
+        self,
+        config: EngineConfig,  # noqa: ARG002
+        encoder: PoolingEncoder,
+        limits: Limits,  # noqa: ARG002
+    ) -> EncoderRunner:
+        return EncoderRunner(encoder)
+
+    def describe(self) -> str:
+        library = native_library()
+        if library is None:
+            return "CPU, kernels in plain torch"
+        return f"CPU, compiled kernels, {library.threads} threads"

@@ -1,0 +1,89 @@
+"""The memory that a decoder takes, known before anything is allocated.
+
+A decoder on torch's meta device has tensors with shapes but without memory. So what a layer holds is stated once, in
+the layer itself: size checks, the shares of ranks and plans are derived from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
+from inflight.errors import ConfigError, ModelError
+from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.native_kernels import cpu_kernels
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of
+from inflight.models.tensors import tensors_of
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The memory that one rank needs."""
+
+    rank: int
+    layers: range
+    weights: int  # bytes
+    kv_per_token: int  # bytes
+
+    def kv(self, num_tokens: int) -> int:
+        return num_tokens * self.kv_per_token
+
+
+def meta_kernels(device: str, dtype: torch.dtype) -> Kernels:
+    """Return kernels that store weights as those of "cpu" or "cuda" do, but without memory."""
+    return cpu_kernels(META) if device == "cpu" else TorchKernels(dtype, META)
+
+
+def meta_decoder(shard: Shard, kernels: Kernels, dtype: torch.dtype, context: int = 1) -> Decoder:
+    """Return a decoder without memory. It cannot compute."""
+    attention = ComposedAttention(TorchKernels(), TorchCpuAttention())
+    try:
+        return Decoder(shard.whole, kernels, attention, dtype, META, context, shard)
+    except RuntimeError as error:
+        raise ModelError(f"config.json describes a model that is too large: {error}") from error
+
+
+def num_bytes(model: object) -> int:
+    """Return the bytes of all tensors that a model, or a part of one, holds."""
+    return sum(tensor.nbytes for tensor in tensors_of(model))
+
+
+def cut_layers(
+    spec: DecoderSpec, num_stages: int, context: int, kernels: Kernels, dtype: torch.dtype
+) -> list[range]:
+    """Return the layers of each stage, balanced so that the largest stage holds as few bytes as possible: weights, the
+    embedding or LM head at the ends, and KV memory for `context` tokens."""
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs at "
+            "least one"
+        )
+    single = meta_decoder(shard_of(spec, 0, 1, range(1)), kernels, dtype)
+    layer = num_bytes(single.layers) + context * single.kv_shape(1).bytes_per_block
+    table = spec.vocab_size * spec.hidden_size * dtype.itemsize
+    ends = {0: table, num_stages - 1: table} if num_stages > 1 else {}
+    counts = [1] * num_stages
+    for _ in range(spec.num_layers - num_stages):
+        sizes = [ends.get(stage, 0) + (count + 1) * layer for stage, count in enumerate(counts)]
+        counts[sizes.index(min(sizes))] += 1
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def rank_shares(
+    spec: DecoderSpec, tensor: int, pipeline: int, context: int, kernels: Kernels, dtype: torch.dtype
+) -> list[RankShare]:
+    """Return the share of every rank, in rank order."""
+    shares: list[RankShare] = []
+    for layers in cut_layers(spec, pipeline, context, kernels, dtype):
+        # The first rank of a stage holds at least as much as the others.
+        decoder = meta_decoder(shard_of(spec, 0, tensor, layers), kernels, dtype, context)
+        weights, kv_per_token = num_bytes(decoder), decoder.kv_shape(1).bytes_per_block
+        for _ in range(tensor):
+            shares.append(RankShare(len(shares), layers, weights, kv_per_token))
+    return shares

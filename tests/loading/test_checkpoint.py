@@ -1,0 +1,76 @@
+"""What a checkpoint recommends beside its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.errors import ConfigError, ModelError
+from inflight.loading.checkpoint import (
+    default_sampling,
+    eos_token_ids,
+    resolve_context,
+    resolve_dtype,
+    resolve_text_length,
+)
+from inflight.models.decoders.families import decoder_spec
+from inflight.sampling_params import SamplingParams
+from tests.models.decoders.test_families import PHI3
+
+
+def test_eos_ids_of_both_files_count_once_each() -> None:
+    assert eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 2]}) == (7, 2)
+    assert eos_token_ids({"eos_token_id": None, "text_config": {"eos_token_id": 5}}, {}) == (5,)
+    assert eos_token_ids({}, {}) == ()
+    with pytest.raises(ModelError, match="eos_token_id is 'end'"):
+        eos_token_ids({"eos_token_id": "end"}, {})
+
+
+def test_sampling_defaults_are_fields_of_sampling_params() -> None:
+    recommended: dict[str, Any] = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.1,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 64,
+        "pad_token_id": 3,
+    }
+    fields = default_sampling(recommended)
+    params = SamplingParams(**fields)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.95, 0.1)
+    assert (params.repetition_penalty, params.max_tokens) == (1.05, 64)
+    assert default_sampling(recommended | {"do_sample": True}) == fields
+    greedy = default_sampling(recommended | {"do_sample": False})
+    assert greedy == {"repetition_penalty": 1.05, "max_tokens": 64}
+    assert default_sampling({"temperature": None}) == {}
+
+
+def test_dtype() -> None:
+    assert resolve_dtype("auto", {"dtype": "bfloat16"}) is torch.bfloat16
+    assert resolve_dtype("auto", {"torch_dtype": "float16"}) is torch.float16
+    assert resolve_dtype("auto", {"text_config": {"torch_dtype": "torch.bfloat16"}}) is torch.bfloat16
+    assert resolve_dtype("auto", {}) is torch.float32
+    assert resolve_dtype("float32", {"dtype": "bfloat16"}) is torch.float32
+    with pytest.raises(ModelError, match="'int8': it must be one of float32"):
+        resolve_dtype("auto", {"dtype": "int8"})
+
+
+def test_context() -> None:
+    long = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    spec = decoder_spec(PHI3 | {"rope_scaling": long, "original_max_position_embeddings": 256})
+    assert resolve_context(spec, None) == 256
+    assert resolve_context(spec, 1024) == 1024
+    with pytest.raises(ConfigError, match=r"max_model_len is 1025: .* at most 1024"):
+        resolve_context(spec, 1025)
+
+
+def test_the_longest_text_is_the_least_of_what_is_declared() -> None:
+    assert resolve_text_length(512, (256, None), None) == 256
+    assert resolve_text_length(512, (None, 1024), None) == 512
+    assert resolve_text_length(512, (256,), 400) == 400  # the table of positions reaches so far
+    assert resolve_text_length(1 << 24, (), None) == 1 << 16
+    with pytest.raises(ConfigError, match="max_model_len is 513: the checkpoint has 512 positions"):
+        resolve_text_length(512, (), 513)
