@@ -12,9 +12,12 @@ import { server } from "./server";
 import { readRecording } from "./timeline/recording";
 import { TimelinePage } from "./timeline/page";
 
+/** The pages by path, for the console of a browser: `inflight.pages.timeline.store` holds the steps. */
+export const pages: Record<string, Page> = {};
+
 function start() {
   const recording = readRecording();
-  const pages: Record<string, Page> = recording
+  Object.assign(pages, recording
     ? { "": new TimelinePage(recording) }
     : {
         "": new ChatPage(),
@@ -23,8 +26,8 @@ function start() {
         memory: new MemoryPage(),
         replicas: new ReplicasPage(),
         docs: new ApiPage(),
-      };
-  buildShell(pages, recording !== null);
+      });
+  buildShell(recording !== null);
   let current: Page | null = null;
 
   function show() {
@@ -55,7 +58,7 @@ function start() {
   if (!recording) void server.connect();
 }
 
-function buildShell(pages: Record<string, Page>, isRecording: boolean) {
+function buildShell(isRecording: boolean) {
   const links = Object.entries(pages).map(([path, page]) =>
     make("a", { href: path || "./", "data-page": true }, page.title));
   const key = make("input", { id: "key", type: "password", autocomplete: "off", placeholder: "if required",
