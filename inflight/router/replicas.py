@@ -24,6 +24,7 @@ from inflight.errors import (
     EngineDeadError,
     EngineError,
     RequestError,
+    shown,
 )
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
@@ -89,7 +90,7 @@ class Replicas:
         replica = self._members.get(replica_id)
         if replica is None:
             raise RequestError(
-                f"there is no replica {replica_id!r:.100}: there are {', '.join(self._members)}",
+                f"there is no replica {shown(replica_id)}: there are {', '.join(self._members)}",
                 param="replica",
                 code="replica_not_found",
             )

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
-from inflight.errors import InflightError
+from inflight.errors import InflightError, shown
 from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
 from inflight.server.errors import ApiError, error_response, of_exception
@@ -21,7 +21,7 @@ from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document, respond
 from inflight.server.pages import PAGES, application_page, not_found_page
-from inflight.server.routes import operations, replicas, requests, service
+from inflight.server.routes import operations, replicas, requests, service, timeline
 from inflight.server.routes.schemas import HealthStatus
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
@@ -88,7 +88,17 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, requests, replicas, operations):
+    for routes in (
+        generation,
+        responses,
+        messages,
+        pooling,
+        service,
+        requests,
+        timeline,
+        replicas,
+        operations,
+    ):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)
@@ -135,12 +145,12 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message = f"unknown path {path!r:.200}{hint_for(path)}"
+        message = f"unknown path {shown(path, 200)}{hint_for(path)}"
         if request.method == "GET" and _is_browser(request.scope):
             return not_found_page(message, request.scope.get("root_path", "") + "/")
         return error_response(request.scope, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
-        message = f"{request.method} is not allowed at {request.url.path!r:.200}"
+        message = f"{request.method} is not allowed at {shown(request.url.path, 200)}"
         api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
         return error_response(request.scope, api_error)
     return error_response(

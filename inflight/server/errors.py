@@ -21,6 +21,7 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
     TemplateWorkerError,
+    clipped,
     shown,
 )
 from inflight.events import Delta
@@ -201,9 +202,11 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
     if error["type"] == "json_invalid":
         # Say where and why: some parsers accept nesting or lone surrogates that this one refuses.
         reason = error["msg"].removeprefix("Invalid JSON: ")
-        return ApiError(400, f"the body is not valid JSON: {reason:.200}", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON: {clipped(reason, 200)}", code="invalid_json")
     if error["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])
+        return ApiError(
+            400, f"unknown parameter: {clipped(name, 200)}", code="unknown_parameter", param=name[:200]
+        )
     if error["type"] == "missing":
         return ApiError(400, f"missing parameter: {name}", code="missing_parameter", param=param)
     value = shown(error.get("input"))

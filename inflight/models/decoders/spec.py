@@ -74,7 +74,7 @@ class DecoderSpec:
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]  # a layer: index into ropes
     max_position: int  # the longest context the checkpoint is meant for
-    default_context: int  # what to serve when nothing else is asked
+    default_context: int  # served unless max_model_len is set
     norm_eps: float
     norm_placement: NormPlacement
     norm_offset: float  # added to every norm weight: 1 where checkpoints hold the difference from 1

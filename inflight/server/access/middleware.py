@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, shown
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError, error_response, is_anthropic, of_exception
@@ -29,6 +29,7 @@ logger = logging.getLogger("inflight.access")
 OPEN = frozenset({"/health", "/ready", "/ping", *PAGES})
 
 ADMIN = "/v1/replicas"  # and below: reading needs an API key, changing needs the admin key
+SHOWING = frozenset({"/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"})  # the admin sees everyone's
 UNLOGGED = frozenset({"/health", "/ready", "/ping", "/metrics"})  # polled all the time
 ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})
 
@@ -96,6 +97,8 @@ class AccessMiddleware:
                 return Caller()
             if self._state.admin_key.matches(headers.get("authorization")):
                 return Caller()
+        if scope["path"] in SHOWING and self._state.keys.is_admin(headers.get("authorization")):
+            return Caller(is_admin=True)
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
     def _name(self, message: Message, answer: dict[str, Any], also: bytes | None) -> None:
@@ -167,7 +170,7 @@ class Hosts:
         match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None or _canonical(match[1]) not in self._names:
             what = (
-                f"the host {hosts[0]!r:.100}"
+                f"the host {shown(hosts[0])}"
                 if len(hosts) == 1
                 else f"a request with {len(hosts)} Host headers"
             )
@@ -238,7 +241,7 @@ class Origins:
         else:  # behind a proxy the Host header may differ, but the browser knows what it called
             is_own = site.lower() in _SAME_SITE
         if not is_own:
-            what = f"the origin {origins[0]!r:.100}" if origins else "a cross-site request"
+            what = f"the origin {shown(origins[0])}" if origins else "a cross-site request"
             message = f"{what} is not allowed: --allowed-origins sets the origins to accept"
             raise ApiError(403, message, code="origin_not_allowed")
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Scope, Send
 
+from inflight.errors import clipped
 from inflight.server.access.keys import Caller
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError, error_response, of_validation
@@ -82,7 +83,7 @@ def _check_content_type(request: Request) -> None:
     """Require JSON: pages of other origins can send text, or no type, without asking for permission (CORS)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        what = f"the content type is {kind:.100}" if kind else "there is no content type"
+        what = f"the content type is {clipped(kind, 100)}" if kind else "there is no content type"
         message = f"{what}: it must be application/json (-H 'Content-Type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
 

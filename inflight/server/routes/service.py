@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight import __version__
-from inflight.errors import PromptError
+from inflight.errors import PromptError, shown
 from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import counted
 from inflight.server.anthropic.schemas import ModelInfo, ModelInfos
@@ -126,7 +126,7 @@ async def detokenize(request: Request) -> Response:
         invalid = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if invalid is not None:
             raise PromptError(
-                f"tokens has the token id {invalid!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
+                f"tokens has the token id {shown(invalid)}: ids must be from 0 to {size - 1}", param="tokens"
             )
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 

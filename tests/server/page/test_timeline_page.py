@@ -191,11 +191,3 @@ def test_api_page_has_an_example_and_fields_for_every_route(page: Page, live: Li
     )
     page.run("document.querySelector('.route').open = true")
     look(page, "api")
-
-
-def test_markdown_becomes_elements_and_markup_stays_text(page: Page, live: Live) -> None:
-    open_chat(page, live)
-    ask(page, "<img src=x onerror=document.title='bad'>")
-    wait_for_figures(page)
-    assert page.run("document.querySelectorAll('.message img').length") == 0
-    assert page.run("document.title") == "inflight"

@@ -127,6 +127,62 @@ def test_arguments_are_shown_while_they_stream(page: Page, live: Live, model: Sc
     assert page.run("document.querySelector('#text').value") == QUESTION
 
 
+MARKDOWN = """## Plan
+
+Some **bold** and *slanted* text with `code`, [a link](https://example.org/x) and [none](javascript:alert(1)).
+
+1. one
+2. two
+   - nested
+
+| a | b |
+|---|---|
+| 1 | <b>2</b> |
+
+```python
+print("<i>hello</i>")
+```
+"""
+
+
+def test_markdown_is_shown_as_elements_and_markup_as_text(
+    page: Page,
+    live: Live,  # noqa: ARG001
+    model: ScriptedClient,
+) -> None:
+    model.script = MARKDOWN
+    page.click("#think")
+    ask(page, QUESTION)
+    wait_for_figures(page)
+    assert page.text(".content h4") == "Plan"
+    assert (page.text(".content strong"), page.text(".content em")) == ("bold", "slanted")
+    assert texts(page, ".content a") == ["a link"]
+    assert "[none](javascript:alert(1))" in page.text(".content p")
+    assert texts(page, ".content ol > li > ul > li") == ["nested"]
+    assert texts(page, ".content td") == ["1", "<b>2</b>"]
+    assert page.text(".content pre") == 'print("<i>hello</i>")'
+    assert page.text(".code-head button") == "Copy"
+    look(page, "markdown")
+
+
+def test_answer_can_be_regenerated_with_a_system_prompt(
+    page: Page, live: Live, model: ScriptedClient
+) -> None:
+    model.script = "First."
+    page.click("#think")
+    ask(page, QUESTION)
+    wait_for_figures(page)
+    model.script = "Second."
+    page.click("#more summary")
+    page.run("document.querySelector('#system').value = 'Be brief.'")
+    page.click(".regenerate")
+    page.wait_for("document.querySelector('.content')?.innerText === 'Second.'")
+    wait_for_figures(page)
+    assert texts(page, ".user") == [QUESTION]
+    assert "system\nBe brief.<|im_end|>" in prompt(live, model)
+    assert "First." not in prompt(live, model)
+
+
 def test_endless_tool_calls_are_stopped(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
     switch_on(page, "calculate")
     model.script = call("calculate", expression="1 + 1")

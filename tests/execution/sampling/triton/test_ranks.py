@@ -154,7 +154,7 @@ LOGPROBS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes"), (4, "plain")])
-def test_ranks_sample_any_mixture_of_rows_as_one_rank_does(num_ranks: int, kind: str) -> None:
+def test_ranks_sample_any_mix_of_rows_as_one_rank_does(num_ranks: int, kind: str) -> None:
     rng = np.random.default_rng(num_ranks)
     options = [*MIXTURE[num_ranks % 3 :: 3], *SPECIAL[num_ranks % 2 :: 2], *LOGPROBS]
     answers = sample(some_jobs(rng, kind, options), num_ranks)
