@@ -26,6 +26,11 @@ export class MemoryPage implements Page {
   readonly root = make("section", { class: "text-page wide" }, this.notice, this.choice, this.figures, this.canvas, this.legend, this.next);
   private readonly polling = new Polling(() => this.refresh(), REFRESH_MS);
   private replica = "";
+  private last: Memory | null = null;
+
+  constructor() {
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.last && this.update(this.last));
+  }
 
   show(query: URLSearchParams) {
     this.replica = query.get("replica") ?? this.replica;
@@ -56,6 +61,7 @@ export class MemoryPage implements Page {
   }
 
   private update(memory: Memory) {
+    this.last = memory;
     const states = expand(memory.map, memory.num_blocks), next = new Set(memory.evict_next);
     const total = (test: (state: number) => boolean) => states.reduce((sum, state) => sum + Number(test(state)), 0);
     const free = total((state) => state < 0), cached = total((state) => state === 0), shared = total((state) => state > 1);

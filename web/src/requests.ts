@@ -13,13 +13,14 @@ interface Breakdown {
 }
 interface AnswerReport {
   index: number; status: string; finish_reason: string | null; num_prompt_tokens: number; num_cached_tokens: number;
-  num_output_tokens: number; num_preemptions: number; replica: string; number?: number | null; breakdown: Breakdown;
+  num_output_tokens: number; num_preemptions: number; replica: string; number?: number | null; waiting_reason?: string | null;
+  breakdown: Breakdown;
 }
 interface Neighbour { number: number; id: string | null; seconds: number; why: string }
 export interface RequestReport {
   id: string; route: string; status: string; created: number; stream: boolean; priority: number; tenant: string;
   total_seconds: number; first_token_seconds: number | null; client_seconds: number; answers: AnswerReport[]; why: string;
-  waiting_reason?: string | null; neighbours?: Neighbour[];
+  neighbours?: Neighbour[];
 }
 
 const QUEUE_CAUSES: Record<string, string> = {
@@ -95,7 +96,13 @@ function table(reports: RequestReport[], selected: string | null) {
       make("td", { class: "figure" }, duration(report.total_seconds)),
       make("td", { class: "figure" }, report.first_token_seconds === null ? "–" : duration(report.first_token_seconds)),
       make("td", { class: "figure" }, tokens(report)),
-      make("td", {}, report.waiting_reason ? `Waiting ${QUEUE_CAUSES[report.waiting_reason] ?? report.waiting_reason}` : report.why)))));
+      make("td", {}, waiting(report) ?? report.why)))));
+}
+
+/** Why a request waits, if it does. */
+function waiting({ answers }: RequestReport): string | null {
+  const reason = answers.find((answer) => answer.waiting_reason)?.waiting_reason;
+  return reason ? `Waiting ${QUEUE_CAUSES[reason] ?? reason}` : null;
 }
 
 const sum = (values: number[]) => values.reduce((total, value) => total + value, 0);
