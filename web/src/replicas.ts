@@ -41,8 +41,8 @@ export class ReplicasPage implements Page {
       if (!(error instanceof Failure)) throw error;
       isOld = true;
       if (error.code !== "no_answer") this.update({ data: [], routing: null });
-      this.summary.textContent = error.code === "loading" ? "The model is loading." : error.message;
       if (error.code in KEY_ERRORS) server.requireKey();
+      else this.summary.textContent = error.code === "loading" ? "The model is loading." : error.message;
     }
     this.list.classList.toggle("old", isOld);
   }
