@@ -46,6 +46,7 @@ export class ChatPage implements Page {
   private messages: Message[] = [];
   private queue: string[] = [];
   private running: AbortController | null = null;
+  private isConnected = false;  // and the template has not been asked since
 
   constructor() {
     this.form.onsubmit = (event) => { event.preventDefault(); this.submit(); };
@@ -59,12 +60,16 @@ export class ChatPage implements Page {
     this.root.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.isComposing) this.running?.abort();
     });
-    server.onConnected.push(() => void this.connected());
+    server.onConnected.push(() => {
+      this.isConnected = true;
+      if (this.root.isConnected) void this.connected();
+    });
     this.allowTools();
     this.reset();
   }
 
   show() {
+    if (this.isConnected) void this.connected();
     this.scrollDown();
     if (!(document.activeElement instanceof HTMLInputElement)) this.text.focus();
   }
@@ -220,6 +225,7 @@ export class ChatPage implements Page {
   // ---- what the model supports ----
 
   private async connected() {
+    this.isConnected = false;
     await this.askTemplate().catch(() => {});  // without a template, the error comes with the first question
     this.sendNext();
   }
