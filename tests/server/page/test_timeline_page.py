@@ -92,7 +92,7 @@ def test_request_joins_in_the_step_after_another_leaves(page: Page, recorded: Li
 def test_page_can_be_paused_scrubbed_and_zoomed(page: Page, recorded: Live) -> None:
     open_timeline(page, recorded)
     page.click("#pause")
-    assert page.text("#pause") == "Live"
+    page.wait_for("document.querySelector('#pause').innerText === 'Live'")
     before = page.run(f"({{...{VIEW}}})")
     send(recorded, "later", 8)
     page.wait_for(f"[...{STORE}.requests.values()].some(({{ id }}) => id === 'later')")
