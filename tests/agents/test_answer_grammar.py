@@ -327,7 +327,10 @@ def compile_tools(model: Model, tool_format: str, tools: list[dict[str, Any]]) -
     ("schema", "error"),
     [
         ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
-        ({"type": "object", "properties": {"a": {"type": "integer", "not": {}}}, "required": ["a"]}, "'not'"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer", "nullable": True}}, "required": ["a"]},
+            "'nullable'",
+        ),
         ({"type": "object", "properties": {"a": {"type": "object", "requried": []}}}, "'requried'"),
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"format": "x"}}}}, "format: x"),
     ],
