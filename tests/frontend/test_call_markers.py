@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import ModelConfig
 from inflight.errors import ParameterError
 from inflight.frontend.chat import ChatFormats, ChatRequest
@@ -53,7 +53,7 @@ def test_call_marker_is_forbidden_without_tools(llm: LLM) -> None:
 def test_call_marker_is_allowed_where_the_request_names_it(llm: LLM) -> None:
     assert forbidden(llm, SamplingParams(logit_bias={marker_id(llm): 5})) == set()
     assert forbidden(llm, SamplingParams(allowed_token_ids=[marker_id(llm), 5])) == set()
-    assert forbidden(llm, SamplingParams(structured_outputs={"regex": "<tool_call>"})) == set()
+    assert forbidden(llm, SamplingParams(structured_outputs=StructuredOutputs(regex="<tool_call>"))) == set()
 
 
 def test_answer_without_tools_has_no_call(llm: LLM) -> None:
