@@ -3,8 +3,8 @@
     python -m benchmarks.timeline                 # on this machine's device
     python -m benchmarks.timeline --streams 256 --tokens 512 --turns 10
 
-Two figures are reported. The throughput of turns with and without a recorder, which other work on the machine disturbs
-by more than the recorder costs; and the processor time spent in the recorder as a share of all time, which it hardly does.
+Two figures are reported: the throughput of turns with and without a recorder, which other work on the machine disturbs
+by more than the recorder costs; and the processor time in the recorder as a share of all time, which it hardly does.
 """
 
 from __future__ import annotations

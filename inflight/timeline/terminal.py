@@ -142,7 +142,7 @@ class _Picture:
 
     def _summary(self) -> Text:
         window, steps = self._window, self._window.steps
-        text = Text(f"replica {window.replica}", style="bold")
+        text = Text(f"replica {window.replica}", style="bold", no_wrap=True, overflow="ellipsis")
         if not steps:
             return text.append("  idle", style="dim")
         last, output = steps[-1], sum(step.output for step in steps)
@@ -172,6 +172,8 @@ class _Picture:
             f"step {total / len(steps) / 1000:.1f} ms ({parts})  slowest {sum(slowest.parts) / 1000:.0f} ms "
             f"(step {slowest.number}, {slowest.tokens} tokens)  {batch:.0f} of {self._window.budget} tokens a step",
             style="dim",
+            no_wrap=True,
+            overflow="ellipsis",
         )
 
     def _per_column(self, name: str) -> list[float]:
