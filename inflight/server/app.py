@@ -21,7 +21,7 @@ from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document, respond
 from inflight.server.pages import PAGES, page_at
-from inflight.server.routes import operations, replicas, requests, service
+from inflight.server.routes import operations, replicas, requests, service, timeline
 from inflight.server.routes.schemas import HealthStatus
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
@@ -88,7 +88,17 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, requests, replicas, operations):
+    for routes in (
+        generation,
+        responses,
+        messages,
+        pooling,
+        service,
+        requests,
+        timeline,
+        replicas,
+        operations,
+    ):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)

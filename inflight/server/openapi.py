@@ -47,8 +47,12 @@ def documented(
     *more_errors: int,
     events: type[BaseModel] | None = None,
     error: type[BaseModel] = ErrorBody,
+    extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a route that document its body, its answer and its errors."""
+    """Return the arguments of a route that document its body, its answer and its errors.
+
+    `extra` is added to the document of the route.
+    """
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer, "serialization")}}
     errors = {401, 403, *more_errors}
     if body is not None:
@@ -61,11 +65,21 @@ def documented(
     for status in sorted(errors):
         same = answer.__name__ == "HealthStatus" and status == 503
         responses[status] = {"description": _ERRORS[status], "content": content if same else shape}
-    arguments: dict[str, Any] = {"responses": responses, "response_model": None}
+    arguments: dict[str, Any] = {"responses": responses, "response_model": None, "openapi_extra": extra}
     if body is not None:
         schema = {"application/json": {"schema": _ref(body, "validation")}}
         arguments["openapi_extra"] = {"requestBody": {"required": True, "content": schema}}
     return arguments
+
+
+def query_parameters(*parameters: tuple[str, str, str]) -> dict[str, Any]:
+    """Return the `extra` of a route with optional query parameters: their names, types and descriptions."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": kind}, "description": text}
+            for name, kind, text in parameters
+        ]
+    }
 
 
 def document(app: FastAPI, with_keys: bool) -> dict[str, Any]:

@@ -272,6 +272,7 @@ def test_openapi_document_has_every_route(live: Live) -> None:
         *("/v1/responses/{response_id}/input_items", "/replicas"),
         *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}"),
         *("/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
+        *("/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"),
     }
     text = str(document)
     schemas = document["components"]["schemas"]
