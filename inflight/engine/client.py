@@ -1,6 +1,6 @@
 """The interface between servers and engines: a client of an engine in this process or another.
 
-`DeltaStream` and `History` are the parts that clients have in common.
+`DeltaQueue`, `DeltaStream` and `History` are the parts that clients have in common.
 """
 
 from __future__ import annotations

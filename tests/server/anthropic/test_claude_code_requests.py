@@ -139,6 +139,14 @@ def test_first_request_is_answered_with_a_call(server: Live, agent: Agent, displ
     assert "Platform: linux" in agent.prompt
 
 
+def test_safeguards_are_rejected_by_name(server: Live) -> None:
+    """The server has no classifier of dangerous calls. The client sends the request again and checks calls itself."""
+    body = body_of() | {"safeguards": [{"type": "dangerous_tool_use", "classifier_context": {"v": 1}}]}
+    response = server.http.post("/v1/messages?beta=true", json=body, headers=HEADERS)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "unknown parameter: safeguards"
+
+
 def test_tool_that_a_search_refers_to_can_be_called(server: Live, agent: Agent) -> None:
     agent.say(call("WebFetch", query="rain"))
     events = send(server, body_of(*SEARCH, deferred=("WebFetch", "WebSearch")))
