@@ -182,6 +182,11 @@ class ParallelConfig:
         at_most=MAX_RANKS,
         short="-pp",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        MODEL,
+        "Give each tensor parallel rank some of the experts, instead of a part of each expert.",
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from inflight.agents.formats.base import HARMONY_REASONING, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.formats.base import (
+    HARMONY_REASONING,
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    tool_format_name,
+)
 from inflight.agents.parser import MessageParser
 from inflight.agents.values import parse_json
 from inflight.errors import RequestError, TemplateError
@@ -138,6 +143,14 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
         if None not in ids:
             return name
     return None
+
+
+def call_marker_ids(tool_format: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that start a call, where the format has tokens of its own for that."""
+    if tool_format is None or tokenizer is None:
+        return frozenset()
+    openings = TOOL_FORMATS.get(tool_format_name(tool_format) or "").openings.texts
+    return tokenizer.added_ids.intersection(map(tokenizer.token_id, openings))
 
 
 def opens_reasoning(template: ChatTemplate, reasoning_format: str | None) -> bool:

@@ -68,7 +68,8 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
         raise ConfigError(
             f"{name} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
         )
-    spec = plan_decoder(name, checkpoint, lambda _: [0]).spec
+    expert_parallel = config.parallel.enable_expert_parallel
+    spec = plan_decoder(name, checkpoint, lambda _: [0], expert_parallel).spec
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_context(spec, config.model.max_model_len)
     fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]

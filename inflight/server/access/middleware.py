@@ -18,6 +18,7 @@ from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError, error_response, is_anthropic, of_exception
 from inflight.server.http.bodies import PacedSend
+from inflight.server.pages import PAGES
 
 if TYPE_CHECKING:
     from inflight.server.state import ServerState
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.access")
 
 # Open without a key: health checks, and pages that contain no data of the server.
-OPEN = frozenset({"/health", "/ready", "/ping", "/", "/replicas"})
+OPEN = frozenset({"/health", "/ready", "/ping", *PAGES})
 
 ADMIN = "/v1/replicas"  # and below: reading needs an API key, changing needs the admin key
 SHOWING = frozenset({"/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"})  # the admin sees everyone's
