@@ -20,7 +20,7 @@ from dataclasses import replace
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
 from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream, NoTimeline
 from inflight.events import Delta, KVUsage, RequestRecord
 from inflight.request import Request
 from inflight.router import Router
@@ -28,7 +28,7 @@ from inflight.router import Router
 FACTS = ModelFacts("none", 1000, 1 << 20, (), {}, None, "none", "none", 1 << 16, 16, 256, 8192)
 
 
-class InstantClient:
+class InstantClient(NoTimeline):
     """An engine that has every answer at once: what is left is the cost of asking."""
 
     facts = FACTS

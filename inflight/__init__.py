@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,36 +50,25 @@ __all__ = [
 ]
 
 
-# vLLM's names for our objects.
-_ALIASES = {
-    "AsyncLLMEngine": "inflight.entrypoints.async_engine:AsyncLLM",
-    "ClassificationOutput": "inflight.outputs:ClassificationOutput",
-    "ClassificationRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "EmbeddingOutput": "inflight.outputs:EmbeddingOutput",
-    "EmbeddingRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "EngineArgs": "inflight.entrypoints.async_engine:AsyncEngineArgs",
-    "GuidedDecodingParams": "inflight.structured_outputs:StructuredOutputs",
-    "PoolingRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "PromptType": "inflight.frontend.input_processor:Prompt",
-    "ScoringOutput": "inflight.outputs:ScoreOutput",
-    "ScoringRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "StructuredOutputsParams": "inflight.structured_outputs:StructuredOutputs",
-    "TextPrompt": "builtins:dict",
-    "TokensPrompt": "builtins:dict",
-}
-
-
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
-    if name in _ALIASES:
-        module, _, attribute = _ALIASES[name].partition(":")
-        return getattr(import_module(module), attribute)
-    from inflight.vllm_compat.python_api import MISSING_NAMES
+    from inflight.vllm_compat.python_api import vllm_attribute
 
-    if name in MISSING_NAMES:  # not AttributeError, whose message `from inflight import` would drop
-        raise ImportError(f"inflight has no {name}: {MISSING_NAMES[name]}", name=__name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vllm_attribute(__name__, name)
+
+
+class _VllmModules(MetaPathFinder):
+    """Explains failed imports of modules that only vLLM has. Python asks it last."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
+        if fullname.startswith(f"{__name__}."):
+            from inflight.vllm_compat.python_api import check_module
+
+            check_module(fullname)
+
+
+sys.meta_path.append(_VllmModules())
 
 
 def __dir__() -> list[str]:

@@ -26,10 +26,15 @@ Messages say what was wrong, what was given and what is allowed. Programs should
 from __future__ import annotations
 
 
-def shown(value: object) -> str:
+def clipped(text: str, limit: int) -> str:
+    """Return a text that is short enough for a message. A text that was cut ends with an ellipsis."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def shown(value: object, limit: int = 100) -> str:
     """Return a value's repr, short enough for a message."""
     try:
-        return f"{value!r:.100}"
+        return clipped(repr(value), limit)
     except ValueError:  # Python does not convert integers with thousands of digits
         return f"a huge {type(value).__name__}"
 

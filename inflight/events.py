@@ -220,3 +220,4 @@ class RequestRecord:
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
     engine_id: str = ""  # the replica that it is on, or was on last
     num_failovers: int = 0  # replicas that died while it ran
+    number: int = -1  # on the timeline of that replica; -1: none is recorded

@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from inflight.errors import ModelError
+from inflight.errors import ModelError, clipped
 
 MAX_CONFIG_BYTES = 32 << 20  # for configs, indexes and templates; the largest known have a tenth of this
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -126,4 +126,4 @@ def _is_deeper_than(value: Any, limit: int) -> bool:
 def _line(problem: BaseException) -> str:
     """Return the first line of a message, shortened."""
     lines = str(problem).strip().splitlines()
-    return lines[0][:200] if lines else type(problem).__name__
+    return clipped(lines[0], 200) if lines else type(problem).__name__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
 from inflight.scoring import Scale
+from inflight.vllm_compat.python_api import vllm_attribute
 
 if TYPE_CHECKING:  # the command line imports this module without numpy
     import numpy as np
@@ -321,3 +322,10 @@ class Ranking:
     scale: Scale
     num_prompt_tokens: int
     num_cached_tokens: int
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return vLLM's names for our objects."""
+        return vllm_attribute(__name__, name)

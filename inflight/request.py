@@ -45,6 +45,17 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """Where a request comes from, for timelines: the client's request that it is an answer to."""
+
+    request_id: str  # as the client sees it
+    answer: int = 0  # index among the answers or texts of that request
+    key: str = ""  # the name of the API key
+    route: str = ""
+    text: str = ""  # of the prompt, shortened; only if the server may show texts
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """The immutable part of a request, from the moment that it is validated.
 
@@ -67,6 +78,7 @@ class RequestSpec:
     kind: str = "generate"
     splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
     second_segment: int = 0  # start of the second text of a pair, for models with segment ids; 0: one text
+    origin: RequestOrigin | None = None
 
     def __post_init__(self) -> None:
         if not self.num_prompt_tokens:

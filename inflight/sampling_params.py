@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight.errors import ParameterError, shown
 from inflight.structured_outputs import KINDS, StructuredOutputs
 from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
-from inflight.vllm_compat.python_api import SAMPLING_RULES, translate_arguments
+from inflight.vllm_compat.python_api import SAMPLING_RULES, translate_arguments, vllm_attribute
 
 T = TypeVar("T")
 
@@ -255,3 +255,10 @@ class SamplingParams:
 
 
 _FIELDS = tuple(item.name for item in fields(SamplingParams))
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return vLLM's names for our objects."""
+        return vllm_attribute(__name__, name)

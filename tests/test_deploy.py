@@ -38,7 +38,7 @@ ADDED_BY_PROMETHEUS = {"instance", "le"}
 
 def exposed() -> dict[str, set[str]]:
     """Every metric that a server shows, with its labels."""
-    metrics = Metrics("m", compat=False)
+    metrics = Metrics("m")
     metrics.finished["stop"] += 1
     metrics.refused["queue_full"] += 1
     metrics.responses["/v1/completions", "200"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,17 @@ def test_errors_of_a_request_are_value_errors() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(EngineError, RuntimeError)
     assert not issubclass(EngineError, RequestError)
+
+
+def test_truncated_values_end_with_an_ellipsis() -> None:
+    assert errors.shown("x" * 98) == f"'{'x' * 98}'"
+    assert errors.shown("x" * 99) == f"'{'x' * 98}…"
+    assert errors.shown(["x"] * 1000, 20) == "['x', 'x', 'x', 'x'…"
+    assert errors.shown(10**5000) == "a huge int"
+    assert errors.clipped("abcdef", 4) == "abc…"
+
+
+def test_no_message_is_truncated_silently() -> None:
+    pattern = re.compile(r"!r:\.\d|:\.\d{3,}\}")
+    package = Path(errors.__file__).parent
+    assert [str(path) for path in package.rglob("*.py") if pattern.search(path.read_text("utf-8"))] == []

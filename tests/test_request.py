@@ -10,7 +10,7 @@ import pytest
 from inflight.engine.remote.wire import Add, ToEngine, encode_add
 from inflight.execution.parallel import messages
 from inflight.processes.channel import SECRET_LENGTH, Codec, array_from_bytes, array_to_bytes
-from inflight.request import Request, RequestSpec, Status
+from inflight.request import Request, RequestOrigin, RequestSpec, Status
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch
 
@@ -46,6 +46,7 @@ def unusual(item: Field[Any]) -> Any:
         "max_tokens": 9,
         "num_prompt_tokens": 3,
         "kind": "generate",  # the only kind with outputs
+        "origin": RequestOrigin("chatcmpl-1", 1, "team", "/v1/chat/completions", "Hello"),
     }
     if item.name in values:
         return values[item.name]

@@ -115,33 +115,13 @@ class CpuAttention:
         _check(query, key, value, cache, inputs)
         out = torch.empty(num_tokens, num_heads, head_dim)
         self._library.attend(
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            key.data_ptr(),
-            key.stride(0),
-            key.stride(1),
-            value.data_ptr(),
-            value.stride(0),
-            value.stride(1),
-            cache.data_ptr(),
-            out.data_ptr(),
-            inputs.query_starts.data_ptr(),
-            inputs.context_lens.data_ptr(),
-            inputs.rows.data_ptr(),
-            inputs.block_tables.data_ptr(),
-            inputs.slot_mapping.data_ptr(),
-            len(inputs.rows),
-            num_tokens,
-            num_heads,
-            cache.shape[1],
-            head_dim,
-            cache.shape[4],
-            inputs.block_tables.stride(0),
-            window or 0,
-            scale,
-            self._library.threads,
-        )
+            query.data_ptr(), query.stride(0), query.stride(1), key.data_ptr(), key.stride(0), key.stride(1),
+            value.data_ptr(), value.stride(0), value.stride(1), cache.data_ptr(), out.data_ptr(),
+            inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
+            inputs.block_tables.data_ptr(), inputs.slot_mapping.data_ptr(), len(inputs.rows), num_tokens,
+            num_heads, cache.shape[1], head_dim, cache.shape[4], inputs.block_tables.stride(0), window or 0,
+            scale, self._library.threads,
+        )  # fmt: skip
         return out
 
 
@@ -300,16 +280,9 @@ class NativeSequenceAttention:
             self._rotate(qkv, num_heads, head_dim, layer.cos_sin, positions)
         out = torch.empty(len(qkv), num_heads * head_dim)
         self._library.attend_sequences(
-            qkv.data_ptr(),
-            out.data_ptr(),
-            sequences.starts.data_ptr(),
-            len(sequences.starts) - 1,
-            num_heads,
-            head_dim,
-            -1 if window is None else window,
-            layer.scale,
-            self._library.threads,
-        )
+            qkv.data_ptr(), out.data_ptr(), sequences.starts.data_ptr(), len(sequences.starts) - 1, num_heads,
+            head_dim, -1 if window is None else window, layer.scale, self._library.threads,
+        )  # fmt: skip
         return out
 
     def _rotate(self, qkv: Tensor, num_heads: int, head_dim: int, cos_sin: Tensor, positions: Tensor) -> None:
@@ -323,16 +296,9 @@ class NativeSequenceAttention:
         positions = positions.to(torch.int64).contiguous()
         cos_sin = cos_sin.to(torch.float32).contiguous()
         self._library.rotate(
-            qkv.data_ptr(),
-            len(qkv),
-            2 * num_heads,
-            qkv.stride(0),
-            head_dim,
-            positions.data_ptr(),
-            cos_sin.data_ptr(),
-            rotary_dim,
-            self._library.threads,
-        )
+            qkv.data_ptr(), len(qkv), 2 * num_heads, qkv.stride(0), head_dim, positions.data_ptr(),
+            cos_sin.data_ptr(), rotary_dim, self._library.threads,
+        )  # fmt: skip
 
 
 def _check_sequences(qkv: Tensor, num_heads: int, head_dim: int, sequences: Sequences) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from inflight.cli.command import InflightCommand, InflightGroup, check_writable, needs_extra, progress_bar
-from inflight.errors import ConfigError, EngineError, ParameterError
+from inflight.errors import ConfigError, EngineError, ParameterError, shown
 from inflight.vllm_compat.cli_flags import BENCH_RULES
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _parse_parameters(text: str | None) -> dict[str, Any]:
     except ValueError:
         parameters = None
     if not isinstance(parameters, dict):
-        raise ParameterError(f"parameters is {text!r:.200}: it must be a JSON object")
+        raise ParameterError(f"parameters is {shown(text, 200)}: it must be a JSON object")
     return parameters
 
 

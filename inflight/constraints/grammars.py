@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from inflight.constraints.answer_rules import CONTENT, AnswerRules
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.constraints.schema_rewriting import exact_schema
-from inflight.errors import ParameterError
+from inflight.errors import ParameterError, clipped
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
 # Allow any token that fits, instead of only the tokenizer's own spelling of a text that must follow: the model knows
@@ -105,7 +105,7 @@ def _user_grammar(text: str) -> str:
     try:
         grammar = text if _LARK.search(text) else gbnf_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare Exceptions
-        reason = " ".join(str(error).split())[:300]
+        reason = clipped(" ".join(str(error).split()), 300)
         raise ParameterError(
             f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
         ) from None
@@ -120,7 +120,7 @@ def _with_checked_schemas(grammar: str) -> str:
             continue
         if token["open_string"] is not None or token["open_regex"] is not None:
             raise ParameterError(
-                f"{PARAM}.grammar has a string or a regex that is not closed: {token[0]:.100}",
+                f"{PARAM}.grammar has a string or a regex that is not closed: {clipped(token[0], 100)}",
                 param=PARAM,
                 code="invalid_constraint",
             )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.errors import clipped
+
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
@@ -39,7 +41,7 @@ class Matcher:
     def error(self) -> str | None:
         """Why no mask can be computed any more, or None."""
         if self.state.is_error():
-            return self.state.get_error().split("\n", 1)[0][:200] or "it failed"
+            return clipped(self.state.get_error().split("\n", 1)[0], 200) or "it failed"
         return "it does not allow a token that was sampled" if self._is_derailed else None
 
     @property

@@ -4,10 +4,12 @@ from inflight.engine.client import (
     Command,
     EngineClient,
     Health,
+    MemoryState,
     ModelFacts,
     ReplicaClient,
     RequestState,
     StepObserver,
+    TimelineObserver,
 )
 from inflight.engine.core import EngineCore
 from inflight.engine.inproc import InprocClient
@@ -21,9 +23,11 @@ __all__ = [
     "EngineStats",
     "Health",
     "InprocClient",
+    "MemoryState",
     "ModelFacts",
     "ReplicaClient",
     "RequestState",
     "Runner",
     "StepObserver",
+    "TimelineObserver",
 ]

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.engine.stats import EngineStats
-from inflight.errors import RequestError
+from inflight.errors import EngineError, RequestError
 from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,25 @@ class RequestState:
     num_waited_for: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """The state of every KV block, for those who look at it."""
+
+    at: float
+    block_size: int
+    refs: bytes  # int32: the number of holders of each block
+    empty: bytes  # int32: the blocks without content, in no order
+    evict_next: list[int]  # in order
+    num_queries: int  # tokens looked up in the prefix cache
+    num_hits: int
+    num_preemptions: int
+
+
 # The operations of an engine besides requests.
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
 StepObserver = Callable[[StepRecord], None]
 CacheObserver = Callable[[CacheUpdate], None]
+TimelineObserver = Callable[[str, bytes], None]  # replica, encoded chunk
 
 
 def notify(observers: list[StepObserver], record: StepRecord) -> None:
@@ -88,6 +104,27 @@ def notify(observers: list[StepObserver], record: StepRecord) -> None:
         except Exception:
             logger.exception("an observer of steps failed and was removed")
             observers.remove(observer)
+
+
+def check_only_replica(replica: str) -> None:
+    """Raise RequestError unless this names the engine of a client that has only one."""
+    if replica != "0":
+        raise RequestError(
+            f"there is no replica {replica!r:.100}: there is 0", param="replica", code="replica_not_found"
+        )
+
+
+class NoTimeline:
+    """The part of a client that shows an engine at work, for one that shows nothing."""
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:  # noqa: ARG002
+        return TimelinePage([], {})
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        raise EngineError(f"the memory of replica {replica} is unknown")
 
 
 class EngineClient(Protocol):
@@ -124,6 +161,17 @@ class EngineClient(Protocol):
 
         Return a function that removes it.
         """
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        """Call `observer` in the event loop with what happens from now on, at most 30 times a second.
+
+        Return a function that removes it. While no one watches, nothing is sent.
+        """
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        """Return what was recorded, one page at a time."""
+
+    async def read_memory(self, replica: str) -> MemoryState: ...
 
     async def stats(self) -> EngineStats: ...
 

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.engine.client import MAX_NAMED, Command, RequestState, StepObserver, notify
+from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState, StepObserver, notify
 from inflight.engine.runner import NoSleepSupport, Runner, SleepingRunner, SleepSupport, asleep
 from inflight.engine.stats import STEP_SIZES, EngineStats
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
 from inflight.request import Request, Status
 from inflight.scheduling import Batch, RequestPool, Sampled, ScheduledStep, Scheduler
+from inflight.timeline import NoRecorder, RecordedTimes, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,12 @@ class EngineCore:
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._num_step_tokens = 0
+        self.recorder: NoRecorder = NoRecorder()
+
+    def record(self, generation: int = 0) -> None:
+        """Record the timeline from now on. `generation` counts the engines with the same id that there were before."""
+        blocks = self.scheduler.blocks
+        self.recorder = Recorder(self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation)
 
     # ---- requests ----
 
@@ -82,6 +89,7 @@ class EngineCore:
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
+        self.recorder.arrive(request, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
     def check_queue_limit(self, num_pending: int = 0) -> None:
@@ -113,6 +121,7 @@ class EngineCore:
             return 0, []
         num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
+        self.recorder.end(request, reason, deltas, now)
         return num_freed, deltas
 
     def describe(self, request_id: str) -> RequestState | None:
@@ -209,9 +218,13 @@ class EngineCore:
         self._num_steps += 1
         self._step_sizes[bisect_left(STEP_SIZES, batch.num_tokens)] += 1
         self._num_step_tokens += batch.num_tokens
-        self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        num_outputs = sum(len(delta.token_ids) for delta in deltas)
+        self._num_output_tokens += num_outputs
+        updated_at = self.clock()
+        times = RecordedTimes(launched.scheduled_at, launched.started_at, began_at, now, updated_at)
+        self.recorder.step(launched.step, deltas, num_outputs, self.scheduler.pool, times)
         if self.observers:
-            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, self.clock())
+            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, updated_at)
         if not self.has_work:
             self.scheduler.pool.check_idle()
         return deltas
@@ -238,10 +251,12 @@ class EngineCore:
             exc_info=error,
         )
         self._num_failed_steps += 1 + len(others_in_flight)
-        if self.observers:
-            for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
-                step_deltas = deltas if other is launched else ()
-                began_at = self._began_at(other)
+        for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
+            step_deltas = deltas if other is launched else ()
+            began_at = self._began_at(other)
+            times = RecordedTimes(other.scheduled_at, other.started_at, began_at, now, self.clock())
+            self.recorder.step(other.step, step_deltas, 0, self.scheduler.pool, times, message)
+            if self.observers:
                 self._records.step(
                     other, step_deltas, self.scheduler.pool, began_at, now, self.clock(), message
                 )
@@ -277,6 +292,20 @@ class EngineCore:
                 self.sleep()
             case "wake_up":
                 self.wake_up()
+
+    def read_memory(self) -> MemoryState:
+        blocks = self.scheduler.blocks
+        refs, empty, evict_next = blocks.pool.state()
+        return MemoryState(
+            self.clock(),
+            blocks.block_size,
+            refs.tobytes(),
+            empty.tobytes(),
+            evict_next,
+            blocks.cache.num_queries,
+            blocks.cache.num_hits,
+            self.scheduler.pool.num_preemptions,
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Running requests keep their blocks."""

@@ -17,9 +17,12 @@ from inflight.engine.client import (
     DeltaStream,
     Health,
     History,
+    MemoryState,
     ModelFacts,
     RequestState,
     StepObserver,
+    TimelineObserver,
+    check_only_replica,
     id_in_use,
     not_added,
     notify,
@@ -30,12 +33,14 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta, StepRecord
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
 CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
 DRAIN_POLL = 0.02
+MIN_WAIT = 0.001
 
 
 class InprocClient:
@@ -53,11 +58,13 @@ class InprocClient:
         self._observers: list[StepObserver] = []
         self._cache_changes: CacheChanges | None = None  # None unless they are observed
         self._cache_observer: CacheObserver | None = None
+        self._timeline_observers: list[TimelineObserver] = []
         self._history = History()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
         self._last_progress = core.clock()
+        core.record()
         self._thread = threading.Thread(target=self._run, name="inflight-engine", daemon=True)
         self._thread.start()
 
@@ -72,6 +79,8 @@ class InprocClient:
                     self._report_cache_changes()
                 if deltas:
                     self._publish(deltas)
+                if self._core.recorder.is_watched:
+                    self._publish_timeline()
         except Exception as error:
             logger.exception("the engine loop stopped")
             self._stop(f"the engine stopped: {type(error).__name__}: {error}")
@@ -86,7 +95,8 @@ class InprocClient:
         num_left = self._calls.qsize()  # only these: a flood of calls must not keep the engine from stepping
         while True:
             idle = num_left > 0 or not self._core.has_work
-            wait = CHECK_EVERY if idle else self._core.schedule_delay()
+            until_due = self._core.recorder.seconds_until_due(self._core.clock())
+            wait = min(CHECK_EVERY, until_due + MIN_WAIT) if idle else self._core.schedule_delay()
             if wait == 0:
                 return True
             try:
@@ -95,6 +105,7 @@ class InprocClient:
                 if not idle:
                     return True
                 self._core.check()
+                self._publish_timeline()
                 continue
             num_left -= 1
             if call is None:
@@ -120,6 +131,11 @@ class InprocClient:
 
     def _publish(self, deltas: list[Delta]) -> None:
         self._post(lambda: self._deliver(deltas))
+
+    def _publish_timeline(self) -> None:
+        data = self._core.recorder.take_due(self._core.clock())
+        if data is not None:
+            self._post(lambda: self._show_timeline(data))
 
     def _post(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:
@@ -284,6 +300,34 @@ class InprocClient:
             notify(self._observers, record)
             if not self._observers:
                 self._update_observation()
+
+    def _show_timeline(self, data: bytes) -> None:
+        for observer in self._timeline_observers[:]:
+            observer("0", data)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        self._loop = asyncio.get_running_loop()
+
+        def update() -> None:
+            is_watched = bool(self._timeline_observers)
+            self._calls.put(lambda: self._core.recorder.watch(is_watched))
+
+        def stop() -> None:
+            self._timeline_observers.remove(observer)
+            update()
+
+        self._timeline_observers.append(observer)
+        update()
+        return stop
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        page: TimelinePage = await self._run_in_thread(lambda: self._core.recorder.page(query))
+        return page
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        check_only_replica(replica)
+        state: MemoryState = await self._run_in_thread(self._core.read_memory)
+        return state
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._loop = asyncio.get_running_loop()

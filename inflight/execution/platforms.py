@@ -1,14 +1,17 @@
-"""The interface between loading a model and the device it runs on, and its implementation for CPUs.
+"""The interface between loading a model and the device it runs on, its implementation for CPUs, and sleep.
 
 `gpu/platform.py` implements it for CUDA devices; `platform` chooses one by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, SequenceAttention
 from inflight.attention.cpu import ComposedAttention, cpu_attention, cpu_sequence_attention
@@ -25,6 +28,7 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
+from inflight.models.tensors import tensors_of
 from inflight.native.library import native_library
 from inflight.native.memory import available_memory
 from inflight.scheduling import Limits
@@ -173,3 +177,35 @@ class CpuPlatform:
         if library is None:
             return "CPU, kernels in plain torch"
         return f"CPU, compiled kernels, {library.threads} threads"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSleepSupport:
+    """Implements `SleepSupport`. On a CPU the weights stay, and only the KV memory is freed."""
+
+    model: object
+    device: torch.device
+    make_runner: Callable[[], Runner[Any]]
+
+    def check(self) -> None:
+        """Do nothing: a model can always sleep."""
+
+    def sleep(self) -> None:
+        if self.device.type != "cpu":
+            relocate(self.model, lambda tensor: tensor.to("cpu"))
+        gc.collect()  # free what the runner held now, not at the next collection
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> Runner[Any]:
+        if self.device.type != "cpu":
+            relocate(self.model, lambda tensor: tensor.to(self.device))
+        return self.make_runner()
+
+
+@torch.inference_mode()
+def relocate(model: object, move: Callable[[Tensor], Tensor]) -> None:
+    """Replace the memory of every tensor of a model by what `move` returns. The tensor objects stay the same, so layers
+    that share one keep sharing it."""
+    for tensor in list(tensors_of(model)):
+        tensor.data = move(tensor)

@@ -11,7 +11,7 @@ from typing import Any
 from inflight.agents import MessageParser, answer_grammar
 from inflight.config import EngineConfig, ModelConfig
 from inflight.engine import ModelFacts
-from inflight.errors import ConfigError, ParameterError
+from inflight.errors import ConfigError, ParameterError, shown
 from inflight.frontend.chat import (
     ChatFormats,
     ChatRequest,
@@ -190,7 +190,7 @@ class Frontend:
         choice, names = chat.tool_choice, [tool["function"]["name"] for tool in chat.tools]
         if isinstance(choice, NamedTool) and choice.name not in names:
             raise ParameterError(
-                f"tool_choice names {choice.name!r:.100}: no tool has this name", param="tool_choice"
+                f"tool_choice names {shown(choice.name)}: no tool has this name", param="tool_choice"
             )
         if choice == "required" and not names:
             raise ParameterError("tool_choice is required, but no tools are given", param="tool_choice")

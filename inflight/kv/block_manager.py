@@ -15,12 +15,16 @@ so empty + cached + used == total at all times. Every operation is O(1) per bloc
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from inflight.events import KVUsage
 from inflight.kv.prefix_cache import PrefixCache
 from inflight.request import Request
+
+MAX_EVICTIONS = 64  # blocks to be evicted next, of which `BlockPool.state` tells
 
 
 class BlockPool:
@@ -90,6 +94,11 @@ class BlockPool:
                 else:
                     self._empty.append(block_id)
         return num_freed
+
+    def state(self) -> tuple[array[int], array[int], list[int]]:
+        """Return the holders of every block, the empty blocks, and the cached ones to be evicted next."""
+        next_ids = list(islice(self._cached, MAX_EVICTIONS))
+        return array("i", self._refs), array("i", self._empty), next_ids
 
     def check(self, held: Iterable[int]) -> None:
         """Assert that every block has one state and that `held` (with repeats) accounts for every reference."""

@@ -137,15 +137,23 @@ def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: i
         )
 
 
-def check_bias(linear: Linear, has_bias: bool, bias: Tensor, first_row: int) -> None:
-    """Raise unless the bias fits into `linear` at output `first_row`."""
-    if not has_bias:
+def copy_weight(linear: Linear, to: Tensor, weight: Tensor, first_row: int, first_column: int) -> None:
+    """Copy a rectangle of `linear`'s weight into `to`, its row-major matrix."""
+    check_weight(linear, weight, first_row, first_column)
+    num_rows, num_columns = weight.shape
+    to[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+
+
+def copy_bias(linear: Linear, to: Tensor | None, bias: Tensor, first_row: int) -> None:
+    """Copy part of a bias into `to`, the bias of `linear`."""
+    if to is None:
         raise ConfigError("cannot load a bias into a linear layer that was created without one")
     if bias.dim() != 1 or not 0 <= first_row <= first_row + len(bias) <= linear.out_features:
         raise ConfigError(
             f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
             f"the layer has {linear.out_features} outputs"
         )
+    to[first_row : first_row + len(bias)].copy_(bias)
 
 
 def check_gate(activation: str) -> None:
@@ -177,23 +185,31 @@ class ComposedLinear(ABC):
     Subclasses add the storage: loading, embedding lookup and the product itself.
     """
 
-    def __init__(self, kernels: Kernels, in_features: int, out_features: int, reduce: Reduce | None) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        in_features: int,
+        out_features: int,
+        bias: Tensor | None,  # [out_features]
+        reduce: Reduce | None,
+    ) -> None:
         self.in_features = in_features
         self.out_features = out_features
         self._kernels = kernels
+        self._bias = bias
         self._reduce = reduce
 
     @abstractmethod
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None: ...
 
     @abstractmethod
-    def load_bias(self, bias: Tensor, first_row: int = 0) -> None: ...
-
-    @abstractmethod
     def embed(self, ids: Tensor) -> Tensor: ...
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
+        copy_bias(self, self._bias, bias, first_row)
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
         check_activation(activation)
@@ -233,22 +249,15 @@ class TorchLinear(ComposedLinear):
         reduce: Reduce | None,
         device: torch.device,
     ) -> None:
-        super().__init__(kernels, in_features, out_features, reduce)
         self._compute_dtype = kernels.compute_dtype
+        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
+        super().__init__(kernels, in_features, out_features, own_bias, reduce)
         # Widen once here rather than on every call; this is never less precise than `dtype`.
         stored = torch.promote_types(dtype, self._compute_dtype)
         self._weight = torch.empty(out_features, in_features, dtype=stored, device=device)
-        self._bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
 
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        check_weight(self, weight, first_row, first_column)
-        num_rows, num_columns = weight.shape
-        self._weight[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
-
-    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        check_bias(self, self._bias is not None, bias, first_row)
-        assert self._bias is not None
-        self._bias[first_row : first_row + len(bias)].copy_(bias)
+        copy_weight(self, self._weight, weight, first_row, first_column)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._weight[ids].to(self._compute_dtype)

@@ -16,7 +16,6 @@ from inflight.layers.kernels import (
     Reduce,
     TorchKernels,
     check_activation,
-    check_bias,
     check_gate,
     check_weight,
 )
@@ -40,7 +39,8 @@ class NativeLinear(ComposedLinear):
         reduce: Reduce | None,
         device: torch.device,
     ) -> None:
-        super().__init__(kernels, in_features, out_features, reduce)
+        own_bias = torch.zeros(out_features, device=device) if bias else None
+        super().__init__(kernels, in_features, out_features, own_bias, reduce)
         self._library = library
         # bfloat16 is widened in registers. float16 would be slower to widen, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -54,28 +54,17 @@ class NativeLinear(ComposedLinear):
             library.advise(self._panels.data_ptr(), self._panels.nbytes)
         if out_features % library.panel:
             self._panels[-1].zero_()  # lanes past the last output take part in products
-        self._bias = torch.zeros(out_features, device=device) if bias else None
         self._weight_pointer = self._panels.data_ptr()
-        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._bias_pointer = None if own_bias is None else own_bias.data_ptr()
 
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
         for start in range(0, len(weight), LOAD_ROWS):
             part = weight[start : start + LOAD_ROWS].to(device="cpu", dtype=self._stored).contiguous()
             self._pack(
-                part.data_ptr(),
-                self._weight_pointer,
-                *part.shape,
-                self.in_features,
-                first_row + start,
-                first_column,
-                self._library.threads,
-            )
-
-    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        check_bias(self, self._bias is not None, bias, first_row)
-        assert self._bias is not None
-        self._bias[first_row : first_row + len(bias)].copy_(bias)
+                part.data_ptr(), self._weight_pointer, *part.shape, self.in_features, first_row + start,
+                first_column, self._library.threads,
+            )  # fmt: skip
 
     def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
@@ -107,16 +96,9 @@ class NativeLinear(ComposedLinear):
         out = torch.empty(num_tokens, self.out_features)
         if num_tokens:
             self._multiply(
-                x.data_ptr(),
-                self._weight_pointer,
-                self._bias_pointer,
-                out.data_ptr(),
-                num_tokens,
-                features,
-                self.out_features,
-                activation,
-                self._library.threads,
-            )
+                x.data_ptr(), self._weight_pointer, self._bias_pointer, out.data_ptr(), num_tokens, features,
+                self.out_features, activation, self._library.threads,
+            )  # fmt: skip
         return out
 
 
@@ -152,17 +134,10 @@ class NativeKernels:
         num_features = x.shape[-1]
         out = torch.empty(x.shape)
         self._library.rms_norm(
-            view.data_ptr(),
-            view.shape[0],
-            view.shape[1],
-            view.stride(0),
-            view.stride(1),
-            _weight(weight, num_features).data_ptr(),
-            out.data_ptr(),
-            num_features,
-            eps,
+            view.data_ptr(), view.shape[0], view.shape[1], view.stride(0), view.stride(1),
+            _weight(weight, num_features).data_ptr(), out.data_ptr(), num_features, eps,
             self._library.threads,
-        )
+        )  # fmt: skip
         return out
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -185,16 +160,9 @@ class NativeKernels:
         positions = positions.to(torch.int64).contiguous()
         cos_sin = _dense(cos_sin)
         self._library.rotate(
-            x.data_ptr(),
-            num_tokens,
-            num_heads,
-            x.stride(0),
-            x.stride(1),
-            positions.data_ptr(),
-            cos_sin.data_ptr(),
-            rotary_dim,
-            self._library.threads,
-        )
+            x.data_ptr(), num_tokens, num_heads, x.stride(0), x.stride(1), positions.data_ptr(),
+            cos_sin.data_ptr(), rotary_dim, self._library.threads,
+        )  # fmt: skip
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -213,15 +181,9 @@ class NativeKernels:
         weight, bias = _weight(weight, num_features), _bias(bias, num_features)
         out = torch.empty(x.shape)
         self._library.layer_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            num_features,
-            eps,
-            self._library.threads,
-        )
+            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            num_tokens, num_features, eps, self._library.threads,
+        )  # fmt: skip
         return out
 
     def add_layer_norm(
@@ -232,15 +194,9 @@ class NativeKernels:
         num_tokens, num_features = x.shape
         weight, bias = _weight(weight, num_features), _bias(bias, num_features)
         self._library.add_layer_norm(
-            residual.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            num_tokens,
-            num_features,
-            eps,
-            self._library.threads,
-        )
+            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            num_tokens, num_features, eps, self._library.threads,
+        )  # fmt: skip
         return residual
 
 

@@ -13,9 +13,9 @@ from inflight.layers.kernels import (
     Reduce,
     Residual,
     check_activation,
-    check_bias,
     check_gate,
-    check_weight,
+    copy_bias,
+    copy_weight,
 )
 from inflight.layers.triton.elementwise import (
     activate_in_place,
@@ -122,14 +122,10 @@ class TritonLinear:
     # ---- loading ----
 
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        check_weight(self, weight, first_row, first_column)
-        num_rows, num_columns = weight.shape
-        self.weight[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+        copy_weight(self, self.weight, weight, first_row, first_column)
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        check_bias(self, self.bias is not None, bias, first_row)
-        assert self.bias is not None
-        self.bias[first_row : first_row + len(bias)].copy_(bias)
+        copy_bias(self, self.bias, bias, first_row)
 
     # ---- the operations of models ----
 

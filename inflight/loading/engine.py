@@ -15,8 +15,7 @@ from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import parallel_core, stage_links
-from inflight.execution.platforms import Platform
-from inflight.execution.sleep import ModelSleepSupport
+from inflight.execution.platforms import ModelSleepSupport, Platform
 from inflight.frontend import Frontend
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.loading.checkpoint import model_name

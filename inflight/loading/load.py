@@ -42,8 +42,8 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.heads import DecoderPlan, plan_decoder
 from inflight.models.decoders.spec import whole_shard
 from inflight.models.decoders.weights import load_decoder
+from inflight.models.encoders.encoder import load_encoder
 from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
-from inflight.models.encoders.weights import load_encoder
 from inflight.models.head_config import declared_length, read_sentence_files
 from inflight.scheduling import Policy
 from inflight.text import Tokenizer

@@ -1,4 +1,4 @@
-"""How a checkpoint pools, read from its sentence-transformers files and config.json: modules, labels, prompts, scales.
+"""The pooling of a checkpoint, read from its sentence-transformers files and config.json: modules, labels, prompts.
 
     modules.json                        the modules, in order
     1_Pooling/config.json etc.          the configuration of each module

@@ -1,28 +1,28 @@
-// What a row asks for, and how that changes its logits before a token is chosen.
+// A row's sampling parameters, and how they change its logits before a token is chosen.
 //
-// Logits are those of the tokens from `first` on: all of the vocabulary, or the part that one of several ranks has.
+// Logits start with the token `first`: they cover the whole vocabulary, or the part that one of several ranks holds.
 #pragma once
 
 #include "ranking.h"
 
 namespace inflight {
 
-// What a row asks for, as execution/sampling/native.py packs it.
+// A row's sampling parameters, as execution/sampling/native.py packs them.
 struct Row {
     float temperature, log_min_p, top_p;  // log_min_p: -inf without min_p
     float repetition_penalty, frequency_penalty, presence_penalty;
     uint32_t seed_low, seed_high;
     int32_t top_k;  // 0: all
     int32_t num_prompt_tokens;
-    int32_t min_length;    // tokens of the row before which no stop id may come
-    int32_t argmax;        // not 0: the most likely token, no draw
-    int32_t num_logprobs;  // most likely tokens to tell beside the chosen one; -1: tell nothing
+    int32_t min_length;    // length that the row must reach before a stop id is allowed
+    int32_t argmax;        // nonzero: take the most likely token
+    int32_t num_logprobs;  // most likely tokens to report beside the chosen one; -1: no log-probabilities
     int32_t penalises, num_stops, num_biases, num_bad_words;
-    const uint32_t* mask;  // one bit per token, the lowest of a word first; null: all are allowed
+    const uint32_t* mask;  // one bit per token, lowest bit first; null: all are allowed
     const int32_t* stops;
     const int32_t* bias_ids;
     const float* biases;
-    const int32_t* bad_words;  // of each word the number of its ids, then the ids
+    const int32_t* bad_words;  // for each word the number of its ids, then the ids
 
     bool adjusts() const { return penalises || mask || num_stops || num_biases || num_bad_words; }
 };
@@ -34,35 +34,35 @@ struct History {
     int64_t length;
 };
 
-// How a row can be bad, as execution/sampling/sampler.py has it.
+// Why sampling a row can fail, as in execution/sampling/interface.py.
 constexpr uint8_t kIsNotFinite = 1, kHasNoToken = 2;
 
 struct Chosen {
     int64_t token;
-    uint8_t bad;  // 0, or how
+    uint8_t bad;  // 0, or why it failed
 };
 
-// The row's mask, from the token `first` on.
+// Copy the logits that the row's mask allows; the others become -inf.
 inline void copy_allowed(const float* from, float* to, int64_t first, int64_t size, const uint32_t* mask) {
     const WordVec lane_bits = bits<WordVec>((lane_numbers() - lane_numbers() + 1) << lane_numbers());
     int64_t i = 0;
     for (; i + kWidth <= size; i += kWidth) {
         const int64_t word = (first + i) / 32, shift = (first + i) % 32;
-        uint32_t found = mask[word] >> shift;
-        if (shift + kWidth > 32) found |= mask[word + 1] << (32 - shift);
-        const WordVec allowed = found & lane_bits;
+        uint32_t window = mask[word] >> shift;
+        if (shift + kWidth > 32) window |= mask[word + 1] << (32 - shift);
+        const WordVec allowed = window & lane_bits;
         store(to + i, allowed != 0 ? load<Vec>(from + i) : splat(-kInfinity));
     }
     for (; i < size; ++i) to[i] = mask[(first + i) / 32] >> ((first + i) % 32) & 1 ? from[i] : -kInfinity;
 }
 
-// Whether the last outputs are the `count` ids that a bad word begins with. What the prompt ends with is no output.
+// Return whether the last outputs are the first `count` ids of a bad word. Prompt tokens are not matched.
 inline bool follows(const int32_t* ids, int64_t count, const Row& row, const History& history) {
     const int64_t first = history.length - count;
     return first >= row.num_prompt_tokens && std::equal(ids, ids + count, history.tokens + first);
 }
 
-// Some of a row's logits, by the ids of their tokens.
+// Part of a row's logits, indexed by token id.
 struct Part {
     float* logits;
     int64_t first, size;
@@ -84,7 +84,8 @@ inline void forbid(const Part& part, const Row& row, const History& history) {
             if (part.has(row.stops[i])) part[row.stops[i]] = -kInfinity;
 }
 
-// Repetition over the whole row, frequency and presence over its outputs; each token once, however often it was seen.
+// Apply the repetition penalty to tokens of the whole row, frequency and presence penalties to its outputs. Each token
+// is penalised once, however often it was seen.
 inline void penalise(const Part& part, const Row& row, const History& history, std::vector<int32_t>& seen) {
     constexpr int32_t kSeen = 1 << 30;  // above any count
     seen.resize(part.size);
@@ -106,7 +107,7 @@ inline void penalise(const Part& part, const Row& row, const History& history, s
     }
 }
 
-// In the order of execution/sampling/sampler.py. `to` may be `from`; `seen` is all 0 before and after.
+// Apply all rules in the order of execution/sampling/sampler.py. `to` may be `from`; `seen` is all 0 before and after.
 inline void adjust(const float* from, const Part& to, const Row& row, const History& history,
                    std::vector<int32_t>& seen) {
     if (row.mask)

@@ -11,8 +11,8 @@
 //     row at 20   [ tile 0 ][ tile 1..)            masked after token 20
 //     row at 37   [ tile 0 ][ tile 1 ][ tile 2..)  masked after token 37
 //
-// A row that sees nothing of a tile leaves it unchanged. Places that no row sees may hold anything: their
-// scores are replaced, not weighted, and their values are never read.
+// A tile of which a row sees nothing does not change the row. Slots that no row sees may hold anything: their scores
+// are replaced, not weighted, and their values are never read.
 
 #include <algorithm>
 #include <vector>
@@ -27,7 +27,7 @@ constexpr int kTile = 16;                       // tokens
 constexpr int kTileVecs = kTile / kWidth;       // vectors of scores
 constexpr int64_t kTileRows = 4 * kQueryRows;   // query rows that walk the keys together
 constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing
-constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is done before two have met
+constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is faster than two
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Strided {
@@ -53,7 +53,7 @@ struct Job {
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kWidth - 1) / kWidth * kWidth; }
-    // Tiles that lie inside one block, in whole vectors, are read where they are; others are gathered first.
+    // Tiles inside one block, in whole vectors, are read in place; others are gathered first.
     bool in_place() const { return block_size % kTile == 0 && dim % kWidth == 0; }
     float* keys(int64_t block, int64_t kv_head) const {
         return cache + (block * kv_heads + kv_head) * 2 * dim * block_size;
@@ -117,8 +117,8 @@ void score(const float* query, int64_t dim, const KeyTile& tile, float (*scores)
         for (int v = 0; v < kTileVecs; ++v) store(scores[r] + v * kWidth, even[r][v] + odd[r][v]);
 }
 
-// Scores become weights; what was summed before shrinks by the factor returned. One function for every
-// number of rows, so that all of them round alike.
+// Turn scores into weights; earlier sums shrink by the returned factor. One function for any number of rows, so that
+// all round alike.
 __attribute__((noinline)) float soften(RowState& row, int64_t first, float* scores) {
     if (row.begin >= first + kTile || row.end <= first) {
         std::memset(scores, 0, kTile * sizeof(float));
@@ -225,7 +225,7 @@ KeyTile find_tile(const Job& job, const int32_t* table, int64_t kv_head, int64_t
             job.dim, first};
 }
 
-// Copies tokens [begin, end) of a tile side by side, and zeros around them.
+// Copy tokens [begin, end) of a tile side by side, and zeros around them.
 KeyTile gather_tile(const Job& job, const int32_t* table, int64_t kv_head, int64_t first, int64_t begin,
                     int64_t end, Workspace& work) {
     const int64_t dim = job.padded_dim();

@@ -40,7 +40,7 @@ void scale_row(const float* x, const float* weight, float* out, int64_t n, float
     for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-// Mean of a row, then the mean square around it: a row is small, and a second look at it more exact than a formula.
+// The mean of a row, then the mean square around it: a second pass over a small row is more exact than a formula.
 struct Moments {
     float mean, inverse_deviation;
 };
@@ -90,7 +90,7 @@ void gate_row(const float* gate, const float* up, float* out, int64_t n) {
 
 template <Vec (*Function)(Vec)>
 void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
-    constexpr int64_t piece = 1024;  // so that one wide token is shared out too
+    constexpr int64_t piece = 1024;  // so that one wide token is split too
     const int64_t pieces = (n + piece - 1) / piece;
     if (tokens * n <= kParallelFloats / 4) threads = 1;
     parallel_for(threads, tokens * pieces, even_chunk(threads, tokens * pieces), [&](int64_t unit) {
@@ -100,7 +100,7 @@ void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threa
     });
 }
 
-// Feature i turns with feature i + half by the angle whose cosine is cos[i] and sine sin[i].
+// Rotate feature i with feature i + half by the angle with cosine cos[i] and sine sin[i].
 void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
     int64_t i = 0;
     for (; i + kWidth <= half; i += kWidth) {

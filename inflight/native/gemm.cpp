@@ -1,7 +1,7 @@
 // y = activation(x @ W.T + bias) over weights packed in panels [N / kPanel][K][kPanel].
 //
-// An output element is one chain of multiply-adds over k = 0, 1, ... K-1, whatever the number of rows,
-// of threads, or the place of the row in its tile: a row's result is the same bits in every batch.
+// An output element is one chain of multiply-adds over k = 0, 1, ... K-1, whatever the number of rows or threads and
+// the row's position in its tile: a row's result has the same bits in every batch.
 
 #include <algorithm>
 
@@ -18,8 +18,8 @@ constexpr int64_t kChunkBytes = 256 << 10;  // weights that a thread takes at a 
 constexpr int64_t kBlockRows = 144;     // more rows than these are worked on in blocks that stay in the L2 cache,
 constexpr int64_t kBlockDepth = 512;    // this many k steps at a time
 constexpr int64_t kGroupPanels = 8;     // at least, of those that pass over one block
-constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is done before two have met
-constexpr int64_t kParallelPacking = 64 << 10;  // floats below which one thread copies them
+constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is faster than two
+constexpr int64_t kParallelPacking = 64 << 10;  // floats below which one thread copies alone
 
 // A product as all threads see it.
 template <class Stored>
@@ -35,7 +35,7 @@ struct Product {
     const Stored* panel(int64_t p, int64_t begin) const { return weight + (p * k + begin) * kPanel; }
 };
 
-// Part of a product: some rows of one panel, k in [begin, end). The caller says where its packed x is.
+// Part of a product: some rows of one panel, k in [begin, end). The caller passes its packed x.
 struct Part {
     int64_t panel, first, begin, end;
 };
@@ -45,7 +45,7 @@ void activate_each(Vec* x, int count) {
     for (int i = 0; i < count; ++i) x[i] = Function(x[i]);
 }
 
-// One function for every number of rows, so that all of them round alike.
+// One function for any number of rows, so that all round alike.
 __attribute__((noinline)) void activate(Activation activation, Vec* x, int count) {
     switch (activation) {
         case Activation::none: return;
@@ -66,7 +66,7 @@ void multiply_tile(const Product<Stored>& product, const Part& part, const float
     for (int r = 0; r < Rows; ++r) {
         low[r] = high[r] = Vec{};
         if (part.begin > 0) load_valid(y + r * stride, valid, low[r], high[r]);
-        if (Rows + 1 >= kGemmRows) __builtin_prefetch(y + (Rows + r) * stride, 1);  // of many tiles, the next one's
+        if (Rows + 1 >= kGemmRows) __builtin_prefetch(y + (Rows + r) * stride, 1);  // with many tiles, those of the next one
     }
     accumulate<Rows>(PackedRows<Rows>{packed}, product.panel(part.panel, part.begin), part.end - part.begin, ahead,
                      low, high);
@@ -106,7 +106,7 @@ TileFunction<Stored> tile_function(int64_t rows) {
     }
 }
 
-// M rows in as few tiles as fit, as even as they go: the first `larger` tiles have one row more.
+// Split M rows into as few tiles as fit, as evenly as possible: the first `larger` tiles have one row more.
 struct Tiling {
     int64_t tiles, rows, larger;
 
@@ -123,7 +123,7 @@ struct Block {
     int64_t first_tile, last_tile, origin, depth, begin, end;
 };
 
-// A block times one panel. The tiles share the work of fetching what is `next`.
+// Multiply a block with one panel. The tiles share the work of prefetching `next`.
 template <class Stored>
 void multiply_panel(const Product<Stored>& product, const Tiling& tiling, const Block& block, int64_t panel,
                     const Stored* next) {
@@ -138,8 +138,8 @@ void multiply_panel(const Product<Stored>& product, const Tiling& tiling, const 
         const int64_t tile = block.first_tile + i, first = tiling.first(tile), size = tiling.size(tile);
         const auto multiply = tile < tiling.larger ? large : small;
         const float* rows = block.packed + (first - first_row) * block.depth + (block.begin - block.origin) * size;
-        const bool wanted = i * lines < lines_per_group;
-        multiply(product, {panel, first, block.begin, block.end}, rows, {ahead + i * share, wanted ? lines : 0});
+        const bool prefetches = i * lines < lines_per_group;
+        multiply(product, {panel, first, block.begin, block.end}, rows, {ahead + i * share, prefetches ? lines : 0});
     }
 }
 
@@ -151,7 +151,7 @@ void pack_tile(const float* x, int64_t stride, int64_t rows, int64_t steps, floa
     pack_rows<Rows>(x, stride, steps, to, Rows);
 }
 
-// Few rows: all of x is packed, then every panel is read once, by whoever is free.
+// Few rows: all of x is packed, then every panel is read once, by any free thread.
 template <class Stored>
 void multiply_few(const Product<Stored>& product, int threads) {
     thread_local Scratch scratch;
@@ -171,7 +171,7 @@ void multiply_few(const Product<Stored>& product, int threads) {
     parallel_for(threads, product.panels(), chunk, [&](int64_t panel) {
         for (int64_t begin = 0; begin < k; begin += kDepth) {
             const int64_t end = std::min(begin + kDepth, k);
-            // Panels lie one after another, so what follows this block is what is needed next.
+            // Panels are contiguous, so the memory after this block is needed next.
             multiply_panel(product, tiling, {tiles, 0, tiling.tiles, 0, k, begin, end}, panel,
                            product.panel(panel, end));
         }
@@ -184,8 +184,8 @@ void multiply_many(const Product<Stored>& product, int threads) {
     const int64_t k = product.k, panels = product.panels();
     const Tiling tiling(product.m);
     const int64_t blocks = (product.m + kBlockRows - 1) / kBlockRows;
-    const int64_t wanted = (16 * threads + blocks - 1) / blocks;  // so that nobody waits long for the last
-    const int64_t groups = std::max<int64_t>(1, std::min(wanted, panels / kGroupPanels));
+    const int64_t most = (16 * threads + blocks - 1) / blocks;  // so that no thread waits long for the last
+    const int64_t groups = std::max<int64_t>(1, std::min(most, panels / kGroupPanels));
     const int64_t cuts = (k + kBlockDepth - 1) / kBlockDepth;
     parallel_for(threads, blocks * groups, 1, [&](int64_t unit) {
         thread_local Scratch scratch;

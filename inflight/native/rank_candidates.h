@@ -31,7 +31,7 @@ struct Tokens {
 // The progress of a row, or of a prompt position that only needs log-probabilities.
 struct RowState {
     // Set by the caller:
-    const Row* row;  // null: nothing is sampled, the target is given
+    const Row* row;  // null: nothing is sampled, the target is known
     History history;
     float* logits;
     int64_t num_logprobs;  // -1: none

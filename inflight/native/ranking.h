@@ -1,7 +1,7 @@
 // A row of logits ranked by (logit, greatest first; id, lowest first), without a sort.
 //
-// They are those of the tokens from some id on: of all, or of the part of the vocabulary that one of several ranks has.
-// Logits are taken in blocks whose greatest one is known, so a search looks only where something can be found.
+// The tokens are the whole vocabulary, or the part that one of several ranks holds. Logits are grouped in blocks whose
+// greatest one is known, so a search reads only blocks that can contain what it looks for.
 // Sums run over the blocks in order: a row's numbers do not depend on the threads or on the other rows.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace inflight {
 constexpr int64_t kBlock = 128;  // tokens of a block, a multiple of kWidth
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The beginning of the ranking that ends with the token `id` of this logit. top_k, top_p and min_p all keep one.
+// A prefix of the ranking, up to the token `id` with this logit. top_k, top_p and min_p each keep such a prefix.
 struct Cut {
     float logit;
     int32_t id;
@@ -25,7 +25,7 @@ struct Cut {
     bool keeps(float x, int32_t token) const { return x > logit || (x == logit && token <= id); }
 };
 
-// Keeps whatever is not forbidden, that is, not -inf.
+// Keeps every token that is not forbidden (-inf).
 constexpr Cut kEveryToken{std::numeric_limits<float>::lowest(), std::numeric_limits<int32_t>::max()};
 
 struct Candidate {
@@ -37,7 +37,7 @@ inline bool ranks_before(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// Floats as integers in the same order; 0.0 and -0.0 are one.
+// Map floats to integers in the same order; 0.0 and -0.0 are equal.
 inline int32_t order_key(float x) {
     const int32_t word = bits<int32_t>(x + 0.0f);
     return word ^ (word >> 31 & 0x7FFFFFFF);
@@ -49,15 +49,15 @@ inline float of_order_key(int64_t key) {
 }
 
 inline bool any(IntVec mask) {
-    int32_t lanes[kWidth], found = 0;
+    int32_t lanes[kWidth], joined = 0;
     store(lanes, mask);
-    for (int32_t lane : lanes) found |= lane;
-    return found != 0;
+    for (int32_t lane : lanes) joined |= lane;
+    return joined != 0;
 }
 
 class Ranking {
   public:
-    // Reads all logits once. They must stay where they are, unchanged, for as long as the ranking is asked.
+    // Read all logits once. They must stay valid and unchanged for as long as the ranking is used.
     void read(const float* logits, int64_t size, int64_t first = 0) {
         logits_ = logits;
         size_ = size;
@@ -88,47 +88,47 @@ class Ranking {
     float logit(int64_t token) const { return logits_[token - first_]; }
     float top() const { return tops_[top_block_]; }
 
-    // NaN or inf are among the logits.
+    // Whether the logits contain NaN or inf.
     bool poisoned() const { return poisoned_; }
-    // That, or -inf everywhere. Nothing else may be asked then.
+    // Whether that is so, or all logits are -inf. No other function may be called then.
     bool bad() const { return poisoned_ || top() == -kInfinity; }
 
-    // The greatest logit of each block; there are as many as fill vectors, the last ones -inf.
+    // The greatest logit of each block, padded with -inf to whole vectors.
     const float* tops() const { return tops_.data(); }
 
     // The id of a block's first token.
     int32_t id_of(int64_t b) const { return static_cast<int32_t>(first_ + b * kBlock); }
 
-    // kBlock logits. Behind the last token they are -inf.
+    // Return kBlock logits, padded with -inf after the last token.
     const float* block(int64_t b) const {
         return (b + 1) * kBlock <= size_ ? logits_ + b * kBlock : tail_;
     }
 
-    // The most likely token, of equals the lower id.
+    // Return the most likely token; ties go to the lower id.
     int64_t first() const {
         const float* x = block(top_block_);
         return id_of(top_block_) + (std::find(x, x + kBlock, top()) - x);
     }
 
-    // How many tokens have this logit or a greater one, which is not -inf.
+    // Count the tokens with at least this logit, which must not be -inf.
     int64_t count_from(float logit) const {
         int64_t count = 0;
         for (int64_t b = 0; b < num_blocks_; ++b) {
             if (tops_[b] < logit) continue;
             const float* x = block(b);
-            IntVec found{};
-            for (int64_t i = 0; i < kBlock; i += kWidth) found -= load<Vec>(x + i) >= logit;
+            IntVec counts{};
+            for (int64_t i = 0; i < kBlock; i += kWidth) counts -= load<Vec>(x + i) >= logit;
             int32_t lanes[kWidth];
-            store(lanes, found);
+            store(lanes, counts);
             for (int32_t lane : lanes) count += lane;
         }
         return count;
     }
 
-    // How many tokens have a greater logit.
+    // Count the tokens with a greater logit.
     int64_t count_above(float logit) const { return count_from(std::nextafter(logit, kInfinity)); }
 
-    // The sum of exp((logit - top) * scale) over the tokens that `cut` keeps.
+    // Return the sum of exp((logit - top) * scale) over the tokens that `cut` keeps.
     double mass(const Cut& cut, float scale) const {
         double total = 0.0;
         const bool all = cut.logit == kEveryToken.logit && cut.id == kEveryToken.id;
@@ -139,11 +139,12 @@ class Ranking {
         return total;
     }
 
-    // The `count` best tokens with at least this logit, or all if there are fewer; the worst of `count` is the last.
-    void best(int64_t count, float least, std::vector<Candidate>& found) {
-        found.clear();
+    // Write the `count` best tokens with at least this logit, or all if there are fewer. If there are `count`, the worst
+    // is last.
+    void best(int64_t count, float least, std::vector<Candidate>& tokens) {
+        tokens.clear();
         if (count <= 0) return;
-        if (count < num_blocks_) {  // as many blocks have a token that is at least as good as the last of their tops
+        if (count < num_blocks_) {  // `count` blocks have a token that reaches the count-th greatest top
             order_.assign(tops_.begin(), tops_.begin() + num_blocks_);
             std::nth_element(order_.begin(), order_.begin() + count - 1, order_.end(), std::greater<float>());
             least = std::max(least, order_[count - 1]);
@@ -155,24 +156,24 @@ class Ranking {
             const float* x = block(b);
             const int64_t exist = std::min(kBlock, size_ - b * kBlock);
             for (int64_t i = 0; i < exist; ++i)
-                if (x[i] >= least) found.push_back({x[i], id_of(b) + static_cast<int32_t>(i)});
+                if (x[i] >= least) tokens.push_back({x[i], id_of(b) + static_cast<int32_t>(i)});
         }
-        if (static_cast<int64_t>(found.size()) < count) return;
-        std::nth_element(found.begin(), found.begin() + count - 1, found.end(), ranks_before);
-        found.resize(count);
+        if (static_cast<int64_t>(tokens.size()) < count) return;
+        std::nth_element(tokens.begin(), tokens.begin() + count - 1, tokens.end(), ranks_before);
+        tokens.resize(count);
     }
 
   private:
-    // A logit that at least `count` tokens reach, and if possible no more than twice as many; `least` if there are fewer.
+    // Return a logit that at least `count` tokens reach, if possible at most twice as many; `least` if there are fewer.
     float reached(int64_t count, float least) const {
         const float finite = std::max(least, kEveryToken.logit);
         if (count_from(finite) <= 2 * count) return least;
         int64_t low = order_key(finite), high = static_cast<int64_t>(order_key(top())) + 1;
         while (high - low > 1) {
             const int64_t middle = low + (high - low) / 2;
-            const int64_t found = count_from(of_order_key(middle));
-            (found >= count ? low : high) = middle;
-            if (found >= count && found <= 2 * count) break;
+            const int64_t reaching = count_from(of_order_key(middle));
+            (reaching >= count ? low : high) = middle;
+            if (reaching >= count && reaching <= 2 * count) break;
         }
         return of_order_key(low);
     }
@@ -199,7 +200,7 @@ class Ranking {
     const float* logits_ = nullptr;
     int64_t size_ = 0, first_ = 0, num_blocks_ = 0, top_block_ = 0;
     bool poisoned_ = true;
-    float tail_[kBlock];  // a copy of the last block, if it is not whole
+    float tail_[kBlock];  // a padded copy of the last block, if it is not full
     std::vector<float> tops_, order_;
 };
 

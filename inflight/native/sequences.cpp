@@ -7,7 +7,7 @@
 //     weights                = softmax of what each row sees
 //     out     [rows][dim]    = weights [rows][length] @ panels of values [dim / kPanel][length][kPanel]
 //
-// Queries are read, and results written, where they are. Tiles of rows begin with the sequence, so a token's result
+// Queries are read and results are written in place. Tiles of rows begin with the sequence, so a token's result
 // depends on its own sequence alone.
 
 #include <algorithm>
@@ -19,9 +19,9 @@
 namespace inflight {
 namespace {
 
-// Queries that walk the keys together: each has a pointer of its own, and there are few registers for those.
+// Queries that walk the keys together: each needs its own pointer, and there are few registers for those.
 constexpr int kQueries = kGemmRows < 8 ? kGemmRows : 8;
-constexpr int64_t kUnitQueries = kQueries * 64;  // of one unit of work: copying keys is little beside them
+constexpr int64_t kUnitQueries = kQueries * 64;  // per unit of work: copying keys costs little beside them
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Job {
@@ -55,7 +55,7 @@ struct Workspace {
     }
 };
 
-// Heads lie far apart, so the processor does not guess which it will read next.
+// Heads are far apart in memory, so the processor does not predict which is read next.
 inline void prefetch(const float* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += kLine / 4) __builtin_prefetch(row + d);
 }
@@ -135,7 +135,7 @@ void attend_rows(const Job& job, const Workspace& work, const float* query, int6
         const int64_t lowest = all ? 0 : std::max<int64_t>(position + r - job.window, 0);
         const int64_t beyond = all ? length : std::min(position + r + job.window + 1, length);
         shares[r] = 1.0f / soften(scores, lowest, beyond, job.scale);
-        // What other rows of the tile see and this one does not.
+        // Keys that other rows of the tile see and this one does not.
         for (int64_t i = begin; i < lowest / kPanel * kPanel; ++i) scores[i] = 0.0f;
         for (int64_t i = panels_of(beyond) * kPanel; i < end; ++i) scores[i] = 0.0f;
     }

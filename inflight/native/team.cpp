@@ -9,7 +9,7 @@
 namespace inflight {
 namespace {
 
-constexpr int kSpins = 2000;  // looks at a flag before sleeping: some 25 to 100 microseconds
+constexpr int kSpins = 2000;  // checks of a flag before sleeping: about 25 to 100 microseconds
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -27,7 +27,7 @@ struct Job {
 
 class Team {
   public:
-    // False if another thread has the team: the caller then works alone.
+    // Returns false if another thread has the team: the caller then works alone.
     bool run(int threads, const Job& job) {
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner) return false;
@@ -50,7 +50,7 @@ class Team {
         for (; hired_ < helpers; ++hired_) std::thread([this] { help(); }).detach();
     }
 
-    // Takes chunks until there are none.
+    // Take chunks until there are none.
     void take() {
         for (;;) {
             const int64_t begin = next_.fetch_add(job_.chunk, std::memory_order_relaxed);
@@ -59,7 +59,7 @@ class Team {
         }
     }
 
-    // No helper may join any more; those that did finish the chunk they have.
+    // No more helpers may join; those that did finish their chunk.
     void close() {
         for (int spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) > 0; ++spin) relax();
         std::unique_lock<std::mutex> lock(mutex_);
@@ -85,13 +85,13 @@ class Team {
         }
     }
 
-    std::mutex owner_;  // held by the thread whose job it is
+    std::mutex owner_;  // held by the thread whose job is running
     int hired_ = 0;     // guarded by owner_
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     std::atomic<uint64_t> round_{0};  // counts jobs
     std::atomic<int> busy_{0};        // helpers inside the job
-    std::atomic<int64_t> next_{0};    // first unit that nobody has taken
+    std::atomic<int64_t> next_{0};    // the first unit that is not taken
     int places_ = 0;                  // helpers that may still join; guarded by mutex_, as is job_ between jobs
     Job job_{};
 };

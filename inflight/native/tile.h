@@ -1,4 +1,4 @@
-// The inner loop of every product: a few rows of a times a panel of b, k after k.
+// The inner loop of every product: a few rows of a times a panel of b, one k at a time.
 //
 // An output element is one chain of multiply-adds over k, whatever the number of rows beside it.
 #pragma once
@@ -39,7 +39,7 @@ inline void store_valid(float* to, int64_t valid, Vec low, Vec high) {
     if (target == lanes) std::memcpy(to, lanes, valid * sizeof(float));
 }
 
-// Memory that is needed soon: `lines` cache lines of it are fetched every kUnroll steps.
+// Memory that is needed soon: `lines` cache lines of it are prefetched every kUnroll steps.
 struct Ahead {
     const char* data;
     int64_t lines;
@@ -53,7 +53,7 @@ struct PackedRows {
     float operator()(int row, int64_t k) const { return data[k * Rows + row]; }
 };
 
-// Rows where they are, `stride` floats apart.
+// Rows in place, `stride` floats apart.
 template <int Rows>
 struct PlainRows {
     const float* rows[Rows];
@@ -64,7 +64,7 @@ struct PlainRows {
     float operator()(int row, int64_t k) const { return rows[row][k]; }
 };
 
-// Rows of x, `stride` floats apart, become columns of `to`, whose own rows are `width` floats apart.
+// Transpose rows of x, `stride` floats apart, into columns of `to`, whose rows are `width` floats apart.
 template <int Rows>
 void pack_rows(const float* __restrict x, int64_t stride, int64_t steps, float* __restrict to, int64_t width) {
     const PlainRows<Rows> rows(x, stride);
@@ -73,8 +73,8 @@ void pack_rows(const float* __restrict x, int64_t stride, int64_t steps, float* 
         for (int r = 0; r < Rows; ++r) to[i * width + r] = rows(r, i);
 }
 
-// Has the compiler keep a vector in its register: it would rather load it again for each use, and loads are scarcer than
-// registers.
+// Make the compiler keep a vector in its register: it would otherwise reload it for each use, and loads are scarcer
+// than registers.
 inline void keep(Vec& v) {
 #if defined(__x86_64__) || defined(__i386__)
     asm("" : "+v"(v));

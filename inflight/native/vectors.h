@@ -68,7 +68,7 @@ inline IntVec lane_numbers() {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// Folds a vector in halves: always the same tree, so always the same rounding.
+// Fold a vector in halves: always the same tree, so always the same rounding.
 template <int N>
 inline float fold_sum(const float* x) {
     if constexpr (N == 1) {
@@ -131,7 +131,7 @@ inline Vec exp(Vec x) {
     return vanishes ? Vec{} : p * power;
 }
 
-// Memory that grows to the largest size asked of it and is given back with its thread.
+// Memory that grows to the largest requested size and is freed with its thread.
 class Scratch {
   public:
     ~Scratch() { std::free(data_); }

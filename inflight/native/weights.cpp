@@ -1,4 +1,4 @@
-// Weights into the panels [N / kPanel][K][kPanel] that products are made from, and rows of them back.
+// Packing weights into the panels [N / kPanel][K][kPanel] that products read, and gathering rows from them.
 
 #include <algorithm>
 
@@ -12,7 +12,7 @@
 namespace inflight {
 namespace {
 
-constexpr int64_t kParallelFloats = 64 << 10;  // below which one thread copies them
+constexpr int64_t kParallelFloats = 64 << 10;  // below which one thread copies alone
 
 template <class Stored>
 inline int64_t place(int64_t lane) {
@@ -64,7 +64,7 @@ extern "C" {
 
 int64_t inflight_panel() { return kPanel; }
 
-// Asks for huge pages: weights are read from end to end each step, and the page walks are a cost.
+// Ask for huge pages: weights are read from end to end in each step, and page walks are expensive.
 void inflight_advise(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 2 << 20;

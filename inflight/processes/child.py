@@ -44,7 +44,7 @@ class HostedProcess(Protocol):
 
     @property
     def is_waiting_for_machine(self) -> bool:
-        """Whether it is not started yet because no machine has room for it."""
+        """Whether it is not started yet because no machine has resources for it."""
 
     def run(self) -> str:
         """Start it, wait for its end, and return how it ended. Raises ProcessNotStartedError."""

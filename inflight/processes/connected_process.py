@@ -169,8 +169,10 @@ class ConnectedProcess(Generic[MessageT]):
             self._disconnected = self._disconnected or event == zmq.EVENT_DISCONNECTED
 
     def _on_connection_event(self) -> None:
-        """Notice that a connection was closed without news from the host. On a network it may have been a stranger's,
-        in which case the process's messages go on."""
+        """Notice that a connection was closed although the host reported no end.
+
+        On a network it may be that of another client; then messages of the process continue to arrive.
+        """
         was_disconnected = self._disconnected
         self._look_at_connection()
         if self._disconnected and not was_disconnected:
@@ -204,7 +206,7 @@ class ConnectedProcess(Generic[MessageT]):
 
     @property
     def unread(self) -> Collection[MessageT]:
-        """Messages that have arrived and that no one has received yet."""
+        """Messages that have arrived but were not received yet."""
         return self._inbox
 
     async def receive(self, seconds: float | None = None) -> MessageT | None:
@@ -280,7 +282,7 @@ class ConnectedProcess(Generic[MessageT]):
 
     @property
     def is_waiting_for_machine(self) -> bool:
-        """Whether no machine has room for it yet."""
+        """Whether no machine has resources for it yet."""
         return self._process.is_waiting_for_machine
 
 

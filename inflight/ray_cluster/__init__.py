@@ -1,4 +1,4 @@
-"""Engines on the machines of a Ray cluster. The only room that knows Ray, which it imports when it is used."""
+"""Engines on the machines of a Ray cluster. This is the only package that imports Ray, and only when it is used."""
 
 from inflight.ray_cluster.cluster import ClusterShares, RayCluster
 

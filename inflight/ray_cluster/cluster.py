@@ -158,7 +158,7 @@ class ClusterShares:
         return self._config, host
 
     def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, RayHost]:  # noqa: ARG002
-        """Return the same without patience: if Ray has no room at once, there is none."""
+        """Return the same without patience: if Ray has no resources at once, there are none."""
         return self._config, RayHost(self._address, self._resources, self._environment, 0.0)
 
     async def close(self) -> None:

@@ -9,17 +9,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
+from inflight.engine import (
+    Command,
+    EngineStats,
+    Health,
+    ModelFacts,
+    ReplicaClient,
+    StepObserver,
+    TimelineObserver,
+)
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,
     EngineDeadError,
     EngineError,
     RequestError,
+    shown,
 )
-from inflight.events import StepRecord
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +38,8 @@ class StartReplica(Protocol):
         """Start an engine. `beside` is the running engine that it will replace: raises ProcessNotStartedError if there
         is no room for both."""
 
+
+WatchReplica = Callable[[Replica], Callable[[], None]]  # returns a function that ends it
 
 POLL = 0.2  # seconds between health checks
 DRAIN_POLL = 0.02
@@ -49,7 +60,7 @@ class Replicas:
         self._leaving: list[Replica] = []  # replaced, and finishing their requests
         self._starting: list[str] = []  # ids
         self._num_ids = 0
-        self._observers: dict[StepObserver, list[Callable[[], None]]] = {}
+        self._watches: dict[WatchReplica, list[Callable[[], None]]] = {}
         self._left_behind: list[EngineStats] = []  # the summed stats of lost engines, as one item
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
@@ -79,7 +90,7 @@ class Replicas:
         replica = self._members.get(replica_id)
         if replica is None:
             raise RequestError(
-                f"there is no replica {replica_id!r:.100}: there are {', '.join(self._members)}",
+                f"there is no replica {shown(replica_id)}: there are {', '.join(self._members)}",
                 param="replica",
                 code="replica_not_found",
             )
@@ -133,8 +144,8 @@ class Replicas:
         """Let a new replica take requests, in place of the one with the same id."""
         self._members[replica.replica_id] = replica
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
-        for observer, stops in self._observers.items():
-            stops.append(_watch(replica, observer))
+        for watch_one, stops in self._watches.items():
+            stops.append(watch_one(replica))
         self._update_facts()
         self._on_change()
 
@@ -377,14 +388,45 @@ class Replicas:
     # ---- steps ----
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
-        stops = self._observers[observer] = [_watch(replica, observer) for replica in self.members]
+        def watch_one(replica: Replica) -> Callable[[], None]:
+            return replica.client.watch(
+                lambda record: observer(replace(record, engine_id=replica.replica_id))
+            )
+
+        return self._watch(watch_one)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        def watch_one(replica: Replica) -> Callable[[], None]:
+            return replica.client.watch_timeline(lambda _, data: observer(replica.replica_id, data))
+
+        return self._watch(watch_one)
+
+    def _watch(self, watch_one: WatchReplica) -> Callable[[], None]:
+        """Watch all replicas, also those that start later. Return a function that ends it."""
+        stops = self._watches[watch_one] = [watch_one(replica) for replica in self.members]
 
         def stop() -> None:
-            self._observers.pop(observer, None)
+            self._watches.pop(watch_one, None)
             for stop_one in stops:
                 stop_one()
 
         return stop
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        """Return the next page of each replica that has more."""
+        chunks: list[tuple[str, bytes]] = []
+        positions: dict[str, int] = {}
+        for replica in [*self.members, *self._leaving]:
+            name = replica.replica_id
+            if query.replica not in (None, name) or name not in (query.positions or self._members):
+                continue
+            position = None if query.positions is None else {"0": query.positions[name]}
+            with contextlib.suppress(EngineDeadError):
+                page = await replica.client.read_timeline(TimelineQuery(query.since, position))
+                chunks += [(name, data) for _, data in page.chunks]
+                if page.positions:
+                    positions[name] = page.positions["0"]
+        return TimelinePage(chunks, positions)
 
 
 async def _until_drained(replica: Replica, seconds: float) -> None:
@@ -393,10 +435,3 @@ async def _until_drained(replica: Replica, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             while replica.requests:
                 await asyncio.sleep(DRAIN_POLL)
-
-
-def _watch(replica: Replica, observer: StepObserver) -> Callable[[], None]:
-    def named(record: StepRecord) -> None:
-        observer(replace(record, engine_id=replica.replica_id))
-
-    return replica.client.watch(named)

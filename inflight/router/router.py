@@ -10,7 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine import (
+    Command,
+    EngineStats,
+    Health,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    TimelineObserver,
+)
 from inflight.engine.client import DeltaStream, History, id_in_use, not_added
 from inflight.engine.runner import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError
@@ -20,6 +29,7 @@ from inflight.request import Request
 from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest, share_blame
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +311,15 @@ class Router:
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         return self.replicas.watch(observer)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        return self.replicas.watch_timeline(observer)
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return await self.replicas.read_timeline(query)
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        return await self.replicas.find(replica).client.read_memory("0")
 
     async def stats(self) -> EngineStats:
         return await self.replicas.stats()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +42,7 @@ async def start_router(
     shares = await _shares(config, options, watched.environment)
     bytes_loaded = _SummedProgress(progress)
     num_blocks: dict[str, int] = {}  # by replica
+    generations: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of its engines
 
     async def start(replica_id: str, beside: ReplicaClient | None = None) -> ProcessClient:
         if beside is None:
@@ -52,7 +55,9 @@ async def start_router(
         held = num_blocks.get(replica_id, min(num_blocks.values(), default=share.cache.num_blocks))
         share = replace(share, cache=replace(share.cache, num_blocks=held))
         try:
-            client = await ProcessClient.start(share, watched, bytes_loaded.of(replica_id), build, host)
+            client = await ProcessClient.start(
+                share, watched, bytes_loaded.of(replica_id), build, host, generations[replica_id]
+            )
         except KVBudgetError as error:
             if beside is None:
                 raise

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+from inflight.errors import shown
 from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policy import Policy, next_candidate
@@ -244,6 +245,6 @@ def _as_int(result: object) -> int | None:
 
 def _describe(result: object) -> str:
     try:
-        return f"{result.request_id if isinstance(result, Request) else result!r:.100}"
+        return shown(result.request_id if isinstance(result, Request) else result)
     except Exception:
         return f"a {type(result).__name__} whose repr() fails"

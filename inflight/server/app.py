@@ -13,10 +13,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
-from inflight.errors import InflightError
+from inflight.errors import InflightError, shown
 from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
-from inflight.server.errors import ApiError, error_at, of_exception
+from inflight.server.errors import ApiError, error_response, of_exception
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document, respond
@@ -122,7 +122,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     state = state_of(request)
     api_error = of_exception(error, state.request_log.retry_after())
     state.metrics.refused[api_error.code or str(api_error.status)] += 1
-    return error_at(request.url.path, api_error)
+    return error_response(request.scope, api_error)
 
 
 async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
@@ -135,13 +135,15 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message = f"unknown path {path!r:.200}{hint_for(path)}"
-        return error_at(path, ApiError(404, message, code="unknown_path"))
+        message = f"unknown path {shown(path, 200)}{hint_for(path)}"
+        return error_response(request.scope, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
-        message = f"{request.method} is not allowed at {request.url.path!r:.200}"
+        message = f"{request.method} is not allowed at {shown(request.url.path, 200)}"
         api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
-        return error_at(request.url.path, api_error)
-    return error_at(request.url.path, ApiError(error.status_code, str(error.detail), headers=error.headers))
+        return error_response(request.scope, api_error)
+    return error_response(
+        request.scope, ApiError(error.status_code, str(error.detail), headers=error.headers)
+    )
 
 
 # ---- before the model is loaded ----
@@ -179,7 +181,7 @@ class LoadingApp:
             page.headers.update(error.headers)
             return page
         if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
-            return error_at(scope["path"], error)
+            return error_response(scope, error)
         health = HealthStatus(
             status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
         )

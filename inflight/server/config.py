@@ -211,10 +211,10 @@ class ServerConfig:
     )
 
     metrics_compat: str = option(
-        "none",
+        "gateway",
         WATCHING,
-        "vllm: also export the metrics under vLLM's names, for its dashboards.",
-        choices=("none", "vllm"),
+        "Metrics to export under vLLM's names too: none, those that Kubernetes inference gateways read, or all (vllm).",
+        choices=("none", "gateway", "vllm"),
     )
     log_level: str = option(
         "info",

@@ -1,4 +1,4 @@
-"""Errors that clients get, in OpenAI's format or, below /v1/messages, in Anthropic's.
+"""Errors that clients get, in OpenAI's format or in Anthropic's.
 
 Clients get what they can act on. Internal details, such as paths and addresses, are logged and never sent.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from inflight.errors import (
     EngineAsleepError,
@@ -20,6 +21,7 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
     TemplateWorkerError,
+    clipped,
     shown,
 )
 from inflight.events import Delta
@@ -27,7 +29,8 @@ from inflight.logs import request_id
 
 logger = logging.getLogger(__name__)
 
-ANTHROPIC = "/v1/messages"  # the path below which errors have Anthropic's format
+MESSAGES = "/v1/messages"
+MODELS = "/v1/models"  # both APIs have it: Anthropic's clients send a header
 OVERLOADED = 529  # Anthropic's status for 503
 
 _OPENAI_TYPES = {
@@ -118,14 +121,17 @@ class ApiError(Exception):
         return OVERLOADED if self.status == 503 else self.status
 
 
-def is_anthropic(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API."""
-    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API."""
+    path: str = scope["path"]
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
-def error_at(path: str, error: ApiError) -> Response:
-    """Return the response to an error, in the format of the API that the path belongs to."""
-    return error.anthropic_response(request_id.get()) if is_anthropic(path) else error.response()
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """Return the response to an error, in the format of the API that the request is one of."""
+    return error.anthropic_response(request_id.get()) if is_anthropic(scope) else error.response()
 
 
 def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
@@ -196,9 +202,11 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
     if error["type"] == "json_invalid":
         # Say where and why: some parsers accept nesting or lone surrogates that this one refuses.
         reason = error["msg"].removeprefix("Invalid JSON: ")
-        return ApiError(400, f"the body is not valid JSON: {reason:.200}", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON: {clipped(reason, 200)}", code="invalid_json")
     if error["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])
+        return ApiError(
+            400, f"unknown parameter: {clipped(name, 200)}", code="unknown_parameter", param=name[:200]
+        )
     if error["type"] == "missing":
         return ApiError(400, f"missing parameter: {name}", code="missing_parameter", param=param)
     value = shown(error.get("input"))

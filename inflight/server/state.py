@@ -17,6 +17,7 @@ from starlette.requests import Request
 from inflight import __version__
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
+from inflight.errors import shown
 from inflight.frontend import Frontend
 from inflight.frontend.scoring import unsupported_task
 from inflight.processes.fair_threads import FairThreads
@@ -103,7 +104,7 @@ class ServerState:
         options = self.options
         self.model = ServedModel(engine, options, serials or count())
         self.metrics = Metrics(
-            self.model.label, options.metrics_compat == "vllm", _cache_labels(engine.client.facts, options)
+            self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
         self.admin_key = AdminKey(options.admin_key, self.keys)
         self.unsent = UnsentBytes(options.max_unsent_bytes)
@@ -122,7 +123,9 @@ class ServerState:
         """
         model = self.model
         if name is not None and not model.answers_to(name):
-            message = f"the model {name!r:.200} is not served here: available are {', '.join(model.names)}"
+            message = (
+                f"the model {shown(name, 200)} is not served here: available are {', '.join(model.names)}"
+            )
             raise ApiError(404, message, code="model_not_found", param="model")
         if task is not None:
             model.check_task(task)

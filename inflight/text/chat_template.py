@@ -352,7 +352,7 @@ def read_template_option(option: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"chat_template is {option!r:.200}: it must be a template or the path of a template file ({why})"
+            f"chat_template is {shown(option, 200)}: it must be a template or the path of a template file ({why})"
         ) from error
 
 
@@ -365,7 +365,7 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSour
     for entry in inline if isinstance(inline, list) else ():
         if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
             raise ModelError(
-                f"chat_template in tokenizer_config.json has the entry {entry!r:.100}: it must have name and template"
+                f"chat_template in tokenizer_config.json has the entry {shown(entry)}: it must have name and template"
             )
         templates[str(entry["name"])] = str(entry["template"])
     older = (read_object(folder, "chat_template.json") or {}).get("chat_template")

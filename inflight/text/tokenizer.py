@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from inflight.errors import InflightError, ModelError, PromptError
+from inflight.errors import InflightError, ModelError, PromptError, clipped
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
 from inflight.text.chat_template import ChatTemplateSource, read_chat_template, read_template_option
 from inflight.text.detokenizer import ByteDecoder
@@ -156,7 +156,7 @@ class Tokenizer:
                 )
                 tokenizer.encode("A test: é 1.")
         except Exception as error:  # the package raises bare Exception, and damaged files cause others here
-            reason = " ".join(str(error).split())[:300]
+            reason = clipped(" ".join(str(error).split()), 300)
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be used: {reason}") from error
         tokenizer.folder = folder
         return tokenizer

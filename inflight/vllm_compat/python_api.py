@@ -6,6 +6,7 @@ docs/from-vllm.md documents the same tables, and tests/vllm_compat/test_python.p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from inflight.errors import InflightError
@@ -98,13 +99,62 @@ PROMPT_RULES = CompatRules(
     )
 )
 
+# vLLM's names for our objects.
+ALIASES = {
+    "AsyncLLMEngine": "inflight.entrypoints.async_engine:AsyncLLM",
+    "BeamSearchParams": "inflight.entrypoints.beam_search:BeamSearchParams",
+    "ClassificationOutput": "inflight.outputs:ClassificationOutput",
+    "ClassificationRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "EmbeddingOutput": "inflight.outputs:EmbeddingOutput",
+    "EmbeddingRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "EngineArgs": "inflight.entrypoints.async_engine:AsyncEngineArgs",
+    "GuidedDecodingParams": "inflight.structured_outputs:StructuredOutputs",
+    "PoolingRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "PromptType": "inflight.frontend.input_processor:Prompt",
+    "ScoringOutput": "inflight.outputs:ScoreOutput",
+    "ScoringRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "StructuredOutputsParams": "inflight.structured_outputs:StructuredOutputs",
+    "TextPrompt": "builtins:dict",
+    "TokensPrompt": "builtins:dict",
+}
+
 # Names that `import inflight` does not have, and what to use instead.
 MISSING_NAMES = {
+    "LoRARequest": "LoRA adapters are not supported yet: use a checkpoint with the adapter merged into it",
     "LLMEngine": "use LLM for offline inference, or AsyncEngine to add requests while others run",
     "PoolingParams": "pass dimensions and normalize to embed, or scale to classify and score",
     "PoolingOutput": "use embed, classify or score, which have their own outputs",
     "ModelRegistry": "model families are defined in inflight/models/decoders/families.py",
+    "RequestOutputKind": 'pass output_kind="cumulative", "delta" or "final" to AsyncEngine.generate',
     "initialize_ray_cluster": "pass ray_address together with replicas",
+}
+
+_MODELS = "model families are defined in inflight/models/decoders/families.py"
+# Modules that vLLM has and inflight does not, and what to use instead. They stand for their submodules, too.
+MISSING_MODULES = {
+    "inputs": "import TextPrompt, TokensPrompt and PromptType from inflight; prompts are plain dicts",
+    "lora": MISSING_NAMES["LoRARequest"],
+    "pooling_params": MISSING_NAMES["PoolingParams"],
+    "sequence": "import Logprob from inflight.outputs",
+    "logprobs": "import Logprob from inflight.outputs",
+    "beam_search": "import BeamSearchParams from inflight",
+    "engine.arg_utils": "import AsyncEngineArgs from inflight",
+    "engine.async_llm_engine": "import AsyncLLM or AsyncEngine from inflight",
+    "engine.llm_engine": MISSING_NAMES["LLMEngine"],
+    "v1": "import LLM, AsyncLLM or AsyncEngine from inflight",
+    "entrypoints.openai": "use `inflight serve MODEL` to start a server",
+    "entrypoints.api_server": "use `inflight serve MODEL` to start a server",
+    "multimodal": "only text input is supported",
+    "assets": "only text input is supported",
+    "model_executor": _MODELS,
+    "transformers_utils": "use LLM.get_tokenizer, and transformers for everything else",
+    "tokenizers": "use LLM.get_tokenizer",
+    "distributed": "pass tensor_parallel_size, pipeline_parallel_size or replicas to LLM",
+    "platforms": "pass device to LLM; torch.cuda tells what this machine has",
+    "plugins": "third-party code is not loaded, except for a policy",
+    "logger": "use logging.getLogger; inflight's loggers are below `inflight`",
+    "utils": "it holds vLLM's internal helpers: use Python's argparse and uuid",
+    "version": "use inflight.__version__",
 }
 
 # Methods and attributes that LLM does not have, and what to use instead.
@@ -128,6 +178,28 @@ LLM_METHODS = {
     "enqueue": "use AsyncEngine, which accepts requests while others run",
     "wait_for_completion": "use AsyncEngine, which accepts requests while others run",
 }
+
+
+def vllm_attribute(module: str, name: str) -> Any:
+    """Return an object of ours by the name that vLLM has for it in a module.
+
+    Raises ImportError with an alternative for names that only vLLM has: `from inflight import` would drop the message
+    of an AttributeError.
+    """
+    if name in ALIASES:
+        source, _, attribute = ALIASES[name].partition(":")
+        return getattr(import_module(source), attribute)
+    if name in MISSING_NAMES:
+        raise ImportError(f"{module} has no {name}: {MISSING_NAMES[name]}", name=module)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def check_module(module: str) -> None:
+    """Raise ImportError with an alternative for a module that only vLLM has."""
+    name = module.removeprefix("inflight.")
+    for missing, reason in MISSING_MODULES.items():
+        if name == missing or name.startswith(f"{missing}."):
+            raise ImportError(f"there is no module {module}: {reason}", name=module)
 
 
 def translate_arguments(

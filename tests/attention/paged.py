@@ -28,7 +28,7 @@ class Heads:
 
 
 class Scene:
-    """Requests of the given lengths over blocks in random order; row i of the tables is not request i's."""
+    """Requests over blocks in random order; row i of the tables is not request i's."""
 
     def __init__(self, heads: Heads, block_size: int, lengths: list[int], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ class Scene:
         return [[entry] for entry in self.whole()[0]]
 
     def run(self, backend: HeadAttention, steps: list[Step], window: int | None = None) -> list[Tensor]:
-        """What each request's tokens attended to, [length, num_heads, head_dim]. The cache starts as NaN."""
+        """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN."""
         heads = self.heads
         shape = KVShape(1, heads.num_kv_heads, heads.head_dim, self.block_size, torch.float32)
         (cache,) = backend.allocate(shape, self.num_blocks, torch.device("cpu"))

@@ -34,27 +34,29 @@ def assert_close(
 ) -> None:
     expected = torch.cat(scene.run(ReferenceAttention(), scene.whole(), window))
     for steps in schedules:
-        found = torch.cat(scene.run(backend, steps, window))
-        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        actual = torch.cat(scene.run(backend, steps, window))
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_head_shapes(backend: HeadAttention, head_dim: int, group: int) -> None:
+def test_any_head_shape_matches_the_reference(backend: HeadAttention, head_dim: int, group: int) -> None:
     scene = Scene(Heads(2 * group, 2, head_dim), block_size=16, lengths=[1, 18])
     assert_close(scene, backend, [scene.whole(), scene.chunks(6)])
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
-def test_blocks_and_windows(backend: HeadAttention, block_size: int, window: int | None) -> None:
+def test_any_block_size_and_window_matches_the_reference(
+    backend: HeadAttention, block_size: int, window: int | None
+) -> None:
     scene = Scene(Heads(), block_size, lengths=[3, 49, 17])
     assert_close(scene, backend, [scene.whole(), scene.chunks(9)], window)
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_ragged_batches(data: st.DataObject) -> None:
+def test_ragged_batches_match_the_reference(data: st.DataObject) -> None:
     """Entries in any order, some of one token and some of many."""
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     scene = Scene(Heads(4, 2, 16), data.draw(st.sampled_from([4, 16])), lengths, seed=len(lengths))
@@ -81,8 +83,8 @@ def test_bits_do_not_depend_on_the_schedule(
     scene = Scene(Heads(2 * group, 2, head_dim), block_size, lengths=[70, 1, 39, 18])
     whole = scene.run(native(), scene.whole(), window)
     for steps in (scene.alone(), scene.chunks(1), scene.chunks(7), scene.chunks(32)):
-        for found, wanted in zip(scene.run(native(), steps, window), whole, strict=True):
-            assert torch.equal(found, wanted)
+        for actual, reference in zip(scene.run(native(), steps, window), whole, strict=True):
+            assert torch.equal(actual, reference)
 
 
 def test_bits_do_not_depend_on_the_threads() -> None:
@@ -90,25 +92,25 @@ def test_bits_do_not_depend_on_the_threads() -> None:
     library = native_library()
     assert library is not None
     threads = library.threads
-    found = []
+    actual = []
     try:
         for count in (1, 2, 3):
             library.threads = count
-            found.append(torch.cat(scene.run(native(), scene.whole())))
+            actual.append(torch.cat(scene.run(native(), scene.whole())))
     finally:
         library.threads = threads
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(actual[0], actual[1])
+    assert torch.equal(actual[0], actual[2])
 
 
-def test_an_entry_reads_a_block_that_another_fills_in_the_same_step(backend: HeadAttention) -> None:
+def test_entry_reads_a_block_that_another_fills_in_the_same_step(backend: HeadAttention) -> None:
     scene = Scene(Heads(), block_size=16, lengths=[16, 20])
     scene.qkv[1][:16] = scene.qkv[0]  # the same prefix
     expected = scene.run(ReferenceAttention(), scene.whole())[1][16:]
     scene.tables[scene.rows[1]][0] = scene.tables[scene.rows[0]][0]
     # The reader comes first in the batch, the writer second.
-    found = scene.run(backend, [[(1, 16, 4), (0, 0, 16)]])[1][16:]
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    actual = scene.run(backend, [[(1, 16, 4), (0, 0, 16)]])[1][16:]
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
@@ -117,7 +119,7 @@ def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
     assert_close(scene, backend, [scene.chunks(11)])
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
     (cache,) = native().allocate(KVShape(1, 2, 16, 16, torch.float32), 4, torch.device("cpu"))
     query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
@@ -132,11 +134,11 @@ def test_wrong_shapes_are_refused() -> None:
         )
 
 
-def test_the_cache_is_float32() -> None:
+def test_cpu_cache_must_be_float32() -> None:
     with pytest.raises(ConfigError, match="float32"):
         native().allocate(KVShape(1, 2, 16, 16, torch.bfloat16), 4, torch.device("cpu"))
 
 
-def test_the_compiled_backend_is_chosen_where_it_can_be_had() -> None:
+def test_compiled_backend_is_preferred() -> None:
     expected = TorchCpuAttention if native_library() is None else CpuAttention
     assert isinstance(cpu_attention(), expected)

@@ -80,8 +80,8 @@ def test_sequences_of_every_length_match_float64(
     cos_sin = Rope(10_000.0, head_dim).table(64, torch.device("cpu")) if rotated else None
     expected = attend64(qkv, num_heads, 0.3, window, lengths, cos_sin)
     layer = SequenceLayer(num_heads, head_dim, 0.3, window, cos_sin)
-    found = attention.attend(qkv.clone(), layer, sequences_of(lengths), positions_of(lengths))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    actual = attention.attend(qkv.clone(), layer, sequences_of(lengths), positions_of(lengths))
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -91,8 +91,8 @@ def test_sequence_longer_than_one_unit_of_work_matches_torch(window: int | None)
     qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
     inputs = SequenceLayer(num_heads, head_dim, 0.5, window), sequences_of(lengths), positions_of(lengths)
     expected = TorchSequenceAttention(TorchKernels()).attend(qkv.double(), *inputs)
-    found = native().attend(qkv, *inputs)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    actual = native().attend(qkv, *inputs)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -111,14 +111,14 @@ def test_sequence_has_the_same_bits_in_any_batch(window: int | None) -> None:
 
     alone = [attend(i)[0] for i in range(len(lengths))]
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 3, 1], [2, 0]):
-        for i, found in zip(order, attend(*order), strict=True):
-            assert torch.equal(found, alone[i])
+        for i, actual in zip(order, attend(*order), strict=True):
+            assert torch.equal(actual, alone[i])
 
 
 def test_large_scores_do_not_overflow(attention: SequenceAttention) -> None:
     qkv = torch.full((20, 3 * 4), 100.0)
-    found = attention.attend(qkv, SequenceLayer(1, 4, 1.0, None), sequences_of([20]), positions_of([20]))
-    torch.testing.assert_close(found, torch.full((20, 4), 100.0))
+    actual = attention.attend(qkv, SequenceLayer(1, 4, 1.0, None), sequences_of([20]), positions_of([20]))
+    torch.testing.assert_close(actual, torch.full((20, 4), 100.0))
 
 
 def test_mismatched_tensors_are_rejected() -> None:

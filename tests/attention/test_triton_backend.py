@@ -32,7 +32,7 @@ def slot_mapping_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("shares", "window"), [(False, None), (True, 20)])
-def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> None:
+def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int | None) -> None:
     shape = Shape(4, 2, 64, 8)
     # Three decodes, two of which share a prefix; a chunk on cached tokens, and a whole prompt.
     scene = Scene(shape, [60, 50, 9, 70, 33], [1, 1, 1, 25, 33], shared=2, shared_blocks=5)
@@ -82,7 +82,7 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
     assert not workspace.counters.any()
 
 
-def test_the_cache_holds_what_its_shape_says() -> None:
+def test_cache_has_the_bytes_of_its_shape() -> None:
     shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=8, dtype=torch.float16)
     tuning = choose(torch.float16, 64, 2, DEVICES)
     caches = TritonAttention(tuning).allocate(shape, 5, DEVICES)
@@ -93,7 +93,7 @@ def test_the_cache_holds_what_its_shape_says() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_every_tile_holds_whole_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
+def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
     tuning = choose(dtype, head_dim, group, DEVICES)
     assert all(tile.rows >= group for _, tile in tuning.decodes)
     assert tuning.prefix_members >= 1

@@ -40,7 +40,7 @@ def attend(
     [(2, 2, 64, 8), (4, 2, 128, 16), (3, 1, 80, 8), (8, 2, 64, 16), (7, 1, 80, 16)],
 )
 @pytest.mark.parametrize("extra_items", [0, 7])
-def test_chunks_attend_to_all_they_should(
+def test_chunks_match_float64(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, extra_items: int
 ) -> None:
     shape = Shape(num_heads, num_kv_heads, head_dim, block_size)
@@ -49,19 +49,19 @@ def test_chunks_attend_to_all_they_should(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_in_every_number_type(dtype: torch.dtype) -> None:
+def test_chunks_match_float64_in_every_dtype(dtype: torch.dtype) -> None:
     scene = Scene(Shape(4, 2, 128, 16), [2, 40, 61, 17], [2, 40, 23, 1], dtype)
     scene.check(attend(scene, 7))
 
 
 @pytest.mark.parametrize(("window", "extra_items"), [(1, 7), (7, 0), (30, 7), (100, 7)])
-def test_windows(window: int, extra_items: int) -> None:
+def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene = Scene(Shape(), [50, 67, 9], [50, 20, 3])
     scene.check(attend(scene, extra_items, window), window)
 
 
 @pytest.mark.skipif(not WHOLE_TILES, reason="the device does not copy whole tiles")
-def test_whole_tiles_copied_by_the_device() -> None:
+def test_chunks_fetched_by_descriptors_match_float64() -> None:
     scene = Scene(Shape(4, 2, 64, 8), [90, 70], [90, 41], torch.float16)
     scene.check(attend(scene, 0, descriptors=True))
 
@@ -73,7 +73,7 @@ def test_whole_tiles_copied_by_the_device() -> None:
     st.sampled_from([None, 4, 25]),
     st.sampled_from([16, 32]),
 )
-def test_any_chunks_under_any_split(
+def test_any_chunks_match_float64_under_any_split(
     entries: list[tuple[int, int]], extra_items: int, window: int | None, keys: int
 ) -> None:
     scene = Scene(Shape(2, 1, 64, 16), [sum(entry) for entry in entries], [count for count, _ in entries])

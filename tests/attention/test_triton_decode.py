@@ -32,7 +32,7 @@ def decode(
     [(2, 2, 64, 8), (4, 2, 128, 16), (3, 1, 80, 8), (8, 2, 64, 16), (7, 1, 80, 16)],
 )
 @pytest.mark.parametrize("extra_items", [0, 9])
-def test_decodes_attend_to_all_they_should(
+def test_decodes_match_float64(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, extra_items: int
 ) -> None:
     shape = Shape(num_heads, num_kv_heads, head_dim, block_size)
@@ -41,13 +41,13 @@ def test_decodes_attend_to_all_they_should(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decodes_in_every_number_type(dtype: torch.dtype) -> None:
+def test_decodes_match_float64_in_every_dtype(dtype: torch.dtype) -> None:
     scene = Scene(Shape(4, 2, 128, 16), [1, 47, 16, 33, 100], [1] * 5, dtype)
     scene.check(decode(scene, 9))
 
 
 @pytest.mark.parametrize(("window", "extra_items"), [(1, 9), (5, 0), (16, 9), (40, 9), (200, 9)])
-def test_windows(window: int, extra_items: int) -> None:
+def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene = Scene(Shape(), [1, 47, 16, 33, 100], [1] * 5)
     scene.check(decode(scene, extra_items, window), window)
 
@@ -59,20 +59,20 @@ def test_windows(window: int, extra_items: int) -> None:
     st.sampled_from([None, 3, 30]),
     st.sampled_from([16, 32]),
 )
-def test_any_contexts_under_any_split(
+def test_any_contexts_match_float64_under_any_split(
     context_lens: list[int], extra_items: int, window: int | None, keys: int
 ) -> None:
     scene = Scene(Shape(2, 1, 64, 16), context_lens, [1] * len(context_lens))
     scene.check(decode(scene, extra_items, window, replace(SMALL, keys=keys)), window)
 
 
-def test_more_splits_than_are_merged_at_once() -> None:
+def test_more_splits_than_are_merged_at_once_match_float64() -> None:
     # 32 query heads on one KV head: four partials at a time.
     scene = Scene(Shape(32, 1, 64, 8), [150], [1])
     scene.check(decode(scene, 100, tile=replace(SMALL, rows=32)))
 
 
-def test_a_second_launch_finds_the_workspace_as_the_first_did() -> None:
+def test_launch_leaves_the_workspace_ready_for_the_next() -> None:
     scene = Scene(Shape(), [90, 20], [1, 1])
     plan = plan_decode(scene.context_lens, scene.rows, None, 9, 64, 16, 16)
     workspace, work, layer = scene.workspace(), items(plan.items, 20), scene.shape.layer()

@@ -72,7 +72,7 @@ def test_splits_of_an_entry_are_even() -> None:
     assert [line[2:4] for line in lines(plan.items)] == [[0, 4160], [0, 4160], [4160, 8300], [4160, 8300]]
 
 
-def test_a_few_that_would_come_last_are_split() -> None:
+def test_few_last_decodes_are_split() -> None:
     def splits(num_entries: int) -> list[int]:
         contexts = np.full(num_entries, 1000, dtype=np.int32)
         plan = plan_decode(contexts, np.arange(num_entries, dtype=np.int32), None, 26, 66, 64, 512)
@@ -84,7 +84,7 @@ def test_a_few_that_would_come_last_are_split() -> None:
     assert splits(66 + 27) == [1] * (66 + 27)  # as many as keep the memory busy
 
 
-def test_splits_are_small_only_as_far_as_there_are_items() -> None:
+def test_splits_get_no_smaller_than_the_items_allow() -> None:
     assert split_size(8192, 64, 64, 64) == 128
     assert split_size(8192, 16, 64, 64) == 512
     assert split_size(100, 64, 64, 64) == 64
@@ -92,7 +92,7 @@ def test_splits_are_small_only_as_far_as_there_are_items() -> None:
     assert split_size(8192, 0, 64, 64) == 8192
 
 
-def test_no_entries_no_items() -> None:
+def test_empty_batch_has_no_items() -> None:
     assert len(plan_decode(ints(), ints(), None, 8, 8, 16, 16).items) == 0
     assert len(plan_chunks(ints(3), ints(), ints(), 8, 8, 16, 16).items) == 0
 
@@ -136,7 +136,7 @@ def test_chunk_items_cover_every_query_and_key_once(
     assert (np.diff(sizes) <= 0).all()
 
 
-def test_a_few_tokens_on_a_long_context_are_split() -> None:
+def test_short_chunks_on_a_long_context_are_split() -> None:
     plan = plan_chunks(ints(0, 64), ints(10064), ints(0), 64, 16, 64, 512)
     assert 15 <= len(plan.items) <= 17
     assert plan.num_counters == 1
@@ -156,8 +156,8 @@ def test_entries_that_begin_alike_are_grouped() -> None:
     tables = tables_with([1, 2, 3, 4], [9, 8, 7, 6], [1, 2, 3, 5], [1, 2, 3, 9], [9, 8, 1, 1])
     rows = ints(0, 1, 2, 3, 4)
     groups = find_groups(tables, rows, ints(4, 4, 4, 4, 4), 2, 2, 2)
-    found = {(tuple(group.entries.tolist()), group.num_blocks) for group in groups}
-    assert found == {((0, 2, 3), 3), ((1, 4), 2)}
+    actual = {(tuple(group.entries.tolist()), group.num_blocks) for group in groups}
+    assert actual == {((0, 2, 3), 3), ((1, 4), 2)}
     (paying,) = find_groups(tables, rows, ints(4, 4, 4, 4, 4), 2, 2, 6)
     assert paying.entries.tolist() == [0, 2, 3]
     (large,) = find_groups(tables, rows, ints(4, 4, 4, 4, 4), 3, 2, 2)
@@ -165,7 +165,7 @@ def test_entries_that_begin_alike_are_grouped() -> None:
     assert find_groups(tables, rows, ints(4, 4, 4, 4, 4), 4, 2, 2) == []
 
 
-def test_blocks_that_may_not_be_shared_are_not() -> None:
+def test_blocks_beyond_a_members_shareable_part_are_not_grouped() -> None:
     tables = tables_with([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4])
     (group,) = find_groups(tables, ints(0, 1, 2), ints(4, 3, 4), 2, 1, 1)
     assert (group.entries.tolist(), group.num_blocks) == ([0, 1, 2], 3)
@@ -173,7 +173,7 @@ def test_blocks_that_may_not_be_shared_are_not() -> None:
     assert (group.entries.tolist(), group.num_blocks) == ([0, 2], 4)
 
 
-def test_a_member_that_shares_little_is_left_out_where_that_saves_more() -> None:
+def test_member_that_shares_little_is_left_out_of_its_group() -> None:
     long = list(range(1, 11))
     tables = tables_with(long, [1, *range(20, 29)], [*long[:8], 50, 51], long)
     (group,) = find_groups(tables, ints(0, 1, 2, 3), ints(10, 10, 10, 10), 2, 1, 1)

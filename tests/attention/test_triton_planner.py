@@ -1,4 +1,4 @@
-"""How far decodes are split on a large chip, and that what was split fits where it goes."""
+"""The planner on a large chip: how far decodes are split, and that plans fit their buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def num_items(made: AttentionPlanner, num_entries: int, context: int) -> int:
     return len(work.decode.items)
 
 
-def test_a_plan_fits_every_shape_of_step_that_holds_its_entries() -> None:
+def test_plan_fits_every_step_shape_that_holds_its_entries() -> None:
     made = planner()
     for num_entries in (1, 7, 8, 9, 31, 32, 33, 100, 256):
         for context in (1, 300, 5000, 40_000):
@@ -59,7 +59,7 @@ def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: 
         (8, 300, False, False),
     ],
 )
-def test_few_requests_of_short_contexts_are_near(
+def test_few_decodes_of_short_contexts_use_their_own_tile(
     num_entries: int, context: int, alone: bool, short_context: bool
 ) -> None:
     contexts = np.full(num_entries, 20, dtype=np.int32)
@@ -74,7 +74,7 @@ def test_few_requests_of_short_contexts_are_near(
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 30, 40, 200])
-def test_near_decodes_run_all_at_once(num_heads: int) -> None:
+def test_decodes_of_short_contexts_run_all_at_once(num_heads: int) -> None:
     made = planner(SHORT_CONTEXT_TILE, num_heads)
     for num_entries in made.short_context_sizes:
         for context in (1, 300, 1024):
@@ -83,7 +83,7 @@ def test_near_decodes_run_all_at_once(num_heads: int) -> None:
 
 @pytest.mark.parametrize("cached", [0, 5000])
 @pytest.mark.parametrize("counts", [[1], [8192], [37] * 32, [3] * 200, [1, 4000, 65, 64, 63]], ids=len)
-def test_chunks_fit_every_shape_of_step_that_holds_them(counts: list[int], cached: int) -> None:
+def test_chunks_fit_every_step_shape_that_holds_them(counts: list[int], cached: int) -> None:
     made = planner()
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     contexts = np.array(counts, dtype=np.int32) + cached

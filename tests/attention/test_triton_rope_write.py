@@ -29,7 +29,7 @@ def reference(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Te
 @pytest.mark.parametrize(
     ("normed", "dtype"), [("both", torch.float32), ("none", torch.bfloat16), ("k", torch.float32)]
 )
-def test_heads_are_normalised_turned_and_cached(
+def test_heads_are_normalised_rotated_and_cached(
     tile: HeadTile | None,
     num_heads: int,
     num_kv_heads: int,

@@ -1,4 +1,4 @@
-"""Attention of encoders as the GPU does it: every mask and tile against float64, and whatever lies around them."""
+"""Attention of encoders on a GPU: every mask and tile against float64, with NaN in the memory around them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TUNING = SequenceTuning(SMALL)
 def attend(
     qkv: Tensor, head_dim: int, window: int | None, lengths: list[int], tuning: SequenceTuning = TUNING
 ) -> Tensor:
-    """Two heads. With room for more items, as a captured graph has it."""
+    """Attend with two heads and spare capacity for items, as in a captured graph."""
     table = plan_sequences(np.array(lengths, dtype=np.int32), tuning.tile.rows)
     out = torch.full((len(qkv), 2 * head_dim), 77.0, dtype=qkv.dtype, device=DEVICE)
     layer = SequenceLayer(2, head_dim, 0.3, window)
@@ -36,7 +36,7 @@ def attend(
 @pytest.mark.parametrize("tuning", [TUNING, replace(TUNING, mask_all=True)], ids=["tail", "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "head_dim"), [(None, 32), (None, 20), (0, 16), (5, 16), (40, 16)])
-def test_sequences_of_every_length(
+def test_sequences_of_every_length_match_float64(
     window: int | None, head_dim: int, dtype: torch.dtype, tuning: SequenceTuning
 ) -> None:
     torch.manual_seed(0)
@@ -44,20 +44,20 @@ def test_sequences_of_every_length(
     qkv = torch.randn(num_tokens + 3, 3 * 2 * head_dim).to(dtype)
     qkv[num_tokens:] = NAN  # padding
     expected = attend64(qkv[:num_tokens], 2, 0.3, window, lengths, None)
-    found, tolerance = attend(qkv, head_dim, window, lengths, tuning), TOLERANCE[dtype]
-    torch.testing.assert_close(found[:num_tokens].double(), expected, rtol=tolerance, atol=tolerance)
-    assert (found[num_tokens:] == 77.0).all()
+    actual, tolerance = attend(qkv, head_dim, window, lengths, tuning), TOLERANCE[dtype]
+    torch.testing.assert_close(actual[:num_tokens].double(), expected, rtol=tolerance, atol=tolerance)
+    assert (actual[num_tokens:] == 77.0).all()
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_sequence_is_the_same_bits_among_others(window: int | None) -> None:
+def test_sequence_has_the_same_bits_in_any_batch(window: int | None) -> None:
     torch.manual_seed(1)
     qkv = torch.randn(70, 3 * 2 * 16)
     qkv[:9] = NAN  # what a neighbour holds reaches nobody
-    found = attend(qkv, 16, window, [9, 40, 21])
-    assert torch.equal(found[9:49], attend(qkv[9:49], 16, window, [40]))
-    assert found[:9].isnan().all()
-    assert found[49:].isfinite().all()
+    actual = attend(qkv, 16, window, [9, 40, 21])
+    assert torch.equal(actual[9:49], attend(qkv[9:49], 16, window, [40]))
+    assert actual[:9].isnan().all()
+    assert actual[49:].isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
@@ -72,8 +72,8 @@ def test_queries_and_keys_are_rotated(head_dim: int) -> None:
         positions_of(lengths),
     )
     attention = TritonSequenceAttention(TUNING)
-    found = attention.attend(qkv.to(DEVICE), layer, sequences_of(lengths), positions.to(DEVICE))
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    actual = attention.attend(qkv.to(DEVICE), layer, sequences_of(lengths), positions.to(DEVICE))
+    torch.testing.assert_close(actual.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_items_are_made_once_for_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +94,8 @@ def test_items_are_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Monkey
             positions = torch.zeros(
                 len(qkv), dtype=torch.int64, device=DEVICE
             )  # not read: nothing is rotated
-            found = attention.attend(qkv.to(DEVICE), SequenceLayer(2, 16, 0.3, None), sequences, positions)
-            torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+            actual = attention.attend(qkv.to(DEVICE), SequenceLayer(2, 16, 0.3, None), sequences, positions)
+            torch.testing.assert_close(actual.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     assert planned == [2, 1, 0]
 
 
@@ -118,14 +118,14 @@ def test_every_model_has_a_tile(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=20), st.integers(0, 40), st.integers(0, 9))
-def test_there_is_room_for_every_plan(lengths: list[int], more_tokens: int, more_sequences: int) -> None:
-    """With fewer tokens and sequences than a shape has, and with as many."""
+def test_capacity_fits_every_plan(lengths: list[int], more_tokens: int, more_sequences: int) -> None:
+    """Steps have fewer tokens and sequences than their shape, or as many."""
     num_tokens = sum(lengths) + more_tokens
     num_sequences = min(len(lengths) + more_sequences, num_tokens)
     num_items = len(plan_sequences(np.array(lengths, dtype=np.int32), 16))
     assert num_items <= max_sequence_items(num_tokens, num_sequences, 16)
 
 
-def test_there_is_no_more_room_than_needed() -> None:
+def test_capacity_is_no_larger_than_needed() -> None:
     lengths = np.array([17, 1, 33, 1], dtype=np.int32)
     assert len(plan_sequences(lengths, 16)) == max_sequence_items(52, 4, 16)

@@ -1,4 +1,4 @@
-"""Requests in the middle of a step, as the Triton kernels see them, and what they must find."""
+"""Requests in the middle of a step as the Triton attention kernels read them, and the expected results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def layer(self, window: int | None = None) -> AttentionLayer:
-        """Heads that are ready as they are: no norms, and rotation by nothing."""
+        """Return a layer without norms whose rotation changes nothing."""
         cos_sin = torch.zeros(512, self.head_dim, device=DEVICE)
         cos_sin[:, : self.head_dim // 2] = 1
         scale = 1.3 * self.head_dim**-0.5
@@ -105,7 +105,7 @@ class Scene:
         return made
 
     def blank(self) -> Tensor:
-        """An output whose rows can be told apart from written ones."""
+        """Return an output whose unwritten rows are recognisable."""
         size = (len(self.qkv), self.shape.num_heads * self.shape.head_dim)
         return torch.full(size, 77.0, dtype=self.dtype, device=DEVICE)
 

@@ -29,7 +29,7 @@ def test_reused_id_returns_the_later_record() -> None:
     assert len(history) == 1
 
 
-def test_it_waited_for_those_that_ended_between_its_arrival_and_its_admission() -> None:
+def test_request_waited_for_those_that_ended_between_its_arrival_and_admission() -> None:
     history = History()
     history.add(record("before", 0, 0, 1))
     history.add(record("during", 0, 0, 3))

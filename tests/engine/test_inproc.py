@@ -96,7 +96,7 @@ async def until_idle(client: InprocClient) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_two_thousand_requests_at_once(depth: int) -> None:
+async def test_two_thousand_concurrent_requests_get_their_own_tokens(depth: int) -> None:
     engine = FakeEngine(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=256, pipeline_depth=depth)
     client = InprocClient(engine.core, engine.facts)
     prompts = [[i % 40, i // 40, *range(i % 7)] for i in range(2000)]
@@ -150,7 +150,7 @@ async def test_full_queue_rejects_at_once(engine: FakeEngine, client: InprocClie
     await client.add(make_request([1], 3, "running"))
     await until(gate.reached.is_set)
     adding = [asyncio.ensure_future(client.add(make_request([i], 3, f"q{i}"))) for i in range(11)]
-    await asyncio.sleep(0)  # all have asked
+    await asyncio.sleep(0)  # all calls are queued
     gate.open.set()
     results = await asyncio.gather(*adding, return_exceptions=True)
     # Seven can run beside the first, and two may wait.
@@ -438,7 +438,7 @@ async def test_no_records_are_made_for_an_observer_that_has_failed(
     assert engine.core.observers == before
 
 
-def test_a_second_event_loop_can_go_on_after_the_first() -> None:
+def test_second_event_loop_can_use_the_client_after_the_first() -> None:
     engine = FakeEngine(num_blocks=8192)
     client = InprocClient(engine.core, engine.facts)
 
@@ -457,7 +457,7 @@ def test_a_second_event_loop_can_go_on_after_the_first() -> None:
     assert asyncio.run(use()) == expected_tokens([3], 5)
 
 
-async def test_statistics_come_while_a_prompt_is_computed(client: InprocClient) -> None:
+async def test_statistics_are_current_while_a_prompt_is_computed(client: InprocClient) -> None:
     await client.add(make_request(list(range(20_000)), 1, "r"))
     answered = asyncio.create_task(read(client, "r"))
     steps = set()

@@ -13,7 +13,7 @@ PROMPT = list(range(1, 13))
 
 
 class FakeSleepSupport:
-    """Remembers what was asked of it."""
+    """Records its calls."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What an encoder's runner does besides steps: those against transformers are in tests/e2e/test_encoders.py."""
+"""Warm-up and packing of the encoder runner; tests/e2e/test_encoders.py compares its steps with transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.scheduling import Admission, Batch
 
 
 class Recorder:
-    """In place of an encoder: which texts it was given."""
+    """Records the texts that an encoder would get."""
 
     def __init__(self) -> None:
         self.encoder = SimpleNamespace(
@@ -32,7 +32,7 @@ class Recorder:
         return torch.tensor(texts.sequences.lengths, dtype=torch.float32).unsqueeze(1)
 
 
-def test_the_smallest_and_the_largest_step_are_computed_ahead() -> None:
+def test_warm_up_computes_the_smallest_and_the_largest_step() -> None:
     model: Any = Recorder()
     EncoderRunner(model).warm_up(max_len=100, max_tokens=350)
     assert model.steps == [[1], [100, 100, 100]]

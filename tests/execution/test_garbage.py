@@ -1,4 +1,4 @@
-"""The user's process is the user's: loading an engine into it freezes none of its objects."""
+"""Loading an engine into a user's process must not freeze that process's objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight import LLM
 from inflight.config import EngineConfig
 from inflight.execution.gpu import platform as cuda
 
-# They own their process: the engine's, a rank's, the server's, a front's, and the one that sends a benchmark's load.
+# They own their process: the engine's, a rank's, the server's, an API worker's, and the load generator's.
 OWNERS = {
     "execution/parallel/worker.py",
     "engine/remote/worker.py",
@@ -25,7 +25,7 @@ OWNERS = {
 }
 
 
-def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "GpuRunner", lambda *_, **__: SimpleNamespace(steps=None))
     platform = object.__new__(cuda.CudaPlatform)  # made without looking for a GPU
     before = gc.get_freeze_count()
@@ -35,7 +35,7 @@ def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gc.get_freeze_count() <= before  # some of what tests have frozen may end meanwhile
 
 
-def test_an_engine_leaves_the_collector_as_it_was() -> None:
+def test_engine_leaves_the_garbage_collector_unchanged() -> None:
     before = gc.get_freeze_count()
     with LLM() as llm:
         llm.generate([[1, 2, 3]], use_tqdm=False)
@@ -43,11 +43,11 @@ def test_an_engine_leaves_the_collector_as_it_was() -> None:
         assert gc.isenabled()
 
 
-def test_only_processes_of_our_own_are_frozen() -> None:
+def test_only_our_own_processes_call_gc_freeze() -> None:
     root = Path(inflight.__file__).parent
-    found = {
+    actual = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         if re.search(r"gc\.freeze\(", path.read_text())
     }
-    assert found == OWNERS
+    assert actual == OWNERS

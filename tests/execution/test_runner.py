@@ -11,7 +11,7 @@ from inflight.scheduling import Batch
 from inflight.scheduling.batch import Admission, TableUpdate
 
 
-def test_rows_take_in_tokens_and_blocks() -> None:
+def test_rows_store_tokens_and_blocks() -> None:
     rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"))
     rows.tokens.fill_(-1)
     rows.block_tables.fill_(-1)

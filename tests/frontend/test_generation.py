@@ -11,6 +11,7 @@ import pytest
 
 from inflight import AsyncEngine, SamplingParams
 from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine.client import NoTimeline
 from inflight.errors import EngineDeadError, QueueFullError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Generation
@@ -24,7 +25,7 @@ LENGTH = 14
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=LENGTH, ignore_eos=True)
 
 
-class Cutting:
+class Cutting(NoTimeline):
     """A client that cuts every stream after so many tokens and goes on with a request for the rest: all that a router
     does when an engine dies under a stream."""
 

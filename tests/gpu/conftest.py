@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Short ones, long ones, and some that begin alike."""
+    """The prompts are short, long, and some share a prefix."""
     rng = random.Random(0)
 
     def ids(count: int) -> list[int]:

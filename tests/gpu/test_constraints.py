@@ -1,4 +1,4 @@
-"""Constrained rows on the GPU: texts that match, and the same tokens however a step is run."""
+"""Constrained rows on the GPU give matching texts, and the same tokens however a step is run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SCHEMA = {
 
 
 def answers(**options: Any) -> list[str]:
-    asked = [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[a-c]{3}-\\d{2}"), None]
+    constraints = [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[a-c]{3}-\\d{2}"), None]
     params = [
         SamplingParams(temperature=1.0, seed=3, max_tokens=300, structured_outputs=each)
         for _ in PROMPTS
-        for each in asked
+        for each in constraints
     ]
-    prompts = [prompt for prompt in PROMPTS for _ in asked]
+    prompts = [prompt for prompt in PROMPTS for _ in constraints]
     with LLM(show_progress=False, dtype="float32", max_num_seqs=16, **options) as llm:
         return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -36,7 +36,7 @@ def expected() -> list[str]:
     return answers(num_blocks=400)
 
 
-def test_texts_match(expected: list[str]) -> None:
+def test_constrained_texts_match_their_constraint(expected: list[str]) -> None:
     for text in expected[::3]:
         assert json.loads(text).keys() == {"name", "age"}
     for text in expected[1::3]:
@@ -50,6 +50,6 @@ def test_texts_match(expected: list[str]) -> None:
 def test_graphs_depth_preemption_and_chunks_change_nothing(
     expected: list[str], options: dict[str, Any]
 ) -> None:
-    found = answers(**{"num_blocks": 400} | options)
+    actual = answers(**{"num_blocks": 400} | options)
     # A logarithm that rounds differently may change one sample in thousands; the rest of that answer then differs.
-    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
+    assert sum(a == b for a, b in zip(actual, expected, strict=True)) >= len(expected) - 1

@@ -58,7 +58,7 @@ def test_first_request_of_each_kind_compiles_nothing(llm: LLM, compiled: list[st
 
 @pytest.mark.parametrize("num_own", [1, 2, 3, 17, 64])
 def test_first_hit_of_a_long_prefix_compiles_nothing(llm: LLM, compiled: list[str], num_own: int) -> None:
-    """More blocks than a step has room for are written by a launch of their own, whatever their number."""
+    """More blocks than fit a step are written by a separate launch, whatever their number."""
     shared = prompt(3, LONG)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([shared], params, use_tqdm=False)

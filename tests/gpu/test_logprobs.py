@@ -13,7 +13,7 @@ from tests.support.checkpoints import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(
     family: str, checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -34,6 +34,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         output = llm.generate([prompt], params, use_tqdm=False)[0]
     assert output.prompt_logprobs is not None
-    ours = torch.tensor([next(iter(found.values())).logprob for found in output.prompt_logprobs if found])
+    ours = torch.tensor([next(iter(actual.values())).logprob for actual in output.prompt_logprobs if actual])
     assert (ours - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean() + 1e-3
     assert (ours - exact).abs().max() < 0.25

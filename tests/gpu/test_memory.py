@@ -1,4 +1,4 @@
-"""How much of the GPU an engine takes."""
+"""The share of the GPU that an engine takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.errors import KVBudgetError
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_gpu_memory_utilization_is_kept(
+def test_gpu_memory_utilization_is_respected(
     share: float, checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:
     folder = checkpoint("qwen3")
@@ -27,6 +27,6 @@ def test_gpu_memory_utilization_is_kept(
     assert 1 - free / total < 0.1  # given back
 
 
-def test_more_than_there_is_is_refused(checkpoint: Callable[..., Path]) -> None:
+def test_more_memory_than_available_is_rejected(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(KVBudgetError, match="are free on cuda"):
         LLM(checkpoint("qwen3"), skip_tokenizer_init=True, show_progress=False, kv_cache_memory=1 << 50)

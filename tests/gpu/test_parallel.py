@@ -64,14 +64,14 @@ def answers(**options: Any) -> list[RankAnswer]:
         if isinstance(runner, MirroredRunner):
             assert isinstance(runner._runner, GpuRunner)
             assert isinstance(runner._runner.steps, StepGraphs)  # with the sums inside
-    found = []
+    actual = []
     for output in outputs:
         (sequence,) = output.outputs
         logprobs = [each for position in sequence.logprobs or () for each in position.values()]
-        found.append(
+        actual.append(
             RankAnswer(sequence.token_ids, [t.logprob for t in logprobs], [t.rank for t in logprobs])
         )
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def expected() -> list[RankAnswer]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_ranks_on_one_device_give_the_tokens_of_one(expected: list[RankAnswer], case: str) -> None:
-    found = answers(**CASES[case])
+    actual = answers(**CASES[case])
     # A sum that rounds differently may change one sample in thousands; the rest of that answer then differs.
-    same = [(a, b) for a, b in zip(found, expected, strict=True) if a.token_ids == b.token_ids]
+    same = [(a, b) for a, b in zip(actual, expected, strict=True) if a.token_ids == b.token_ids]
     assert len(same) >= len(expected) - 1
     for one, other in same:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -95,7 +95,7 @@ def test_ranks_that_share_a_device_need_num_blocks() -> None:
         LLM(show_progress=False, tensor_parallel_size=8, pipeline_parallel_size=8)
 
 
-def test_a_killed_rank_ends_a_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_rank_ends_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank's device waits for it in the middle of a step."""
     made: list[RankProcess] = []
     create = RankProcess.__init__

@@ -96,8 +96,8 @@ def test_two_ranks_meet_in_captured_graphs(ranks: list[Rank]) -> None:
                 rank.graph.replay()
         torch.cuda.synchronize()
         first, second = ranks
-        for found in results:
-            sums = iter(found)
+        for actual in results:
+            sums = iter(actual)
             for a, b, hidden in zip(first.parts, second.parts, first.hidden, strict=True):
                 total = a.float() + b.float()
                 assert torch.equal(next(sums), total.bfloat16())

@@ -1,4 +1,4 @@
-"""What is planned for a GPU is what an engine takes there."""
+"""Plans for a GPU match the memory that an engine takes there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planned(**options: Any) -> Fit:
     return fit
 
 
-def test_weights_are_as_large_as_planned() -> None:
+def test_weights_take_the_planned_memory() -> None:
     with LLM("-", show_progress=False, num_blocks=512, **OPTIONS) as llm:
         decoder = llm._engine.model
         assert isinstance(decoder, Decoder)
@@ -42,7 +42,7 @@ def test_weights_are_as_large_as_planned() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("share", [0.9, 0.25])
-def test_the_plan_is_what_an_engine_takes(share: float) -> None:
+def test_engine_takes_the_planned_memory(share: float) -> None:
     """In a process of its own: this one may hold memory that earlier tests have left, which an engine in it would be
     charged for."""
     torch.cuda.empty_cache()

@@ -71,7 +71,7 @@ def test_replicas_share_a_gpu_and_restart_one_at_a_time(
 
 
 @pytest.mark.timeout(300)
-def test_memory_of_other_processes_is_no_use_of_an_engine(checkpoint: Callable[..., Path]) -> None:
+def test_memory_of_other_processes_is_not_charged_to_an_engine(checkpoint: Callable[..., Path]) -> None:
     """This process holds a quarter of the GPU, and the engine's process gets what it would get without it."""
     _, total = torch.cuda.mem_get_info()
     options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.3, **SMALL}
@@ -89,7 +89,7 @@ def test_memory_of_other_processes_is_no_use_of_an_engine(checkpoint: Callable[.
 
 
 @pytest.mark.timeout(300)
-def test_a_share_that_another_process_holds_is_refused(checkpoint: Callable[..., Path]) -> None:
+def test_memory_share_held_by_another_process_is_rejected(checkpoint: Callable[..., Path]) -> None:
     free, total = torch.cuda.mem_get_info()
     held = torch.empty(free - total // 4, dtype=torch.uint8, device="cuda")
 

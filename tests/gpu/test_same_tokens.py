@@ -1,4 +1,4 @@
-"""Tokens on the GPU: those of the CPU, however a step is run."""
+"""Tokens on the GPU match the CPU, however a step is run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Checkpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_in_float32_is_the_cpu(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
+def test_greedy_in_float32_matches_the_cpu(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
     folder = checkpoint(family)
     assert ask(folder, dtype="float32") == ask(folder, dtype="float32", device="cpu")
 
@@ -23,10 +23,10 @@ def test_greedy_in_float32_is_the_cpu(family: str, checkpoint: Checkpoint, ask: 
 @pytest.mark.parametrize(
     "params", [{"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8}, {}]
 )
-def test_seeded_sampling_in_float32_is_the_cpu(
+def test_seeded_sampling_in_float32_matches_the_cpu(
     params: dict[str, float], checkpoint: Checkpoint, ask: Ask
 ) -> None:
-    wanted = SamplingParams(
+    reference = SamplingParams(
         temperature=0.8,
         seed=5,
         max_tokens=24,
@@ -35,9 +35,12 @@ def test_seeded_sampling_in_float32_is_the_cpu(
         **params,  # type: ignore[arg-type]
     )
     folder = checkpoint("qwen3")
-    found, expected = ask(folder, wanted, dtype="float32"), ask(folder, wanted, dtype="float32", device="cpu")
+    actual, expected = (
+        ask(folder, reference, dtype="float32"),
+        ask(folder, reference, dtype="float32", device="cpu"),
+    )
     # A logarithm that rounds differently may change one sample in thousands; the rest of that answer then differs.
-    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
+    assert sum(a == b for a, b in zip(actual, expected, strict=True)) >= len(expected) - 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -67,9 +70,9 @@ def test_preemption_changes_nothing(checkpoint: Checkpoint, ask: Ask) -> None:
     [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.4}, {"logit_bias": {7: 3.0}},
      {"min_tokens": 5}, {"logprobs": 3}, {"allowed_token_ids": [4, 5, 6, 7]}],
 )  # fmt: skip
-def test_what_is_sampled_outside_the_graph_is_the_cpu_too(
+def test_requests_sampled_outside_the_graph_match_the_cpu(
     more: dict[str, object], checkpoint: Checkpoint, ask: Ask
 ) -> None:
-    wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, **more)  # type: ignore[arg-type]
+    reference = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, **more)  # type: ignore[arg-type]
     folder = checkpoint("qwen3")
-    assert ask(folder, wanted, dtype="float32") == ask(folder, wanted, dtype="float32", device="cpu")
+    assert ask(folder, reference, dtype="float32") == ask(folder, reference, dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""Vectors on the GPU: those of the CPU, from captured steps, for heads of any size."""
+"""Vectors from captured steps on the GPU match the CPU, for heads of any size."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ def vectors(folder: Path, generates: bool, **options: Any) -> tuple[Any, list[li
     engine = PooledEngine.load(folder, max_num_seqs=32, max_num_batched_tokens=1024, **options)
     for index, prompt in enumerate(PROMPTS if generates else []):
         engine.add(f"generates {index}", prompt, max_tokens=30)
-    found = engine.pool(TEXTS)
+    actual = engine.pool(TEXTS)
     answers = [engine.tokens[name] for name in engine.tokens if name.startswith("generates")]
     engine.loaded.close()
-    return found, answers
+    return actual, answers
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_reranker_beside_generation_in_float32_is_the_cpu(eager: bool, tmp_path: Path) -> None:
+def test_reranker_beside_generation_in_float32_matches_the_cpu(eager: bool, tmp_path: Path) -> None:
     folder = write_reranker(tmp_path / "Qwen3-Reranker")
-    found, answers = vectors(folder, True, dtype="float32", enforce_eager=eager)
-    expected, wanted = vectors(folder, True, dtype="float32", device="cpu")
-    assert found == pytest.approx(expected, abs=1e-3)
-    assert answers == wanted
+    actual, answers = vectors(folder, True, dtype="float32", enforce_eager=eager)
+    expected, reference = vectors(folder, True, dtype="float32", device="cpu")
+    assert actual == pytest.approx(expected, abs=1e-3)
+    assert answers == reference
 
 
 @pytest.mark.parametrize("num_labels", [1, 2, 3, 65])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_labels_are_those_of_the_cpu(num_labels: int, dtype: str, tmp_path: Path) -> None:
+def test_labels_match_the_cpu(num_labels: int, dtype: str, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path, "llama", num_labels)
-    found, _ = vectors(folder, False, dtype=dtype, skip_tokenizer_init=True)
+    actual, _ = vectors(folder, False, dtype=dtype, skip_tokenizer_init=True)
     expected, _ = vectors(folder, False, dtype="float32", device="cpu", skip_tokenizer_init=True)
-    assert np.abs(found - expected).max() < (1e-3 if dtype == "float32" else 0.3)
+    assert np.abs(actual - expected).max() < (1e-3 if dtype == "float32" else 0.3)
 
 
 @pytest.mark.parametrize("dense", [0, 24])
-def test_embeddings_are_those_of_the_cpu(dense: int, tmp_path: Path) -> None:
+def test_embeddings_match_the_cpu(dense: int, tmp_path: Path) -> None:
     folder = write_embedder(tmp_path, dense)
     options = {"skip_tokenizer_init": True, "max_model_len": 512}
-    found, _ = vectors(folder, False, dtype="float32", **options)
+    actual, _ = vectors(folder, False, dtype="float32", **options)
     expected, _ = vectors(folder, False, dtype="float32", device="cpu", **options)
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert actual == pytest.approx(expected, abs=1e-3)
 
 
 # ---- encoders ----
@@ -69,15 +69,15 @@ def encoder_vectors(folder: Path, seconds: list[int], **options: Any) -> NDArray
     runner = engine.core.runner
     if isinstance(runner, GpuEncoderRunner):
         assert isinstance(runner.steps, EagerSteps if options.get("enforce_eager") else StepGraphs)
-    first, found = (np.array(encoded(engine, ENCODED, seconds)) for _ in range(2))
+    first, actual = (np.array(encoded(engine, ENCODED, seconds)) for _ in range(2))
     engine.close()
     assert np.isfinite(first).all()
-    assert np.abs(found - first).max() < 1e-2 * np.abs(first).max()
-    return found
+    assert np.abs(actual - first).max() < 1e-2 * np.abs(first).max()
+    return actual
 
 
 def assert_captured_steps_are_right(folder: Path, seconds: list[int]) -> None:
-    """In float32, those of the CPU; in bfloat16, those of the same kernels launched one by one."""
+    """In float32 the reference is the CPU; in bfloat16, the same kernels launched one by one."""
     captured = encoder_vectors(folder, seconds, device="cuda", dtype="float32")
     expected = encoder_vectors(folder, seconds, dtype="float32")
     assert np.abs(captured - expected).max() < 1e-3
@@ -88,12 +88,12 @@ def assert_captured_steps_are_right(folder: Path, seconds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "distilbert", "modernbert"])
-def test_classifying_encoders_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+def test_classifying_encoders_match_the_cpu(family: str, tmp_path: Path) -> None:
     make_encoder(family, classifier=True, num_labels=3).save_pretrained(tmp_path)
     assert_captured_steps_are_right(tmp_path, SECONDS if family == "bert" else [0] * len(SECONDS))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_every_pooling_of_an_encoder_is_that_of_the_cpu(pooling: str, tmp_path: Path) -> None:
+def test_every_pooling_of_an_encoder_matches_the_cpu(pooling: str, tmp_path: Path) -> None:
     make_encoder("bert", classifier=False).save_pretrained(tmp_path)
     assert_captured_steps_are_right(write_pooling(tmp_path, pooling), SECONDS)

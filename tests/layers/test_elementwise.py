@@ -33,21 +33,21 @@ def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def assert_near(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-6)
+def assert_near(actual: Tensor, reference: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), reference, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 64), (40, 1024), (5, 4, 128), (3, 2, 20)])
-def test_rms_norm(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
+def test_rms_norm_matches_float64(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.randn(shape[-1])
-    found = kernels.rms_norm(x, weight, 1e-6)
-    assert found.shape == x.shape
-    assert_near(found, norm64(x, weight, 1e-6))
+    actual = kernels.rms_norm(x, weight, 1e-6)
+    assert actual.shape == x.shape
+    assert_near(actual, norm64(x, weight, 1e-6))
 
 
-def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: CpuKernels) -> None:
+def test_rms_norm_of_heads_inside_a_packed_tensor_matches_float64(kernels: CpuKernels) -> None:
     torch.manual_seed(1)
     packed, weight = torch.randn(6, 7 * 32), torch.randn(32)
     for x in (
@@ -62,7 +62,7 @@ def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 64), (33, 1000)])
-def test_add(kernels: CpuKernels, shape: tuple[int, int]) -> None:
+def test_add_matches_torch(kernels: CpuKernels, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
     x, residual = torch.randn(shape), torch.randn(shape)
     expected = x + residual
@@ -70,7 +70,7 @@ def test_add(kernels: CpuKernels, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("norm", [None, torch.linspace(0.5, 1.5, 24)])
-def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: Tensor | None) -> None:
+def test_fused_operations_equal_their_parts(kernels: CpuKernels, norm: Tensor | None) -> None:
     torch.manual_seed(4)
     x = torch.randn(5, 24)
     linear = kernels.linear(24, 24, torch.float32, bias=True)
@@ -86,14 +86,16 @@ def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: T
     gated = torch.nn.functional.silu(y[:, :12]) * y[:, 12:]
     assert_near(linear.gated(Residual(x, norm), 1e-6, "silu"), gated)
     added = x.double() + normed(x.double() @ weight.double().T + bias)
-    found = linear.add_to(Residual(x.clone(), None), x, norm, 1e-6, next_norm=norm)
-    assert_near(found.x, added)
-    assert found.norm is norm
+    actual = linear.add_to(Residual(x.clone(), None), x, norm, 1e-6, next_norm=norm)
+    assert_near(actual.x, added)
+    assert actual.norm is norm
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (64, 32), (20, 6), (8, 2)])
 @pytest.mark.parametrize("num_tokens", [1, 9, 60])
-def test_rotate(kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens: int) -> None:
+def test_rotation_matches_float64(
+    kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens: int
+) -> None:
     torch.manual_seed(3)
     half = rotary_dim // 2
     angles = torch.rand(50, half) * 6
@@ -101,20 +103,20 @@ def test_rotate(kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens:
     positions = torch.randint(0, 50, (num_tokens,))
     packed = torch.randn(num_tokens, 5, head_dim)
     before = packed.clone()
-    found = kernels.rotate(packed[:, 1:4], positions, cos_sin)
+    actual = kernels.rotate(packed[:, 1:4], positions, cos_sin)
     # A rotation is a product of complex numbers.
     x = before[:, 1:4].double()
     rotation = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
     rotated = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * rotation
-    wanted = torch.cat((rotated.real, rotated.imag, x[..., rotary_dim:]), dim=-1)
-    assert_near(found, wanted)
+    reference = torch.cat((rotated.real, rotated.imag, x[..., rotary_dim:]), dim=-1)
+    assert_near(actual, reference)
     untouched = torch.tensor([0, 4])
     assert torch.equal(packed[:, untouched], before[:, untouched])
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 34), (17, 3000)])
-def test_gate(kernels: CpuKernels, activation: str, shape: tuple[int, int]) -> None:
+def test_gate_matches_float64(kernels: CpuKernels, activation: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(shape) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
@@ -122,23 +124,23 @@ def test_gate(kernels: CpuKernels, activation: str, shape: tuple[int, int]) -> N
         acted = gate / (1 + (-gate).exp())
     else:
         acted = gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh())
-    found = kernels.gate(gate_up, activation)
-    torch.testing.assert_close(found.double(), acted * up, rtol=3e-6, atol=3e-6)
+    actual = kernels.gate(gate_up, activation)
+    torch.testing.assert_close(actual.double(), acted * up, rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gate_far_from_zero(kernels: CpuKernels, activation: str) -> None:
+def test_gate_far_from_zero_matches_float64(kernels: CpuKernels, activation: str) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -89.0, 0.0, 89.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1, 1]])
-    found = kernels.gate(gate_up, activation)
-    torch.testing.assert_close(found, torch.tensor([[0.0, 0, 0, 0, 89, 200, 1e4]]), rtol=1e-6, atol=1e-6)
+    actual = kernels.gate(gate_up, activation)
+    torch.testing.assert_close(actual, torch.tensor([[0.0, 0, 0, 0, 89, 200, 1e4]]), rtol=1e-6, atol=1e-6)
 
 
-def test_gate_passes_on_what_is_not_a_number() -> None:
+def test_gate_propagates_nan() -> None:
     gate_up = torch.tensor([[float("nan"), 1.0, 1.0, 1.0]])
     assert native().gate(gate_up, "silu").isnan().tolist() == [[True, False]]
 
 
-def test_a_token_has_the_same_bits_in_every_batch() -> None:
+def test_token_has_the_same_bits_in_every_batch() -> None:
     torch.manual_seed(5)
     kernels, cos_sin = native(), torch.randn(100, 24)
     x, weight, positions = torch.randn(90, 1040), torch.randn(1040), torch.randint(0, 100, (90,))
@@ -152,12 +154,12 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
         assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), rotated[one])
 
 
-def test_an_unknown_activation_is_refused(kernels: CpuKernels) -> None:
+def test_unknown_activation_is_rejected(kernels: CpuKernels) -> None:
     with pytest.raises(ConfigError, match="must be one of silu, gelu_tanh"):
         kernels.gate(torch.ones(1, 2), "relu")
 
 
-def test_what_would_read_outside_is_refused() -> None:
+def test_tensors_of_wrong_sizes_are_rejected() -> None:
     kernels = native()
     with pytest.raises(ConfigError, match="must be"):
         kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
@@ -176,6 +178,6 @@ def test_torch_kernels_keep_the_compute_dtype() -> None:
     assert kernels.rms_norm(x, torch.ones(8), 1e-6).dtype == torch.bfloat16
 
 
-def test_the_compiled_kernels_are_chosen_where_they_can_be_had() -> None:
+def test_compiled_kernels_are_preferred() -> None:
     expected = TorchKernels if native_library() is None else NativeKernels
     assert isinstance(cpu_kernels(), expected)

@@ -37,17 +37,17 @@ def make(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Linear
     return linear
 
 
-def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+def assert_product(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # A chain of K roundings, each relative to the sum so far.
     tolerance = 1e-6 * weight.shape[1] ** 0.5 * 4
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 13, 14, 15, 16, 28, 29, 33])
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (17, 31), (64, 64), (129, 33), (256, 100)])
-def test_product(
+def test_product_matches_float64(
     kernels: Kernels, dtype: torch.dtype, num_tokens: int, in_features: int, out_features: int
 ) -> None:
     torch.manual_seed(num_tokens)
@@ -59,7 +59,9 @@ def test_product(
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 30])
 @pytest.mark.parametrize("in_features", [1023, 1024, 2049, 3073])
-def test_products_deeper_than_one_block(kernels: Kernels, num_tokens: int, in_features: int) -> None:
+def test_products_deeper_than_one_block_match_float64(
+    kernels: Kernels, num_tokens: int, in_features: int
+) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(70, in_features), torch.randn(num_tokens, in_features)
     assert_product(make(kernels, weight)(x), x, weight)
@@ -72,7 +74,9 @@ def test_products_deeper_than_one_block(kernels: Kernels, num_tokens: int, in_fe
     out_features=st.integers(1, 110),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_shape(num_tokens: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+def test_any_shape_matches_float64(
+    num_tokens: int, in_features: int, out_features: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features)
     x = torch.randn(num_tokens, in_features)
@@ -81,7 +85,7 @@ def test_any_shape(num_tokens: int, in_features: int, out_features: int, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), [(96, 77), (1030, 64)])
-def test_a_row_has_the_same_bits_in_every_batch(
+def test_row_has_the_same_bits_in_every_batch(
     dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
     torch.manual_seed(1)
@@ -95,8 +99,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("in_features", "out_features"), [(40, 33), (1100, 150)])
-def test_products_of_many_rows(dtype: torch.dtype, in_features: int, out_features: int) -> None:
-    """They are worked on in blocks, and give the bits that few rows give."""
+def test_products_of_many_rows_match_float64(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Many rows are computed in blocks, with the same bits as few rows."""
     torch.manual_seed(7)
     weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features)
     linear, x = make(native(), weight, bias), torch.randn(1000, in_features)
@@ -115,7 +119,7 @@ def test_bfloat16_weights_compute_as_if_widened() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_are_packed_side_by_side(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_parts_are_packed_side_by_side(kernels: Kernels, dtype: torch.dtype) -> None:
     """Query, key and value weights become one layer, at rows that are no multiple of anything."""
     torch.manual_seed(3)
     pieces = [torch.randn(rows, 40).to(dtype) for rows in (45, 3, 70, 1)]
@@ -138,23 +142,23 @@ def test_embeddings_are_the_weights(kernels: Kernels, dtype: torch.dtype) -> Non
     assert make(kernels, weight).embed(ids[:0]).shape == (0, 41)
 
 
-def test_a_weight_is_loaded_in_parts() -> None:
+def test_weight_is_loaded_in_parts() -> None:
     weight = torch.arange(float(LOAD_ROWS + 50)).unsqueeze(1).repeat(1, 2)
     ids = torch.tensor([0, LOAD_ROWS - 1, LOAD_ROWS, LOAD_ROWS + 49])
     assert torch.equal(make(native(), weight).embed(ids), weight[ids])
 
 
-def test_a_strided_weight_and_input(kernels: Kernels) -> None:
+def test_strided_weight_and_input_match_float64(kernels: Kernels) -> None:
     torch.manual_seed(5)
     weight, x = torch.randn(30, 40).T, torch.randn(30, 5).T
     assert_product(make(kernels, weight)(x), x, weight)
 
 
-def test_no_tokens(kernels: Kernels) -> None:
+def test_no_tokens_give_an_empty_result(kernels: Kernels) -> None:
     assert make(kernels, torch.ones(5, 3))(torch.empty(0, 3)).shape == (0, 5)
 
 
-def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
+def test_mismatched_tensors_are_rejected(kernels: Kernels) -> None:
     linear = kernels.linear(4, 6, torch.float32, bias=True)
     for weight, first in (
         (torch.ones(6, 5), 0),
@@ -170,7 +174,7 @@ def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
         kernels.linear(4, 6, torch.float32, bias=False).load_bias(torch.ones(6))
 
 
-def test_the_compiled_layer_reads_no_memory_outside() -> None:
+def test_compiled_layer_reads_no_memory_outside() -> None:
     linear = make(native(), torch.ones(6, 4))
     with pytest.raises(IndexError, match=r"\[0, 6\)"):
         linear.embed(torch.tensor([6]))

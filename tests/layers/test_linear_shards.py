@@ -63,7 +63,7 @@ def device_of(linear: Linear) -> torch.device:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     order=st.randoms(use_true_random=False),
 )
-def test_loading_by_ranges_is_loading_whole(
+def test_loading_by_ranges_equals_loading_at_once(
     kind: str, row_cuts: set[int], column_cuts: set[int], dtype: torch.dtype, order: Random
 ) -> None:
     torch.manual_seed(0)
@@ -84,15 +84,15 @@ def test_loading_by_ranges_is_loading_whole(
     assert torch.equal(linear(x), make(kernels, weight)(x))
 
 
-def test_a_range_leaves_the_rest_as_it_was(kernels: Kernels) -> None:
+def test_loading_a_range_leaves_the_rest_unchanged(kernels: Kernels) -> None:
     linear = make(kernels, torch.zeros(70, 41))
     linear.load(torch.ones(3, 5), 32, 7)
-    wanted = torch.zeros(70, 41)
-    wanted[32:35, 7:12] = 1
-    assert torch.equal(contents(linear).cpu(), wanted)
+    expected = torch.zeros(70, 41)
+    expected[32:35, 7:12] = 1
+    assert torch.equal(contents(linear).cpu(), expected)
 
 
-def test_ranges_outside_are_refused(kernels: Kernels) -> None:
+def test_ranges_outside_are_rejected(kernels: Kernels) -> None:
     linear = make(kernels, torch.zeros(6, 4))
     for weight, row, column in (
         (torch.ones(6, 5), 0, 0),
@@ -123,7 +123,7 @@ def test_halves_of_the_columns_add_up_to_the_whole(
     weight, bias = draw(24, 40) / 6, draw(24) if with_bias else None
     norm, next_norm = draw(24) if with_norm else None, draw(24)
     x, hidden = draw(num_tokens, 40), draw(num_tokens, 24)
-    wanted = make(kernels, weight, bias).add_to(Residual(hidden.clone(), None), x, norm, 1e-6, next_norm)
+    expected = make(kernels, weight, bias).add_to(Residual(hidden.clone(), None), x, norm, 1e-6, next_norm)
 
     reduced: list[Tensor] = []
 
@@ -135,10 +135,10 @@ def test_halves_of_the_columns_add_up_to_the_whole(
 
     left = make(kernels, weight[:, :20], bias, OtherRank())
     right = make(kernels, weight[:, 20:])
-    found = left.add_to(Residual(hidden.clone(), None), x[:, :20].contiguous(), norm, 1e-6, next_norm)
+    actual = left.add_to(Residual(hidden.clone(), None), x[:, :20].contiguous(), norm, 1e-6, next_norm)
 
-    torch.testing.assert_close(found.x, wanted.x, rtol=1e-5, atol=1e-5)
-    assert found.norm is next_norm
+    torch.testing.assert_close(actual.x, expected.x, rtol=1e-5, atol=1e-5)
+    assert actual.norm is next_norm
     # It is the product that is reduced, once, and neither the residual nor the norm is in it.
     (partial,) = reduced
     product = x[:, :20] @ weight[:, :20].T + (0 if bias is None else bias)

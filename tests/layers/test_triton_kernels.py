@@ -1,4 +1,4 @@
-"""The GPU's kernels against float64: norms, gates, and the decoder's operations on both sides of the threshold."""
+"""The GPU's kernels against float64: norms, gates, and operations of decoders with few and with many tokens."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def make(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Linear
 @pytest.mark.parametrize(
     "shape", [(1, 1), (3, 17), (40, 64), (5, 4, 128), (3, 2, 20), (2, 3, 4, 24), (2, 5000)]
 )
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_matches_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = draw(*shape, dtype=dtype), draw(shape[-1])
-    found = rms_norm(x, weight, 1e-6)
-    assert found.shape == x.shape
-    assert_near(found, normed64(x, weight, 1e-6), dtype)
+    actual = rms_norm(x, weight, 1e-6)
+    assert actual.shape == x.shape
+    assert_near(actual, normed64(x, weight, 1e-6), dtype)
 
 
-def test_rms_norm_of_views_of_something_larger() -> None:
+def test_rms_norm_of_views_matches_float64() -> None:
     torch.manual_seed(1)
     packed, weight = draw(6, 7 * 32), draw(32)
     for x in (
@@ -48,7 +48,7 @@ def test_rms_norm_of_views_of_something_larger() -> None:
         assert_near(rms_norm(x, scale, 1e-5), normed64(x, scale, 1e-5), torch.float32)
 
 
-def test_rms_norm_of_large_and_of_no_values() -> None:
+def test_rms_norm_of_large_values_and_of_no_tokens() -> None:
     x = torch.full((2, 48), 3e4, dtype=torch.float16, device=DEVICE)
     ones = torch.ones(48, device=DEVICE)
     assert torch.equal(rms_norm(x, ones, 1e-6), torch.ones_like(x))
@@ -57,18 +57,18 @@ def test_rms_norm_of_large_and_of_no_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_norm_is_added_in_place(dtype: torch.dtype) -> None:
+def test_norm_is_added_in_place(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     residual, x, weight = draw(5, 40, dtype=dtype), draw(5, 40, dtype=dtype), draw(40)
-    wanted = residual.double() + normed64(x, weight, 1e-6)
+    expected = residual.double() + normed64(x, weight, 1e-6)
     assert add_normed(residual, x, weight, 1e-6) is residual
-    assert_near(residual, wanted, dtype)
+    assert_near(residual, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 34), (2, 2100), (0, 8)])
-def test_gate(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
+def test_gate_matches_float64(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     gate_up = draw(*shape, dtype=dtype, scale=3.0)
     identity = torch.eye(shape[1], device=DEVICE)
@@ -76,10 +76,10 @@ def test_gate(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gate_far_from_zero(activation: str) -> None:
+def test_gate_far_from_zero_matches_float64(activation: str) -> None:
     values = torch.tensor([-1e4, -90.0, 90.0, 1e4], device=DEVICE)
-    found = gate(torch.cat((values, torch.ones(4, device=DEVICE))).unsqueeze(0), activation)
-    torch.testing.assert_close(found[0], values.clamp(min=0))
+    actual = gate(torch.cat((values, torch.ones(4, device=DEVICE))).unsqueeze(0), activation)
+    torch.testing.assert_close(actual[0], values.clamp(min=0))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -87,7 +87,7 @@ def test_a_gate_far_from_zero(activation: str) -> None:
     ("num_tokens", "with_bias"),
     [(0, False), (1, True), (FEW, False), (FEW + 1, True), (11, False)],
 )
-def test_the_decoders_operations(num_tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
+def test_operations_of_decoders_match_torch(num_tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
     check_the_decoders_operations(TritonKernels(dtype, DEVICE, few_tokens=FEW), num_tokens, with_bias)
 
 
@@ -100,10 +100,10 @@ def test_the_decoders_operations(num_tokens: int, with_bias: bool, dtype: torch.
         (70, True, torch.bfloat16),
     ],
 )
-def test_the_decoders_operations_with_more_tokens(
+def test_operations_of_decoders_with_more_tokens_match_torch(
     num_tokens: int, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a norm fused into the product and with one before it, and with nothing left to the vendor's product."""
+    """The norm is fused into the product or runs before it; nothing is left to cuBLAS."""
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     check_the_decoders_operations(TritonKernels(dtype, DEVICE), num_tokens, with_bias)
 
@@ -120,20 +120,20 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
     assert_near(linear(x), reference(x, weight, bias=bias), dtype)
     for in_norm in (norm, None):
         read = Residual(x, in_norm)
-        wanted = reference(x, weight, in_norm, 1e-5, bias)
-        assert_near(linear.normed(read, 1e-5), wanted, dtype)
+        expected = reference(x, weight, in_norm, 1e-5, bias)
+        assert_near(linear.normed(read, 1e-5), expected, dtype)
         for activation in ("silu", "gelu_tanh"):
             gated = reference(x, weight, in_norm, 1e-5, bias, activation)
             assert_near(linear.gated(read, 1e-5, activation), gated, dtype)
     plain = reference(x, weight, bias=bias)
     for out_norm in (None, draw(24)):
-        wanted = residual.double() + normed64(plain, out_norm, 1e-5)
+        expected = residual.double() + normed64(plain, out_norm, 1e-5)
         added = linear.add_to(Residual(residual.clone(), None), x, out_norm, 1e-5, next_norm)
-        assert_near(added.x, wanted, dtype)
+        assert_near(added.x, expected, dtype)
         assert added.norm is next_norm
         for read in (added, Residual(added.x, next_norm)):
-            found = back.normed(read, 1e-5)
-            assert_near(found, reference(added.x, back_weight, next_norm, 1e-5), dtype)
+            actual = back.normed(read, 1e-5)
+            assert_near(actual, reference(added.x, back_weight, next_norm, 1e-5), dtype)
             gated = reference(added.x, back_weight, next_norm, 1e-5, activation="silu")
             assert_near(back.gated(read, 1e-5, "silu"), gated, dtype)
 
@@ -149,10 +149,10 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
         (300, torch.bfloat16, False),
     ],
 )
-def test_half_of_the_next_norm_is_left_where_that_is_safe(
+def test_half_of_the_next_norm_is_precomputed_where_that_is_safe(
     num_tokens: int, dtype: torch.dtype, left: bool
 ) -> None:
-    """The vendor's product leaves nothing, and float16 may not hold the hidden states times a norm weight."""
+    """cuBLAS precomputes nothing, and float16 may not hold hidden states times a norm weight."""
     kernels = TritonKernels(dtype, DEVICE)
     linear = make(kernels, draw(24, 40, dtype=dtype))
     residual = Residual(draw(num_tokens, 24, dtype=dtype), None)
@@ -167,15 +167,15 @@ def test_logits_are_float32(num_tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     kernels = TritonKernels(dtype, DEVICE, few_tokens=FEW)
     x, weight, norm = draw(num_tokens, 32, dtype=dtype), draw(50, 32, dtype=dtype), draw(32)
-    found = make(kernels, weight).logits(x, norm, 1e-6)
-    assert found.dtype == torch.float32
+    actual = make(kernels, weight).logits(x, norm, 1e-6)
+    assert actual.dtype == torch.float32
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        found.double(), reference(x, weight, norm, 1e-6), rtol=tolerance, atol=tolerance * 10
+        actual.double(), reference(x, weight, norm, 1e-6), rtol=tolerance, atol=tolerance * 10
     )
 
 
-def test_hidden_states_too_large_to_scale_in_float16() -> None:
+def test_large_float16_hidden_states_do_not_overflow() -> None:
     """x times the norm's weight is beyond float16, the normed x is not."""
     kernels = TritonKernels(torch.float16, DEVICE)
     x, norm = (
@@ -206,7 +206,7 @@ def test_long_rows_are_looked_up_whole() -> None:
     assert torch.equal(embed(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_tensors_are_rejected() -> None:
     kernels = TritonKernels(torch.float32, DEVICE)
     linear = kernels.linear(4, 6, torch.float32, bias=False)
     with pytest.raises(ConfigError, match="does not fit"):

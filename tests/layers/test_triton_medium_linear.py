@@ -38,7 +38,7 @@ def workspace() -> SplitKWorkspace:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-def test_every_fusion_in_every_tile(
+def test_every_fusion_in_every_tile_matches_float64(
     tile: LinearTile, activation: str | None, workspace: SplitKWorkspace
 ) -> None:
     """Neither 37 tokens, 72 features nor 52 rows are a multiple of a tile."""
@@ -60,7 +60,9 @@ def test_every_fusion_in_every_tile(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_tokens", [1, 33, 64, 65, 200])
-def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
+def test_any_number_of_tokens_matches_float64(
+    num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace
+) -> None:
     torch.manual_seed(num_tokens)
     x, weight = draw(num_tokens, 80, dtype=dtype), draw(36, 80, dtype=dtype, scale=0.1)
     out = poisoned(num_tokens, 36, dtype=dtype)
@@ -69,17 +71,17 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Sp
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_the_residual_is_added_in_place(tile: LinearTile, workspace: SplitKWorkspace) -> None:
+def test_residual_is_added_in_place(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(1)
     x, weight, residual = draw(20, 64), draw(48, 64, scale=0.1), draw(20, 48)
-    wanted = reference(x, weight, residual=residual)
+    expected = reference(x, weight, residual=residual)
     assert medium_linear(x, weight, workspace, residual=residual, out=residual, tile=tile) is residual
-    assert_near(residual, wanted, torch.float32)
+    assert_near(residual, expected, torch.float32)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_a_norm_is_left_and_read(
+def test_half_a_norm_is_written_and_read(
     tile: LinearTile, dtype: torch.dtype, workspace: SplitKWorkspace
 ) -> None:
     check_half_norms(partial(medium_linear, workspace=workspace, tile=tile), 37, dtype)
@@ -87,7 +89,7 @@ def test_half_a_norm_is_left_and_read(
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split_k > 1], ids=str)
-def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: SplitKWorkspace) -> None:
+def test_split_product_is_reproducible(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(2)
     x, weight = draw(20, 100), draw(40, 100)
     first = medium_linear(x, weight, workspace, tile=tile)
@@ -95,24 +97,24 @@ def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: Spli
         assert torch.equal(medium_linear(x, weight, workspace, tile=tile), first)
 
 
-def test_a_split_with_more_parts_than_features(workspace: SplitKWorkspace) -> None:
+def test_split_with_more_parts_than_features_matches_float64(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(3)
     x, weight = draw(20, 40), draw(20, 40)
-    found = medium_linear(
+    actual = medium_linear(
         x,
         weight,
         workspace,
         tile=LinearTile(block_m=16, block_n=16, block_k=16, split_k=8, num_warps=4, stages=2),
     )
-    assert_near(found, reference(x, weight), torch.float32)
+    assert_near(actual, reference(x, weight), torch.float32)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 37, 64])
-def test_what_lies_behind_the_tokens_reaches_no_result(
+def test_memory_behind_the_tokens_reaches_no_result(
     tile: LinearTile, num_tokens: int, workspace: SplitKWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the copy engine, which the interpreter stands in for: it reads whole tiles."""
+    """The copy engine reads whole tiles; here the interpreter stands in for it."""
     if DEVICE == "cpu":
         monkeypatch.setattr(module, "can_describe", lambda x, weight: True)  # noqa: ARG005
     torch.manual_seed(8)
@@ -123,10 +125,10 @@ def test_what_lies_behind_the_tokens_reaches_no_result(
         draw(48, 64, dtype=torch.bfloat16, scale=0.1),
         draw(num_tokens, 48, dtype=torch.bfloat16),
     )
-    wanted = reference(x, weight, residual=residual)
+    expected = reference(x, weight, residual=residual)
     left = NextNorm(draw(48))
     medium_linear(x, weight, workspace, residual=residual, out=residual, next_norm=left, tile=tile)
-    assert_near(residual, wanted, torch.bfloat16)
+    assert_near(residual, expected, torch.bfloat16)
     assert left.squares is not None
     torch.testing.assert_close(left.squares.sum(0), residual.float().square().sum(1))
     gated = medium_linear(x, weight, workspace, activation="silu", tile=tile)
@@ -143,7 +145,7 @@ def test_nothing_is_written_past_the_last_token_or_feature(workspace: SplitKWork
     assert_near(memory[20:80].view(3, 20), reference(x, weight), torch.float32)
 
 
-def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> None:
+def test_logits_of_narrow_weights_are_float32(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(6)
     x, weight = draw(40, 64, dtype=torch.bfloat16), draw(50, 64, dtype=torch.bfloat16)
     out = poisoned(40, 50, dtype=torch.float32)
@@ -152,11 +154,11 @@ def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> No
     assert not torch.equal(out, out.bfloat16().float())
 
 
-def test_no_tokens(workspace: SplitKWorkspace) -> None:
+def test_no_tokens_give_an_empty_result(workspace: SplitKWorkspace) -> None:
     assert medium_linear(draw(0, 8), draw(6, 8), workspace).shape == (0, 6)
 
 
-def test_what_does_not_fit_the_workspace_is_refused(workspace: SplitKWorkspace) -> None:
+def test_too_small_workspace_is_rejected(workspace: SplitKWorkspace) -> None:
     with pytest.raises(AssertionError, match="too many to split"):
         medium_linear(
             draw(64, 16),

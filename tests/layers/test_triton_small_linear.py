@@ -62,9 +62,9 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
-def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def workspace() -> SplitKWorkspace:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
-def test_every_fusion_in_every_tile(
+def test_every_fusion_in_every_tile_matches_float64(
     tile: LinearTile, activation: str | None, workspace: SplitKWorkspace
 ) -> None:
     """Neither 72 features nor 52 rows are a multiple of a tile."""
@@ -100,7 +100,9 @@ def test_every_fusion_in_every_tile(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 17, 33, 64])
-def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
+def test_any_number_of_tokens_matches_float64(
+    num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace
+) -> None:
     torch.manual_seed(num_tokens)
     x, weight, norm = draw(num_tokens, 80, dtype=dtype), draw(36, 80, dtype=dtype, scale=0.1), draw(80)
     out = poisoned(num_tokens, 36, dtype=dtype)
@@ -109,18 +111,18 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Sp
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_residual_is_added_in_place(dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
+def test_residual_is_added_in_place(dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(1)
     x, weight, residual = (
         draw(5, 64, dtype=dtype),
         draw(48, 64, dtype=dtype, scale=0.1),
         draw(5, 48, dtype=dtype),
     )
-    wanted = reference(x, weight, residual=residual)
+    expected = reference(x, weight, residual=residual)
     tile = LinearTile(block_m=16, block_n=16, block_k=16, split_k=2, num_warps=4, stages=2)
-    found = small_linear(x, weight, workspace, residual=residual, out=residual, tile=tile)
-    assert found is residual
-    assert_near(residual, wanted, dtype)
+    actual = small_linear(x, weight, workspace, residual=residual, out=residual, tile=tile)
+    assert actual is residual
+    assert_near(residual, expected, dtype)
 
 
 def check_half_norms(linear: Callable[..., Tensor], num_tokens: int, dtype: torch.dtype) -> None:
@@ -129,23 +131,23 @@ def check_half_norms(linear: Callable[..., Tensor], num_tokens: int, dtype: torc
     x, weight, back = draw(num_tokens, 72), draw(52, 72, scale=72**-0.5), draw(36, 52, scale=52**-0.5)
     x, weight, back = x.to(dtype), weight.to(dtype), back.to(dtype)
     residual, norm = draw(num_tokens, 52, dtype=dtype), draw(52)
-    wanted = reference(x, weight, residual=residual)
+    expected = reference(x, weight, residual=residual)
     left = NextNorm(norm)
     out = linear(x, weight, residual=residual, out=residual, next_norm=left)
-    assert_near(out, wanted, dtype)
+    assert_near(out, expected, dtype)
     assert left.scaled is not None
     assert left.squares is not None
     assert_near(left.scaled, out.double() * norm.double(), dtype)
     torch.testing.assert_close(left.squares.sum(0), out.float().square().sum(1))
-    found = linear(left.scaled, back, squares=left.squares, eps=1e-5)
-    assert_near(found, reference(out, back, norm, 1e-5), dtype)
+    actual = linear(left.scaled, back, squares=left.squares, eps=1e-5)
+    assert_near(actual, reference(out, back, norm, 1e-5), dtype)
     gated = linear(left.scaled, back, squares=left.squares, eps=1e-5, activation="silu")
     assert_near(gated, reference(out, back, norm, 1e-5, activation="silu"), dtype)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_a_norm_is_left_and_read(
+def test_half_a_norm_is_written_and_read(
     tile: LinearTile, dtype: torch.dtype, workspace: SplitKWorkspace
 ) -> None:
     check_half_norms(partial(small_linear, workspace=workspace, tile=tile), 3, dtype)
@@ -153,7 +155,7 @@ def test_half_a_norm_is_left_and_read(
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split_k > 1], ids=str)
-def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: SplitKWorkspace) -> None:
+def test_split_product_is_reproducible(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(2)
     x, weight, norm = draw(4, 100), draw(40, 100), draw(100)
     first = small_linear(x, weight, workspace, norm=norm, eps=1e-6, tile=tile)
@@ -162,20 +164,20 @@ def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: Spli
     assert not workspace.counters.any()
 
 
-def test_a_split_with_more_parts_than_features(workspace: SplitKWorkspace) -> None:
+def test_split_with_more_parts_than_features_matches_float64(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(3)
     x, weight = draw(2, 40), draw(20, 40)
-    found = small_linear(
+    actual = small_linear(
         x,
         weight,
         workspace,
         tile=LinearTile(block_m=16, block_n=16, block_k=16, split_k=8, num_warps=4, stages=2),
     )
-    assert_near(found, reference(x, weight), torch.float32)
+    assert_near(actual, reference(x, weight), torch.float32)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_tokens_do_not_see_each_other(tile: LinearTile, workspace: SplitKWorkspace) -> None:
+def test_tokens_do_not_affect_each_other(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(4)
     x, weight, norm = draw(4, 72), draw(24, 72), draw(72)
     together = small_linear(x, weight, workspace, norm=norm, eps=1e-6, tile=tile)
@@ -194,7 +196,7 @@ def test_nothing_is_written_past_the_last_token_or_feature(workspace: SplitKWork
     assert_near(memory[20:80].view(3, 20), reference(x, weight), torch.float32)
 
 
-def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> None:
+def test_logits_of_narrow_weights_are_float32(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(6)
     x, weight, norm = draw(2, 64, dtype=torch.bfloat16), draw(50, 64, dtype=torch.bfloat16), draw(64)
     out = poisoned(2, 50, dtype=torch.float32)
@@ -203,7 +205,7 @@ def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> No
     assert not torch.equal(out, out.bfloat16().float())
 
 
-def test_no_tokens(workspace: SplitKWorkspace) -> None:
+def test_no_tokens_give_an_empty_result(workspace: SplitKWorkspace) -> None:
     assert small_linear(draw(0, 8), draw(6, 8), workspace).shape == (0, 6)
 
 
@@ -231,5 +233,5 @@ def test_tiles_fit_the_workspace_and_the_chip(
 
 
 @pytest.mark.parametrize(("num_tokens", "bucket"), [(1, 1), (2, 2), (3, 16), (16, 16), (17, 32), (33, 64)])
-def test_buckets(num_tokens: int, bucket: int) -> None:
+def test_token_buckets(num_tokens: int, bucket: int) -> None:
     assert token_bucket(num_tokens) == bucket

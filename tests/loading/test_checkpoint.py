@@ -1,4 +1,4 @@
-"""What a checkpoint recommends beside its weights."""
+"""Defaults that a checkpoint recommends: dtype, EOS tokens, sampling parameters, context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sampling_defaults_are_fields_of_sampling_params() -> None:
     assert default_sampling({"temperature": None}) == {}
 
 
-def test_dtype() -> None:
+def test_dtype_is_the_configured_or_the_checkpoints_own() -> None:
     assert resolve_dtype("auto", {"dtype": "bfloat16"}) is torch.bfloat16
     assert resolve_dtype("auto", {"torch_dtype": "float16"}) is torch.float16
     assert resolve_dtype("auto", {"text_config": {"torch_dtype": "torch.bfloat16"}}) is torch.bfloat16
@@ -58,7 +58,7 @@ def test_dtype() -> None:
         resolve_dtype("auto", {"dtype": "int8"})
 
 
-def test_context() -> None:
+def test_context_is_limited_by_the_checkpoint() -> None:
     long = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     spec = decoder_spec(PHI3 | {"rope_scaling": long, "original_max_position_embeddings": 256})
     assert resolve_context(spec, None) == 256
@@ -67,7 +67,7 @@ def test_context() -> None:
         resolve_context(spec, 1025)
 
 
-def test_the_longest_text_is_the_least_of_what_is_declared() -> None:
+def test_longest_text_is_the_smallest_declared_limit() -> None:
     assert resolve_text_length(512, (256, None), None) == 256
     assert resolve_text_length(512, (None, 1024), None) == 512
     assert resolve_text_length(512, (256,), 400) == 400  # the table of positions reaches so far

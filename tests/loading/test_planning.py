@@ -1,4 +1,4 @@
-"""What is planned is what is taken."""
+"""Plans match the memory that engines take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_as_large_as_planned(family: str, dtype: torch.dtype) -> None:
+def test_weights_take_the_planned_memory(family: str, dtype: torch.dtype) -> None:
     fields: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 4001}
     if family == "gemma3":
         fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -47,11 +47,11 @@ def test_weights_are_as_large_as_planned(family: str, dtype: torch.dtype) -> Non
     gc.collect()
 
 
-def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"hf_config": SHAPES["tiny"], "load_format": "dummy", "max_model_len": 2048}
     before = 64 << 20
-    found = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
-    (fit,) = found.fits
+    actual = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
+    (fit,) = actual.fits
     left = before - fit.shares[0].weights
     monkeypatch.setattr(platforms, "available_memory", lambda: left)
     llm = LLM("-", show_progress=False, **options)
@@ -60,26 +60,26 @@ def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> No
     llm.close()
 
 
-def test_a_large_model_on_gpus() -> None:
+def test_large_model_fits_only_on_enough_gpus() -> None:
     """8 billion parameters in bfloat16: 15 GiB."""
     config = EngineConfig.create("-", hf_config=SHAPES["llama-3.1-8b"], dtype="bfloat16", load_format="dummy")
-    found = plan_model(config, Devices("cuda", 4, 24 * 10**9))
-    assert found.parameters == pytest.approx(8.03e9, rel=0.01)
-    fits = {(fit.tensor, fit.pipeline): fit for fit in found.fits}
+    actual = plan_model(config, Devices("cuda", 4, 24 * 10**9))
+    assert actual.parameters == pytest.approx(8.03e9, rel=0.01)
+    fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
     assert set(fits) == {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1)}
-    assert fits[1, 1].shares[0].weights == pytest.approx(2 * found.parameters, rel=0.01)
+    assert fits[1, 1].shares[0].weights == pytest.approx(2 * actual.parameters, rel=0.01)
     assert fits[1, 1].num_requests == 0
     assert fits[4, 1].num_requests >= 3
     assert fits[4, 1].num_tokens > 2 * fits[2, 1].num_tokens
     for fit in fits.values():
-        assert sum(share.weights for share in fit.shares) == pytest.approx(2 * found.parameters, rel=0.03)
+        assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.03)
         for share in fit.shares:
             assert share.weights + share.kv(fit.num_tokens) < 0.9 * 24e9
     small = plan_model(config, Devices("cuda", 1, 8 * 10**9))
     assert [fit.num_tokens for fit in small.fits] == [0]
 
 
-def test_a_gpu_holds_numbers_as_they_are() -> None:
+def test_gpu_stores_weights_in_their_dtype() -> None:
     spec = decoder_spec(SHAPES["qwen3-0.6b"])
     dtype = torch.bfloat16
     assert num_bytes(meta_decoder(whole_shard(spec), meta_kernels("cuda", dtype), dtype)) == pytest.approx(
@@ -91,26 +91,26 @@ def test_a_gpu_holds_numbers_as_they_are() -> None:
     ("text", "expected"),
     [("4x80GB", (4, 80 * 10**9)), ("1 x 79.5GiB", (1, int(79.5 * GIB))), ("2X40g", (2, 40 * 10**9))],
 )
-def test_devices_as_they_are_written(text: str, expected: tuple[int, int]) -> None:
+def test_gpus_option_is_parsed(text: str, expected: tuple[int, int]) -> None:
     assert parse_gpus(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "80GB", "4x", "0x80GB", "4x-1GB", "x80GB", "4x80 apples"])
-def test_devices_that_are_none(text: str) -> None:
+def test_invalid_gpus_option_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         parse_gpus(text)
     with pytest.raises(ConfigError, match="--cpu has the size"):
         parse_size("much", "--cpu")
 
 
-def test_an_encoder_has_nothing_to_plan(tmp_path: Path) -> None:
+def test_planning_an_encoder_is_rejected(tmp_path: Path) -> None:
     config = {"architectures": ["BertModel"], "model_type": "bert"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is an encoder"):
         plan_model(EngineConfig.create(tmp_path), Devices("cpu", 1, GIB))
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_plan_command_reports_fits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"dtype": "bfloat16"}))
     result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "4x24GB", "--max-model-len", "8192"])
     assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ BLOCK_SIZE = 4
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, fast: bool = False, **options: Any) -> Decoder:
-    """In plain torch, or with the fastest kernels that this machine can compile."""
+    """Load a decoder in plain torch, or with the fastest kernels that this machine can compile."""
     kernels = cpu_kernels() if fast else TorchKernels()
     attention = cpu_attention() if fast else TorchCpuAttention()
     backend = ComposedAttention(kernels, attention)
@@ -33,11 +33,11 @@ def logprobs(
     decoder: Decoder,
     token_ids: list[int],
     chunks: list[int] | None = None,
-    wanted: list[list[int]] | None = None,
+    outputs: list[list[int]] | None = None,
 ) -> Tensor:
     """[len(token_ids), vocab_size] of the whole prompt, computed in `chunks` (all at once unless given).
 
-    With `wanted`, of these tokens alone: indices into each chunk.
+    With `outputs`, of these tokens alone: indices into each chunk.
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -54,7 +54,7 @@ def logprobs(
             block_tables=table.to(torch.int32)[None],
             slot_mapping=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
-        indices = None if wanted is None else torch.tensor(wanted[number], dtype=torch.int64)
+        indices = None if outputs is None else torch.tensor(outputs[number], dtype=torch.int64)
         hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)
         out.append(decoder.logits(hidden).log_softmax(-1))
         start += count

@@ -1,4 +1,4 @@
-"""Finding a checkpoint's files, and refusing those that are unsafe."""
+"""Finding a checkpoint's files, and rejecting unsafe ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_index(folder: Path, *files: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_single_file(folder: Path) -> None:
+def test_single_weight_file_is_found(folder: Path) -> None:
     (folder / "model.safetensors").touch()
     (folder / "generation_config.json").write_text('{"top_k": 3}')
     checkpoint = open_checkpoint(str(folder))
@@ -85,7 +85,7 @@ def test_links_must_not_leave_the_folder(folder: Path, name: str) -> None:
         open_checkpoint(str(folder))
 
 
-def test_links_into_the_hub_cache_are_fine(tmp_path: Path) -> None:
+def test_links_into_the_hub_cache_are_allowed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -96,14 +96,14 @@ def test_links_into_the_hub_cache_are_fine(tmp_path: Path) -> None:
     assert open_checkpoint(str(snapshot)).weight_files == (snapshot / "model.safetensors",)
 
 
-def test_missing_shard(folder: Path) -> None:
+def test_missing_shard_is_rejected(folder: Path) -> None:
     write_index(folder, "gone.safetensors")
     with pytest.raises(WeightsError, match=r"gone\.safetensors is .* missing"):
         open_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
-def test_damaged_index(folder: Path, text: str) -> None:
+def test_damaged_index_is_rejected(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
         open_checkpoint(str(folder))
@@ -116,7 +116,7 @@ def test_pickles_are_never_read(folder: Path, name: str) -> None:
         open_checkpoint(str(folder))
 
 
-def test_no_weights(folder: Path) -> None:
+def test_folder_without_weights_is_rejected(folder: Path) -> None:
     with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
         open_checkpoint(str(folder))
     (folder / "model-00001-of-00002.safetensors").touch()
@@ -127,7 +127,7 @@ def test_no_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"), [(None, "no config.json"), ("{", "as JSON"), ("[1]", "a JSON object")]
 )
-def test_damaged_config(folder: Path, text: str | None, words: str) -> None:
+def test_damaged_config_is_rejected(folder: Path, text: str | None, words: str) -> None:
     config = folder / "config.json"
     config.unlink() if text is None else config.write_text(text)
     with pytest.raises(ModelError, match=words):
@@ -145,7 +145,7 @@ def test_dummy_needs_no_weights_and_no_folder(folder: Path) -> None:
     assert (checkpoint.folder, checkpoint.config, checkpoint.weight_files) == (None, {"a": 1}, ())
 
 
-def test_paths_are_not_looked_for_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_never_looked_up_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for path in (str(folder / "gone"), "./gone", "~/gone-for-sure", "a/b/c"):
         with pytest.raises(ModelError, match="does not exist"):
@@ -169,7 +169,7 @@ def test_built_in_models_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_
     )
 
 
-def test_hub_client_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hub_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     real_import: Callable[..., Any] = builtins.__import__
 
     def without_hub(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def test_hub_client_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         open_checkpoint("owner/name")
 
 
-def test_hub_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def refuse(*_args: Any, **_kwargs: Any) -> str:
@@ -195,13 +195,13 @@ def test_hub_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         open_checkpoint("owner/name", revision="v2")
 
 
-def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_download_requests_safe_files_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[dict[str, Any]] = []
+    downloads: list[dict[str, Any]] = []
 
     def download(model: str, **kwargs: Any) -> str:
-        asked.append({"model": model, **kwargs})
+        downloads.append({"model": model, **kwargs})
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -216,16 +216,20 @@ def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest
         "pytorch_model.bin",
         "x.py",
     ]
-    wanted = [
+    expected = [
         [name for name in names if any(Path(name).match(pattern) for pattern in call["allow_patterns"])]
-        for call in asked
+        for call in downloads
     ]
-    assert wanted == [names[:4], names[1:4]]
+    assert expected == [names[:4], names[1:4]]
     folders = ["onnx/model.safetensors", "1_Pooling/config.json", "consolidated.safetensors", "config.json"]
-    ignored = asked[0]["ignore_patterns"]
+    ignored = downloads[0]["ignore_patterns"]
     kept = [name for name in folders if not any(fnmatch(name, pattern) for pattern in ignored)]
     assert kept == ["1_Pooling/config.json", "config.json"]
-    assert (asked[0]["model"], asked[0]["revision"], asked[0]["cache_dir"]) == ("owner/name", "v2", "here")
+    assert (downloads[0]["model"], downloads[0]["revision"], downloads[0]["cache_dir"]) == (
+        "owner/name",
+        "v2",
+        "here",
+    )
 
 
 # ---- fingerprints ----
@@ -256,7 +260,7 @@ def test_copies_have_one_fingerprint(loadable: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["embed", "norm", "layer"])
-def test_any_other_tensor_has_another_fingerprint(loadable: Path, name: str) -> None:
+def test_changed_tensor_changes_the_fingerprint(loadable: Path, name: str) -> None:
     before = known_as(loadable)
     save_file(weights(**{name: 0.5}), loadable / "model.safetensors")
     assert known_as(loadable) != before
@@ -272,13 +276,13 @@ def test_any_other_tensor_has_another_fingerprint(loadable: Path, name: str) -> 
         "tokenizer_config.json",
     ],
 )
-def test_any_other_text_file_has_another_fingerprint(loadable: Path, name: str) -> None:
+def test_changed_text_file_changes_the_fingerprint(loadable: Path, name: str) -> None:
     before = known_as(loadable)
     (loadable / name).write_text('{"model_type": "llama", "new": 1}')
     assert known_as(loadable) != before
 
 
-def test_a_tokenizer_from_elsewhere_counts(loadable: Path, tmp_path: Path) -> None:
+def test_fingerprint_covers_a_separate_tokenizer(loadable: Path, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
     (other / "tokenizer.json").write_text('{"version": "2"}')
@@ -297,12 +301,12 @@ def test_a_tokenizer_from_elsewhere_counts(loadable: Path, tmp_path: Path) -> No
     ],
 )
 def test_damaged_weights_have_a_fingerprint_too(folder: Path, content: bytes) -> None:
-    """Whoever loads them says what is wrong."""
+    """Loading reports the damage; the fingerprint does not."""
     (folder / "model.safetensors").write_bytes(content)
     assert len(known_as(folder)) == 64
 
 
-def test_a_fingerprint_reads_a_bounded_part_of_the_weights(
+def test_fingerprint_reads_a_bounded_part_of_the_weights(
     loadable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

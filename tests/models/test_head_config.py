@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say, and what of them is refused."""
+"""Reading the files of sentence-transformers, and rejecting invalid ones."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ DENSE = {
 }
 
 
-def test_a_folder_without_modules_is_of_another_kind(tmp_path: Path) -> None:
+def test_folder_without_modules_has_no_sentence_files(tmp_path: Path) -> None:
     assert read_sentence_files(tmp_path) is None
 
 
-def test_everything_that_can_be_said(tmp_path: Path) -> None:
+def test_all_sentence_files_are_read(tmp_path: Path) -> None:
     listed = modules("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
     listed[1]["type"] = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
     write(
@@ -137,7 +137,7 @@ def test_older_flags_are_joined_in_their_own_order(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_odd_is_refused_in_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_invalid_files_are_rejected_in_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     usual = {
         "modules.json": modules("Transformer", "Pooling", "Dense", "Normalize"),
         "2_Dense/config.json": DENSE,
@@ -151,14 +151,14 @@ def test_what_is_odd_is_refused_in_one_line(tmp_path: Path, files: dict[str, Any
     assert "\n" not in str(caught.value)
 
 
-def test_modules_after_normalize_are_refused(tmp_path: Path) -> None:
+def test_modules_after_normalize_are_rejected(tmp_path: Path) -> None:
     listed = modules("Transformer", "Pooling", "Normalize", "Dense")
     write(tmp_path, {"modules.json": listed, "1_Pooling/config.json": MEAN})
     with pytest.raises(ModelError, match="has Dense after Normalize"):
         read_sentence_files(tmp_path)
 
 
-# ---- what the front is told ----
+# ---- facts about the head ----
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_modules_after_normalize_are_refused(tmp_path: Path) -> None:
         (SentenceFiles(similarity="euclidean", normalize=True), None),
     ],
 )
-def test_embeddings_are_compared_by_angle_where_the_checkpoint_does(
+def test_embeddings_score_pairs_if_the_checkpoint_compares_by_cosine(
     files: SentenceFiles, scores: str | None
 ) -> None:
     facts = embedding_facts(files, {"matryoshka_dimensions": [8, 4, 8]}, 16, splittable=False)
@@ -195,21 +195,21 @@ IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activa
         (THREE | {"sbert_ce_default_activation_function": SIGMOID}, "sigmoid"),
     ],
 )
-def test_the_scale_of_a_classifier(config: dict[str, Any], scale: str) -> None:
+def test_scale_of_a_classifier_follows_its_config(config: dict[str, Any], scale: str) -> None:
     facts = classifier_facts(config, None, splittable=False)
     assert facts.scale == scale
     assert facts.scores == ("pair" if facts.size == 1 else None)
     assert facts.labels == (("relevant",) if facts.size == 1 else ("a", "b", "c"))
 
 
-def test_an_activation_in_the_newest_place_goes_first() -> None:
+def test_newest_activation_field_takes_precedence() -> None:
     config = ONE | {"sbert_ce_default_activation_function": SIGMOID}
     assert classifier_facts(config, SentenceFiles(activation=IDENTITY), splittable=False).scale == "logit"
     with pytest.raises(ModelError, match="nn's Identity, Sigmoid, Softmax"):
         classifier_facts(ONE | {"sbert_ce_default_activation_function": "os.system"}, None, splittable=False)
 
 
-def test_labels() -> None:
+def test_labels_come_from_the_config() -> None:
     assert read_labels({}) == ("LABEL_0", "LABEL_1")
     with pytest.raises(ModelError, match="it must be at most 65536"):
         read_labels({"num_labels": 1 << 20})

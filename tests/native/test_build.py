@@ -19,10 +19,10 @@ from inflight.native.library import Library, open_library
 
 @pytest.fixture(scope="module")
 def compiler() -> str:
-    found = find_compiler()
-    if found is None:
+    actual = find_compiler()
+    if actual is None:
         pytest.skip("no compiler here")
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,7 @@ def script(path: Path, body: str) -> str:
     return str(path)
 
 
-def test_a_library_is_built_once(compiler: str, folder: Path) -> None:
+def test_library_is_built_once(compiler: str, folder: Path) -> None:
     library = build(compiler, folder)
     made = library.stat().st_mtime_ns
     assert build(compiler, folder) == library
@@ -54,7 +54,7 @@ def test_a_library_is_built_once(compiler: str, folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_library_loads(compiler: str, folder: Path) -> None:
+def test_library_loads(compiler: str, folder: Path) -> None:
     assert Library(build(compiler, folder)).panel >= 8
 
 
@@ -77,7 +77,7 @@ def without_symbols(library: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, empty, change, without_symbols])
-def test_a_damaged_library_is_built_again_once(
+def test_damaged_library_is_rebuilt_once(
     damage: Callable[[Path], None],
     compiler: str,
     folder: Path,
@@ -96,9 +96,7 @@ def test_a_damaged_library_is_built_again_once(
         assert caplog.text.count("compiled again") == 1
 
 
-def test_a_library_without_its_functions_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_library_without_its_functions_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hollow = script(
         tmp_path / "hollow",
         'while [ $# -gt 0 ]; do [ "$1" = -o ] && exec c++ -shared -x c++ /dev/null -o "$2"; shift; done; exit 0',
@@ -107,7 +105,7 @@ def test_a_library_without_its_functions_is_a_warning(
     assert "has no function inflight_panel" in caplog.text
 
 
-def test_what_killed_compilations_left_is_removed(compiler: str, folder: Path, tmp_path: Path) -> None:
+def test_leftovers_of_killed_compilations_are_removed(compiler: str, folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "native"
     shutil.copytree(folder, cache)
     old, new = cache / "building-old", cache / "building-new"
@@ -121,12 +119,12 @@ def test_what_killed_compilations_left_is_removed(compiler: str, folder: Path, t
     )
 
 
-def test_the_key_knows_the_compiler(compiler: str, tmp_path: Path) -> None:
+def test_cache_key_depends_on_the_compiler(compiler: str, tmp_path: Path) -> None:
     other = script(tmp_path / "other", "echo another compiler")
     assert build_key(compiler) != build_key(other)
 
 
-def test_no_compiler_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_compiler_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert open_library(None, tmp_path) is None
         assert open_library(str(tmp_path / "missing"), tmp_path) is None
@@ -134,7 +132,7 @@ def test_no_compiler_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "no C++ compiler was found" in caplog.text
 
 
-def test_a_failing_compiler_is_a_warning_that_says_why(
+def test_failing_compiler_is_a_warning_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = script(tmp_path / "broken", '[ "$1" = --version ] || { echo it is broken >&2; exit 3; }')
@@ -144,7 +142,7 @@ def test_a_failing_compiler_is_a_warning_that_says_why(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_compiler_that_makes_rubbish_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_compiler_output_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Its "library" exists and cannot be loaded.
     rubbish = script(
         tmp_path / "rubbish",
@@ -155,13 +153,13 @@ def test_a_compiler_that_makes_rubbish_is_a_warning(tmp_path: Path, caplog: pyte
     assert len(caplog.records) == 1
 
 
-def test_a_folder_that_others_may_write_is_refused(compiler: str, tmp_path: Path) -> None:
+def test_cache_folder_writable_by_others_is_rejected(compiler: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(NativeBuildError, match="must not be writable by others"):
         build(compiler, tmp_path)
 
 
-def test_where_libraries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFLIGHT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_folder() == Path("/x/inflight/native")
@@ -169,7 +167,7 @@ def test_where_libraries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/own/native")
 
 
-def test_a_named_compiler_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_named_compiler_takes_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     named = script(tmp_path / "named", "exit 0")
     monkeypatch.setenv("CXX", named)
     assert find_compiler() == named
@@ -177,7 +175,7 @@ def test_a_named_compiler_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert find_compiler() is None
 
 
-def test_the_environment_forbids_the_library() -> None:
+def test_environment_variable_disables_the_library() -> None:
     code = "from inflight.native.library import native_library; print(native_library())"
     environment = {**os.environ, "INFLIGHT_NATIVE": "0"}
     done = subprocess.run(

@@ -38,7 +38,7 @@ def started(start: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes with room for one replica each, and for no more."""
+    """Two nodes with the resources of exactly one replica each."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -61,20 +61,20 @@ def cluster() -> Iterator[Any]:
 
 def raylet_of(node: Any) -> int:
     """The process that has those of a node's actors."""
-    (found,) = node.all_processes["raylet"]
-    return int(found.process.pid)
+    (raylet,) = node.all_processes["raylet"]
+    return int(raylet.process.pid)
 
 
 def actors(cluster: Any) -> dict[int, int]:
     """Processes of engines, each with its parent's: the raylet of its node."""
     raylets = set(map(raylet_of, cluster.list_all_nodes()))
-    found = {}
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent in raylets and (folder / "cmdline").read_bytes().startswith(b"ray::EngineActor"):
-                found[int(folder.name)] = parent
-    return found
+                parents[int(folder.name)] = parent
+    return parents
 
 
 async def disturbed(engine: AsyncEngine, router: Router, disturb: Callable[[], None]) -> list[RequestOutput]:
@@ -87,8 +87,8 @@ async def disturbed(engine: AsyncEngine, router: Router, disturb: Callable[[], N
 
 
 def actor_on(cluster: Any, node: Any) -> int:
-    (found,) = (actor for actor, parent in actors(cluster).items() if parent == raylet_of(node))
-    return found
+    (actor_id,) = (actor for actor, parent in actors(cluster).items() if parent == raylet_of(node))
+    return actor_id
 
 
 def lose_node(cluster: Any, node: Any, engine: int) -> None:

@@ -28,8 +28,8 @@ class FakeCluster:
 
 def shares(*nodes: dict[str, float], config: dict[str, Any] | None = None, **options: Any) -> ClusterShares:
     cluster = cast(RayCluster, FakeCluster(*nodes))
-    given: dict[str, Any] = {"replicas": 6, "ray_address": "auto"} | options
-    routing = RouterConfig(**given)
+    fields: dict[str, Any] = {"replicas": 6, "ray_address": "auto"} | options
+    routing = RouterConfig(**fields)
     return ClusterShares(cluster, EngineConfig.create(**config or {}), routing, {"OTHER": "1"})
 
 
@@ -62,16 +62,16 @@ def test_part_of_a_gpu_is_part_of_its_memory() -> None:
     assert (host.resources.num_gpus, config.cache.gpu_memory_utilization) == (0.5, 0.45)
 
 
-def test_a_new_replica_waits_for_room_and_one_that_had_it_waits_longer() -> None:
+def test_new_replica_waits_for_resources_and_a_restarted_one_waits_longer() -> None:
     connection = ConnectionInfo("", "", "", 0, 0, "text")
-    found = shares({"CPU": 8}, ray_timeout=5)
+    replica_shares = shares({"CPU": 8}, ray_timeout=5)
     for index in range(2):
-        _, host = found.of(index)
+        _, host = replica_shares.of(index)
         assert [host.create_process(connection)._patience for _ in range(3)] == [5, math.inf, math.inf]
 
 
 @pytest.mark.parametrize(
-    ("options", "config", "told"),
+    ("options", "config", "message"),
     [
         ({}, {"device": "cuda:1"}, "Ray chooses the GPU"),
         ({"ray_num_gpus": 1.5}, {}, "ray_num_gpus is 1.5: allowed are a part of one GPU, or whole ones"),
@@ -80,17 +80,19 @@ def test_a_new_replica_waits_for_room_and_one_that_had_it_waits_longer() -> None
         ({"ray_address": ""}, {}, "ray_address is ''"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_resources_are_rejected(
+    options: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         shares({"CPU": 8}, config=config, **options)
 
 
-async def test_a_server_outside_the_cluster_is_refused() -> None:
+async def test_server_outside_the_cluster_is_rejected() -> None:
     with pytest.raises(ConfigError, match="must run on a machine of the cluster"):
         await start_router(EngineConfig(), RouterConfig(ray_address="ray://head:10001"))
 
 
-async def test_an_address_where_no_one_is_is_one_line() -> None:
+async def test_address_without_a_cluster_is_a_one_line_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -100,11 +102,11 @@ async def test_an_address_where_no_one_is_is_one_line() -> None:
             await start_router(EngineConfig(), RouterConfig(ray_address=address))
 
 
-async def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_extra_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"^ray_address needs ray: install inflight-llm\[ray,server\]$"):
         await start_router(EngineConfig(), RouterConfig(ray_address="auto"))
 
 
-def test_a_node_with_another_version_is_told_apart() -> None:
+def test_node_with_another_version_is_rejected() -> None:
     assert "and the server has 0.0.0" in EngineActor().run(b"", {}, "0.0.0")

@@ -83,9 +83,9 @@ async def processes(
 
 def process_id(client: Any) -> int:
     assert isinstance(client, ProcessClient)
-    found = client.process_id
-    assert found is not None
-    return found
+    process_id = client.process_id
+    assert process_id is not None
+    return process_id
 
 
 def strike(router: Router, replica_id: str, number: int = signal.SIGKILL) -> None:
@@ -95,8 +95,8 @@ def strike(router: Router, replica_id: str, number: int = signal.SIGKILL) -> Non
 
 async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
     while True:
-        found = condition()
-        if found if isinstance(found, bool) else await found:
+        result = condition()
+        if result if isinstance(result, bool) else await result:
             return
         await asyncio.sleep(0.005)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream, NoTimeline
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
@@ -35,7 +35,7 @@ class CountingRunner(FakeRunner):
         return Sampled([[(start + count) % 50] if samples else [] for start, count, samples in ends])
 
 
-class SteppedClient:
+class SteppedClient(NoTimeline):
     """Implements `ReplicaClient` over a core that someone else steps."""
 
     def __init__(self, engine: FakeEngine) -> None:
@@ -158,7 +158,7 @@ class Simulation:
 @contextlib.asynccontextmanager
 async def simulated(count: int, routing: str, **options: Any) -> AsyncIterator[Simulation]:
     clients: list[SteppedClient] = []
-    given = {
+    defaults = {
         "num_blocks": 8192,
         "block_size": 16,
         "max_num_seqs": 64,
@@ -167,7 +167,7 @@ async def simulated(count: int, routing: str, **options: Any) -> AsyncIterator[S
     }
 
     async def start(replica_id: str, beside: object = None) -> SteppedClient:  # noqa: ARG001
-        clients.append(SteppedClient(FakeEngine(**given | options)))  # type: ignore[arg-type]
+        clients.append(SteppedClient(FakeEngine(**defaults | options)))  # type: ignore[arg-type]
         return clients[-1]
 
     router = await Router.start(start, count, routing)

@@ -47,7 +47,7 @@ async def test_streams_outlive_engines_that_are_killed_one_after_the_other() -> 
         assert sum(state.record.num_failovers for state in records if state is not None) > 0
 
 
-async def test_an_engine_that_hangs_is_given_up_and_its_streams_go_on() -> None:
+async def test_streams_of_a_hanging_engine_continue_elsewhere() -> None:
     quick = ProcessConfig(heartbeat=0.05, silent_after=0.5)
     async with processes(2, quick) as router:
         tasks = await open_streams(router, 6)
@@ -56,7 +56,7 @@ async def test_an_engine_that_hangs_is_given_up_and_its_streams_go_on() -> None:
         assert answers == [expected_tokens([SLOW, index], 100) for index in range(6)]
 
 
-async def test_an_engine_that_can_no_longer_be_reached_is_given_up_too() -> None:
+async def test_streams_of_an_unreachable_engine_continue_elsewhere() -> None:
     quick = ProcessConfig(heartbeat=0.05, silent_after=0.5)
     async with processes(2, quick) as router:
         tasks = await open_streams(router, 6)
@@ -75,7 +75,7 @@ async def test_with_one_replica_streams_wait_for_its_next_engine() -> None:
         assert await asyncio.gather(*tasks) == [expected_tokens([SLOW, index], 100) for index in range(3)]
 
 
-async def test_no_engine_left_is_one_clear_error() -> None:
+async def test_streams_end_with_one_error_when_no_engine_is_left() -> None:
     async with processes(2, ProcessConfig(heartbeat=0.05, max_restarts=0)) as router:
         tasks = await open_streams(router, 4)
         strike(router, "0")
@@ -92,17 +92,17 @@ async def test_no_engine_left_is_one_clear_error() -> None:
             await answer(router, [1], 1)
 
 
-async def test_a_request_that_kills_engines_ends_after_the_second_and_alone() -> None:
+async def test_request_that_kills_engines_ends_alone_after_the_second() -> None:
     async with processes(3) as router:
         tasks = await open_streams(router, 6, 200)
         poison = asyncio.create_task(read(router, make_request([DIE, 1], 4)))
         newcomers = [asyncio.create_task(answer(router, [index], 5)) for index in range(3)]
         try:
             _, last = await poison
-            told, code = last.error, last.error_code
+            message, code = last.error, last.error_code
         except EngineError as error:
-            told, code = str(error), error.code
-        assert told == "2 engines died while computing this request: it is not retried"
+            message, code = str(error), error.code
+        assert message == "2 engines died while computing this request: it is not retried"
         assert code == "poison_request"
         assert await asyncio.gather(*newcomers) == [expected_tokens([index], 5) for index in range(3)]
         assert await asyncio.gather(*tasks) == [expected_tokens([SLOW, index], 200) for index in range(6)]
@@ -121,7 +121,7 @@ async def test_scores_and_vectors_are_computed_again() -> None:
         ]
         blockers = await open_streams(router, 2, 3000)
         for name in ("0", "1"):
-            strike(router, name, signal.SIGSTOP)  # whoever gets them keeps them
+            strike(router, name, signal.SIGSTOP)  # their requests stay there
         reading = [asyncio.create_task(read(router, request)) for request in requests]
         await asyncio.sleep(0.1)
         for name in ("0", "1"):
@@ -134,7 +134,7 @@ async def test_scores_and_vectors_are_computed_again() -> None:
         await asyncio.gather(*blockers, return_exceptions=True)
 
 
-async def test_what_is_told_of_a_request_spans_its_engines() -> None:
+async def test_record_of_a_request_spans_its_engines() -> None:
     async with processes(2) as router:
         await router.add(request := make_request([SLOW, 7], 100))
         stream = router.stream(request.request_id)
@@ -157,7 +157,7 @@ async def test_what_is_told_of_a_request_spans_its_engines() -> None:
         assert state.record == record
 
 
-async def test_an_abort_holds_whatever_becomes_of_the_engine() -> None:
+async def test_abort_takes_effect_even_if_the_engine_dies() -> None:
     async with processes(1) as router:
         await router.add(request := make_request([SLOW, 7], 1000))
         stream = router.stream(request.request_id)
@@ -175,7 +175,7 @@ async def test_an_abort_holds_whatever_becomes_of_the_engine() -> None:
         assert last.record is not None
 
 
-async def test_a_prompt_that_hangs_its_engine_is_ended_too() -> None:
+async def test_prompt_that_hangs_engines_ends_too() -> None:
     quick = ProcessConfig(heartbeat=0.05, stalled_after=0.3, kill_stalled_after=0.5)
     async with processes(2, quick) as router:
         _, last = await read(router, make_request([HANG, 1], 4))

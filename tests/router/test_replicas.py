@@ -37,7 +37,7 @@ from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request
 
 
-async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
+async def test_rolling_restart_and_removal_under_load_fail_no_request() -> None:
     async with processes(2) as router:
         before = [process_id(replica.client) for replica in router.replicas.members]
         is_done = False
@@ -63,7 +63,7 @@ async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
         assert (health.healthy, health.num_restarts) == (True, 0)
 
 
-async def test_all_sleep_or_none_and_so_does_who_comes_later() -> None:
+async def test_all_or_no_replicas_sleep_including_later_ones() -> None:
     async with in_process(2) as (router, engines):
         engines[0].core._sleep_support = FakeSleepSupport(engines[0])
         with pytest.raises(EngineError, match="cannot sleep"):
@@ -82,7 +82,7 @@ async def test_all_sleep_or_none_and_so_does_who_comes_later() -> None:
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
-async def test_the_last_replica_stays() -> None:
+async def test_the_last_replica_cannot_be_removed() -> None:
     async with in_process(2) as (router, _):
         router.replicas.drain("0")
         with pytest.raises(RequestError, match="replica 1 is the last one that takes requests") as refused:
@@ -94,7 +94,7 @@ async def test_the_last_replica_stays() -> None:
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
-async def test_the_last_replica_stays_though_it_was_not_the_last_when_asked() -> None:
+async def test_replica_that_became_the_last_cannot_be_removed() -> None:
     async with in_process(2) as (router, _):
         async with router.replicas._changing:  # another change is being made
             removing = asyncio.ensure_future(router.replicas.remove("0", 0.0))
@@ -105,14 +105,14 @@ async def test_the_last_replica_stays_though_it_was_not_the_last_when_asked() ->
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
-async def test_all_start_or_none() -> None:
+async def test_failed_start_of_one_replica_closes_all() -> None:
     with pytest.raises(KVBudgetError, match="too few blocks"):
         async with processes(2, model="refuse"):
             pass
 
 
 @pytest.mark.parametrize("change", [{"block_size": 8}, {"max_model_len": 90}])
-async def test_a_replica_with_another_model_or_a_shorter_context_is_refused(change: dict[str, int]) -> None:
+async def test_replica_with_another_model_or_a_shorter_context_is_rejected(change: dict[str, int]) -> None:
     changes = iter(({"max_model_len": 100}, {"max_model_len": 120}, {"max_model_len": 100}, change))
 
     async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
@@ -130,22 +130,22 @@ async def test_a_replica_with_another_model_or_a_shorter_context_is_refused(chan
         await router.close()
 
 
-async def test_later_engines_hold_what_the_first_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
+async def test_later_engines_have_as_many_blocks_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_blocks: list[int | None] = []
     start = ProcessClient.start
 
     async def remembered(config: EngineConfig, *more: Any) -> ProcessClient:
-        asked.append(config.cache.num_blocks)
+        num_blocks.append(config.cache.num_blocks)
         return await start(config, *more)
 
     monkeypatch.setattr(ProcessClient, "start", remembered)
     async with processes(1) as router:
         await router.replicas.add()
         await router.replicas.restart("0", 0)
-    assert asked == [None, NUM_BLOCKS, NUM_BLOCKS]
+    assert num_blocks == [None, NUM_BLOCKS, NUM_BLOCKS]
 
 
-async def test_a_full_queue_sends_to_the_next_and_refuses_when_all_are_full() -> None:
+async def test_full_queue_sends_to_the_next_replica_and_rejects_when_all_are_full() -> None:
     async with in_process(2, max_num_seqs=1, num_blocks=8192) as (router, engines):
         for engine in engines:
             engine.core.max_queue = 1
@@ -160,7 +160,7 @@ async def test_a_full_queue_sends_to_the_next_and_refuses_when_all_are_full() ->
         await until(lambda: not any(engine.core.has_work for engine in engines))
 
 
-async def test_steps_of_all_replicas_are_told_with_their_ids() -> None:
+async def test_observers_get_the_steps_of_all_replicas_with_their_ids() -> None:
     async with in_process(2, "round_robin") as (router, _):
         records: list[StepRecord] = []
         stop = router.watch(records.append)
@@ -177,7 +177,7 @@ async def test_steps_of_all_replicas_are_told_with_their_ids() -> None:
         assert len(records) == num_told
 
 
-async def test_requests_that_are_refused() -> None:
+async def test_invalid_requests_are_rejected() -> None:
     async with in_process(2, num_blocks=8192) as (router, _):
         await router.add(make_request([1], 20_000, "twice"))
         with pytest.raises(RequestError, match="'twice' is already in use"):
@@ -192,7 +192,7 @@ async def test_requests_that_are_refused() -> None:
         assert [delta async for delta in stream][-1].finish_reason == "abort"
 
 
-async def test_room_and_stats_are_those_of_all() -> None:
+async def test_facts_and_stats_cover_all_replicas() -> None:
     async with in_process(3) as (router, _):
         assert router.facts.num_blocks == 3 * 32
         assert router.facts.max_num_seqs == 3 * 8
@@ -215,13 +215,13 @@ def test_threads_and_memory_of_a_cpu_are_divided(monkeypatch: pytest.MonkeyPatch
     assert host.environment == {"OTHER": "1"}
 
 
-def test_gpus_are_given_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_assigned_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert visible_gpus() == ["3", "5"]
     shares = MachineShares(EngineConfig.create(gpu_memory_utilization=0.8), {}, 4)
-    found = [shares.of(index) for index in range(4)]
-    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in found] == ["3", "5", "3", "5"]
-    assert {config.cache.gpu_memory_utilization for config, _ in found} == {0.4}
+    replicas = [shares.of(index) for index in range(4)]
+    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in replicas] == ["3", "5", "3", "5"]
+    assert {config.cache.gpu_memory_utilization for config, _ in replicas} == {0.4}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
 
@@ -238,14 +238,14 @@ def test_replicas_on_a_named_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatc
 def test_ranks_of_a_replica_get_gpus_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     config = EngineConfig.create(tensor_parallel_size=2, gpu_memory_utilization=0.8)
-    found = [MachineShares(config, {}, 3).of(index) for index in range(3)]
-    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in found] == ["0,1", "2,3", "0,1"]
-    assert {config.cache.gpu_memory_utilization for config, _ in found} == {0.4}
+    replicas = [MachineShares(config, {}, 3).of(index) for index in range(3)]
+    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in replicas] == ["0,1", "2,3", "0,1"]
+    assert {config.cache.gpu_memory_utilization for config, _ in replicas} == {0.4}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert MachineShares(config, {}, 1).of(0)[1].environment["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-async def test_a_replica_that_comes_after_the_end_is_ended() -> None:
+async def test_replica_that_starts_after_the_router_closed_is_closed() -> None:
     engines, may_start = [FakeEngine(), FakeEngine()], asyncio.Event()
     clients: list[InprocClient] = []
 
@@ -314,7 +314,7 @@ async def test_a_restart_that_fails_leaves_the_old_engine_running(script: Script
 
 
 @pytest.mark.usefixtures("no_room")
-async def test_the_last_replica_is_not_given_up_for_a_restart(script: Script) -> None:
+async def test_the_last_replica_is_not_stopped_for_a_restart(script: Script) -> None:
     async with processes(1, model=script.model) as router:
         before = ids(router)
         with pytest.raises(RequestError, match="replica 0 is the only one that takes requests") as refused:
@@ -329,7 +329,7 @@ async def test_the_last_replica_is_not_given_up_for_a_restart(script: Script) ->
 
 
 @pytest.mark.usefixtures("no_room")
-async def test_without_room_for_both_a_failed_start_is_retried_and_the_replica_is_listed(
+async def test_failed_restart_in_place_is_retried_and_the_replica_stays_listed(
     script: Script,
 ) -> None:
     async with processes(2, model=script.model) as router:
@@ -347,7 +347,7 @@ async def test_without_room_for_both_a_failed_start_is_retried_and_the_replica_i
 
 
 @pytest.mark.usefixtures("no_room")
-async def test_a_restart_is_given_up_within_the_limits_of_a_crash_and_stops_a_roll(script: Script) -> None:
+async def test_failed_restarts_are_limited_and_stop_a_rolling_restart(script: Script) -> None:
     async with processes(2, ProcessConfig(heartbeat=0.05, max_restarts=1), model=script.model) as router:
         script.say("raise")
         with pytest.raises(EngineDeadError, match=r"could not be restarted: .*unlucky"):
@@ -372,7 +372,7 @@ async def test_a_restart_is_given_up_within_the_limits_of_a_crash_and_stops_a_ro
 # ---- one checkpoint ----
 
 
-async def test_a_restart_with_other_weights_is_refused(script: Script) -> None:
+async def test_restart_with_other_weights_is_rejected(script: Script) -> None:
     script.say("weights:old")
     async with processes(2, model=script.model) as router:
         before = ids(router)
@@ -384,7 +384,7 @@ async def test_a_restart_with_other_weights_is_refused(script: Script) -> None:
         assert all(replica.available for replica in router.replicas.members)
 
 
-async def test_a_stream_never_goes_on_with_other_weights(script: Script) -> None:
+async def test_stream_never_continues_with_other_weights(script: Script) -> None:
     script.say("weights:old")
     process = ProcessConfig(heartbeat=0.05, max_restarts=1)
     async with processes(1, process, model=script.model) as router:
@@ -396,7 +396,7 @@ async def test_a_stream_never_goes_on_with_other_weights(script: Script) -> None
             await stream
 
 
-async def test_a_changed_checkpoint_is_noticed_before_an_engine_is_ended(tmp_path: Path) -> None:
+async def test_changed_checkpoint_is_noticed_before_an_engine_is_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -413,7 +413,7 @@ async def test_a_changed_checkpoint_is_noticed_before_an_engine_is_ended(tmp_pat
     check_unchanged(EngineConfig.create("owner/name"), known_as)  # of the hub: the engine checks
 
 
-def test_room_on_a_gpu_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_gpu_memory_is_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\ncase $1 in --id=3,5) echo '50000, 80000'; echo '40000, 80000';; *) exit 9;; esac\n"

@@ -20,7 +20,7 @@ class Lost:
     suspicion: Suspicion = field(default_factory=Suspicion)
 
 
-def test_one_alone_ends_after_the_second_death() -> None:
+def test_lone_suspect_is_confirmed_after_the_second_death() -> None:
     poison = Lost()
     share_blame([poison])
     assert (poison.suspicion.is_tried_alone, poison.suspicion.is_confirmed) == (True, False)
@@ -28,14 +28,14 @@ def test_one_alone_ends_after_the_second_death() -> None:
     assert poison.suspicion.is_confirmed
 
 
-def test_those_with_tokens_are_not_blamed_beside_one_without() -> None:
+def test_requests_with_tokens_are_not_blamed_beside_one_without() -> None:
     poison, others = Lost(), [Lost(has_token_here=True) for _ in range(20)]
     share_blame([poison, *others])
     assert poison.suspicion.share == 1
     assert all(other.suspicion.share == 0 for other in others)
 
 
-def test_a_few_newcomers_are_tried_alone_and_the_next_death_names_one() -> None:
+def test_few_new_requests_are_tried_alone_and_the_next_death_identifies_the_cause() -> None:
     newcomers = [Lost() for _ in range(FEW - 1)]
     share_blame(newcomers)
     assert all(one.suspicion.is_tried_alone for one in newcomers)
@@ -43,7 +43,7 @@ def test_a_few_newcomers_are_tried_alone_and_the_next_death_names_one() -> None:
     assert [one.suspicion.is_confirmed for one in newcomers] == [True, *[False] * (FEW - 2)]
 
 
-def test_the_one_on_trial_is_blamed_whoever_came_beside_it() -> None:
+def test_request_on_trial_is_blamed_whatever_else_ran() -> None:
     tried, other = Lost(), Lost()
     share_blame([tried, other])
     share_blame([tried, *(Lost() for _ in range(5))], on_trial=tried)
@@ -53,7 +53,7 @@ def test_the_one_on_trial_is_blamed_whoever_came_beside_it() -> None:
     assert (waiting.suspicion.share, other.suspicion.is_confirmed) == (0, True)
 
 
-def test_many_who_got_on_well_go_on_all_at_once_and_end_only_alone() -> None:
+def test_requests_with_tokens_continue_together_and_are_confirmed_only_alone() -> None:
     for count in (1, 2, 50):
         lost = [Lost(has_token_here=True) for _ in range(count)]
         share_blame(lost)
@@ -64,7 +64,7 @@ def test_many_who_got_on_well_go_on_all_at_once_and_end_only_alone() -> None:
     assert not any(one.suspicion.is_confirmed for one in crowd)
 
 
-def test_a_token_clears_and_a_request_that_was_never_taken_is_innocent() -> None:
+def test_token_clears_suspicion_and_unaccepted_requests_get_none() -> None:
     one, sent = Lost(), Lost(is_accepted=False)
     share_blame([one, sent])
     assert (one.suspicion.share, sent.suspicion.share, sent.suspicion.num_deaths) == (1, 0, 0)
@@ -73,7 +73,7 @@ def test_a_token_clears_and_a_request_that_was_never_taken_is_innocent() -> None
     assert not one.suspicion.is_confirmed
 
 
-def test_there_is_an_end_to_it() -> None:
+def test_request_ends_after_the_maximum_number_of_deaths() -> None:
     one = Lost(has_token_here=True)
     for _ in range(MAX_DEATHS):
         assert not one.suspicion.is_confirmed
@@ -83,12 +83,12 @@ def test_there_is_an_end_to_it() -> None:
 
 
 def routed(outputs: list[int], **fields: object) -> RoutedRequest:
-    found = RoutedRequest(make_request([1, 2], 3, "r", **fields), arrived_at=10.0)
-    found.take(Delta("r", outputs), now=12.0)
-    return found
+    routed = RoutedRequest(make_request([1, 2], 3, "r", **fields), arrived_at=10.0)
+    routed.take(Delta("r", outputs), now=12.0)
+    return routed
 
 
-def test_the_rest_is_a_request_for_what_is_missing() -> None:
+def test_rest_is_a_request_for_the_missing_tokens() -> None:
     rest = routed([4, 5]).rest()
     assert isinstance(rest, Request)
     assert (rest.token_ids, rest.num_prompt_tokens, rest.max_tokens) == ([1, 2, 4, 5], 2, 3)
@@ -99,10 +99,10 @@ def test_the_rest_is_a_request_for_what_is_missing() -> None:
     ("outputs", "reason", "stop_id"),
     [([4, 5, 6], "length", None), ([4, 9], "stop", 9), ([4, 5, 9], "stop", 9)],
 )
-def test_an_answer_that_was_whole_ends_as_it_would_have(
+def test_complete_answer_ends_with_its_own_finish_reason(
     outputs: list[int], reason: str, stop_id: int | None
 ) -> None:
-    """Its engine had given the last token, and died before it told the end."""
+    """Its engine died after the last token and before the finish reason."""
     one = routed(outputs, stop_ids=frozenset({9}))
     one.lost()
     rest = one.rest()
@@ -116,12 +116,12 @@ def test_an_answer_that_was_whole_ends_as_it_would_have(
     assert (record.finished_at, record.breakdown.total) == (15.0, 5.0)
 
 
-def test_a_stop_before_the_least_number_of_tokens_is_none() -> None:
+def test_stop_token_before_min_tokens_does_not_end_the_request() -> None:
     params = SamplingParams(max_tokens=3, min_tokens=2, temperature=0)
     assert isinstance(routed([4, 9], stop_ids=frozenset({9}), params=params).rest(), Request)
 
 
-def test_who_was_aborted_is_not_taken_up_again() -> None:
+def test_aborted_request_is_not_resumed() -> None:
     one = routed([4])
     one.abort_reason = "stop"
     rest = one.rest()

@@ -34,7 +34,7 @@ async def conversations(count: int, routing: str, pause: float, **options: Any) 
 
 
 @pytest.mark.parametrize("pause", [2_000, 20_000])
-async def test_conversations_stay_where_they_are_known(pause: float) -> None:
+async def test_conversations_stay_on_the_replica_with_their_prefix(pause: float) -> None:
     (once,) = await conversations(1, "round_robin", pause, num_blocks=1 << 15)
     aware = await conversations(4, "prefix_aware", pause)
     in_turn = await conversations(4, "round_robin", pause)
@@ -63,7 +63,7 @@ async def unshared(routing: str) -> list[float]:
         return sorted(sim.first_tokens)
 
 
-async def test_what_is_not_shared_is_served_no_later_than_in_turn() -> None:
+async def test_prompts_without_shared_prefixes_are_as_fast_as_round_robin() -> None:
     in_turn, aware, least = [await unshared(name) for name in ("round_robin", "prefix_aware", "least_loaded")]
     p99 = int(0.99 * len(in_turn))
     assert aware[p99] <= 1.05 * in_turn[p99]
@@ -71,7 +71,7 @@ async def test_what_is_not_shared_is_served_no_later_than_in_turn() -> None:
     assert sum(aware) <= 1.05 * min(sum(in_turn), sum(least))
 
 
-async def test_a_popular_beginning_spreads_before_it_floods_a_replica() -> None:
+async def test_popular_prefix_spreads_before_it_floods_a_replica() -> None:
     async with simulated(4, "prefix_aware") as sim:
         await sim.ask_all([[*SYSTEM, index % 50, index // 50] for index in range(200)], 60)
         shares = [client.engine.core.stats().num_output_tokens for client in sim.clients]
@@ -81,23 +81,23 @@ async def test_a_popular_beginning_spreads_before_it_floods_a_replica() -> None:
 
 
 async def test_answers_to_one_prompt_go_where_it_is_computed() -> None:
-    """Though the replica has not told of it yet."""
+    """The replica has not reported the prefix yet."""
     async with simulated(4, "prefix_aware") as sim:
         await sim.ask_all([SYSTEM] * 4, 10)
         assert sorted(sim.computed)[:3] == [0, 0, 0]
         assert sum(sim.computed) < 1.2 * len(SYSTEM)
 
 
-async def test_salts_keep_beginnings_apart() -> None:
+async def test_salts_keep_prefixes_apart() -> None:
     async with simulated(2, "prefix_aware") as sim:
         await sim.run(sim.ask(SYSTEM, 1, cache_salt="a"))
         await sim.run(sim.ask(SYSTEM, 1, cache_salt="b"))
-        assert sim.computed == [len(SYSTEM)] * 2  # nothing to be found, so it went where less had been done
+        assert sim.computed == [len(SYSTEM)] * 2  # no hits, so it went to the replica with less recent work
         await sim.run(sim.ask(SYSTEM, 1, cache_salt="a"), sim.ask(SYSTEM, 1, cache_salt="b"))
         assert sum(sim.computed) <= 2 * len(SYSTEM) + 2 * 16
 
 
-async def test_what_was_evicted_is_forgotten() -> None:
+async def test_evicted_prefixes_are_forgotten() -> None:
     async with simulated(2, "prefix_aware", num_blocks=80) as sim:
         await sim.run(sim.ask(SYSTEM, 1))
         first = next(index for index, count in enumerate(sim.computed) if count)
@@ -110,7 +110,7 @@ async def test_what_was_evicted_is_forgotten() -> None:
             assert len(replica.blocks) == len(client.engine.scheduler.blocks.cache._block_of)  # type: ignore[attr-defined]
 
 
-async def test_replicas_that_are_drained_or_ill_get_nothing() -> None:
+async def test_draining_and_unhealthy_replicas_get_no_requests() -> None:
     async with simulated(3, "least_loaded") as sim:
         sim.router.replicas.drain("0")
         await sim.ask_all([[index] for index in range(12)], 4)
@@ -118,13 +118,13 @@ async def test_replicas_that_are_drained_or_ill_get_nothing() -> None:
         assert 0 < sim.computed[1] == sim.computed[2]
 
 
-async def test_memory_counts_where_it_is_short() -> None:
+async def test_lack_of_kv_memory_counts_as_load() -> None:
     async with simulated(2, "least_loaded", num_blocks=100) as sim:
         long = sim.ask(list(range(50)) * 28, 150)  # takes nearly all of one replica's memory
         later = [sim.ask_at(200.0, [7] * 300, 20) for _ in range(3)]
         await sim.run(long, *later)
         assert all(client.engine.core.stats().num_preemptions == 0 for client in sim.clients), (
-            "someone was sent where there was no room"
+            "a request was sent to a replica without memory for it"
         )
         assert max(sim.first_tokens) < 1500 + 16
 

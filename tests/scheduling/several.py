@@ -39,7 +39,7 @@ class VerifyingRunner(SeveralRunner):
         for entry, token_ids in enumerate(sampled.token_ids):
             if len(token_ids) > 1:
                 row, start = self.rows[batch.rows[entry]], batch.starts[entry] + batch.counts[entry]
-                room = len(row.table) * self.block_size - start
-                sampled.num_written[entry] = count = max(0, min(len(token_ids) - 1, room))
+                capacity = len(row.table) * self.block_size - start
+                sampled.num_written[entry] = count = max(0, min(len(token_ids) - 1, capacity))
                 self._write(row, start, count)
         return sampled

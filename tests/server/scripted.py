@@ -16,7 +16,7 @@ import tokenizers
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
-from inflight.engine.client import StepObserver
+from inflight.engine.client import NoTimeline, StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request
@@ -40,7 +40,7 @@ def write_folder(folder: Path, template: str = QWEN3, specials: tuple[str, ...] 
     return folder
 
 
-class ScriptedClient:
+class ScriptedClient(NoTimeline):
     """Implements `EngineClient`: answers with `script`, what `scripts` has for each next request, or what `reply` makes
     of the request."""
 

@@ -52,7 +52,7 @@ def test_shown_defaults_are_the_real_ones() -> None:
         ({"request_timeout": 0.0}, "positive number of seconds"),
         ({"first_token_timeout": float("nan")}, "positive number of seconds"),
         ({"shutdown_timeout": float("inf")}, "at least 0"),
-        ({"metrics_compat": "x"}, "none, vllm"),
+        ({"metrics_compat": "x"}, "none, gateway, vllm"),
         ({"log_level": "loud"}, "debug, info, warning, error"),
         ({"log_format": "xml"}, "text, json"),
         ({"ssl_cert_reqs": 3}, "0, 1, 2"),

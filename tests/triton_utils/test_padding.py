@@ -1,4 +1,4 @@
-"""Memory behind small tensors of tokens: as much as whole tiles need, and never more than there is."""
+"""Padding behind small activations: enough for whole tiles, never past the storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 129, 200, FEW_TOKENS])
 @pytest.mark.parametrize("tile", [16, 64, WHOLE_TILE])
-def test_a_small_tensor_may_be_read_in_whole_tiles(num_tokens: int, tile: int) -> None:
+def test_small_tensor_may_be_read_in_whole_tiles(num_tokens: int, tile: int) -> None:
     x = padded_empty(num_tokens, 24, torch.bfloat16, DEVICE)
     assert x.shape == (num_tokens, 24)
     assert x.is_contiguous()
@@ -25,7 +25,7 @@ def test_a_small_tensor_may_be_read_in_whole_tiles(num_tokens: int, tile: int) -
     x.as_strided((rows, 24), (24, 1)).zero_()
 
 
-def test_no_more_is_read_than_there_is() -> None:
+def test_readable_rows_stay_within_the_storage() -> None:
     whole = torch.zeros(100, 24)
     assert readable_rows(whole, 64) == 100
     assert readable_rows(whole[:40], 64) == 64
@@ -37,8 +37,8 @@ def test_no_more_is_read_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [5, 20, 40, 100])
-def test_what_layers_hand_on_is_padded(num_tokens: int) -> None:
-    """By every kernel that may write it: small, medium, and the vendor's product with kernels around it."""
+def test_outputs_of_layers_are_padded(num_tokens: int) -> None:
+    """Every kernel may write it: small, medium, and cuBLAS with kernels around it."""
     for few_tokens in (0, 256):
         kernels = TritonKernels(torch.bfloat16, DEVICE, few_tokens)
         linear = kernels.linear(32, 48, torch.bfloat16, bias=False)

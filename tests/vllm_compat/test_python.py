@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -21,6 +24,7 @@ from inflight.vllm_compat.python_api import (
     LLM_METHODS,
     LLM_RULES,
     METHOD_RULES,
+    MISSING_MODULES,
     MISSING_NAMES,
     PROMPT_RULES,
     SAMPLING_RULES,
@@ -124,6 +128,44 @@ def test_names_can_be_imported_or_have_a_replacement() -> None:
     absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
     assert absent == MISSING_NAMES
     assert inflight.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+
+
+def test_modules_name_a_replacement() -> None:
+    lines = section("Modules")
+    for line in lines:
+        for name in line.names:
+            module = name.replace("vllm", "inflight", 1)
+            if line.outcome == ABSENT:
+                assert_raises(line.here, ImportError, lambda module=module: importlib.import_module(module))
+                assert_raises(
+                    line.here, ImportError, lambda module=module: importlib.import_module(f"{module}.x")
+                )
+            else:
+                importlib.import_module(module)
+    absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
+    assert absent == {f"vllm.{name}": reason for name, reason in MISSING_MODULES.items()}
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'inflight\.nosuch'"):
+        importlib.import_module("inflight.nosuch")
+
+
+def test_names_can_be_imported_from_their_modules() -> None:
+    sampling_params: Any = importlib.import_module("inflight.sampling_params")
+    outputs: Any = importlib.import_module("inflight.outputs")
+    for name in ("StructuredOutputsParams", "GuidedDecodingParams"):
+        assert getattr(sampling_params, name) is inflight.StructuredOutputs
+    assert sampling_params.BeamSearchParams is BeamSearchParams
+    assert outputs.ScoringRequestOutput is outputs.PoolingRequestOutput
+    with pytest.raises(ImportError, match="RequestOutputKind: pass output_kind"):
+        _ = sampling_params.RequestOutputKind
+    with pytest.raises(AttributeError, match=r"module 'inflight\.outputs' has no attribute 'Nosuch'"):
+        _ = outputs.Nosuch
+
+
+def test_server_module_names_the_command() -> None:
+    words = [sys.executable, "-m", "inflight.entrypoints.openai.api_server", "--model", "m"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "use `inflight serve MODEL`" in done.stderr
 
 
 def test_prompt_keys_do_what_the_page_says(llm: LLM) -> None:

@@ -47,24 +47,11 @@ def chunk_attention(
         block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
         own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
-        qkv,
-        own,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        workspace.outs,
-        workspace.lses,
-        workspace.counters,
-        out,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        DESCRIPTORS=descriptors,
-        FIELDS=CHUNK_FIELDS,
+        qkv, own, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses,
+        workspace.counters, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
+        block_tables.stride(0), DESCRIPTORS=descriptors, FIELDS=CHUNK_FIELDS,
         **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -72,33 +59,12 @@ def chunk_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _chunk(
-    qkv,
-    own,
-    cache,
-    tables,
-    items,
-    num_items,
-    partial_outs,
-    partial_lses,
-    counters,
-    out,
-    scale,
-    window,
-    qkv_stride,
-    table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, own, cache, tables, items, num_items, partial_outs, partial_lses, counters, out, scale, window,
+    qkv_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, DESCRIPTORS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     item = items + tl.program_id(1) * FIELDS
     token = tl.load(item)  # of the tile's first query
@@ -132,52 +98,17 @@ def _chunk(
 
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     acc, row_max, row_sum = take_pages(
-        q,
-        tl.zeros([ROWS, DIM], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        cache + head * (BLOCK_SIZE * HEAD_DIM),
-        table,
-        blocks,
-        begin,
-        tl.minimum(end, num_cached),
-        lowest,
-        scale,
-        block_stride // 2,
-        block_stride,
-        HEAD_DIM,
-        DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        WINDOW,
-        WINDOW,
-        PRECISION,
-    )
+        q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin,
+        tl.minimum(end, num_cached), lowest, scale, block_stride // 2, block_stride, HEAD_DIM, DIM,
+        BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION,
+    )  # fmt: skip
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     acc, row_max, row_sum = _take_own(
-        q,
-        acc,
-        row_max,
-        row_sum,
-        qkv,
-        own,
-        token - position,
-        (num_heads + head) * HEAD_DIM,
-        tl.maximum(begin, num_cached),
-        end,
-        position,
-        at,
-        lowest,
-        scale,
-        qkv_stride,
-        NUM_KV_HEADS * HEAD_DIM,
-        HEAD_DIM,
-        DIM,
-        BLOCK_N,
-        WINDOW,
-        DESCRIPTORS,
-        PRECISION,
-    )
+        q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM,
+        tl.maximum(begin, num_cached), end, position, at, lowest, scale, qkv_stride, NUM_KV_HEADS * HEAD_DIM,
+        HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION,
+    )  # fmt: skip
     result, lse = finish(acc, row_max, row_sum)
 
     out_rows = out + ((token + offset).to(tl.int64) * num_heads + query_head) * HEAD_DIM

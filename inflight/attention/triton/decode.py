@@ -48,24 +48,12 @@ def decode_attention(
     # Heads vary fastest, so that programs that run together read neighbouring memory and share block ids.
     grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
-        qkv,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        workspace.outs,
-        workspace.lses,
-        workspace.counters,
-        out,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        FIELDS=DECODE_FIELDS,
-        PADDED_GROUP=padded_group,
+        qkv, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
+        out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
+        FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
         SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)),
         **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -73,33 +61,13 @@ def decode_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _decode(
-    qkv,
-    cache,
-    tables,
-    items,
-    num_items,
-    partial_outs,
-    partial_lses,
-    counters,
-    out,
-    scale,
-    window,
-    qkv_stride,
-    table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qkv, cache, tables, items, num_items, partial_outs, partial_lses, counters, out, scale, window,
+    qkv_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(0)
     # Load the whole item before it is known to exist, so that nothing waits twice for memory.
     item = items + tl.program_id(1) * FIELDS
@@ -127,27 +95,10 @@ def _decode(
     query = entry.to(tl.int64) * qkv_stride + (head * GROUP + tl.minimum(row, GROUP - 1)) * HEAD_DIM
     q = load_rows(qkv + query, HEAD_DIM, DIM)
     acc, row_max, row_sum = take_pages(
-        q,
-        tl.zeros([ROWS, DIM], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        keys,
-        table,
-        blocks,
-        begin,
-        end,
-        None,
-        scale,
-        block_stride // 2,
-        block_stride,
-        HEAD_DIM,
-        DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        False,
-        True,
-        PRECISION,
-    )
+        q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32), keys, table, blocks, begin, end, None, scale, block_stride // 2,
+        block_stride, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION,
+    )  # fmt: skip
     result, lse = finish(acc, row_max, row_sum)
 
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -160,17 +111,9 @@ def _decode(
         if arrive(counters + entry * NUM_KV_HEADS + head, own_splits):
             g = tl.arange(0, PADDED_GROUP)
             merged = merge(
-                partial_outs,
-                partial_lses,
-                first_partial * num_heads + head * GROUP + g,
-                num_heads,
-                num_splits,
-                g < GROUP,
-                PADDED_GROUP,
-                SPLITS_AT_ONCE,
-                HEAD_DIM,
-                DIM,
-            )
+                partial_outs, partial_lses, first_partial * num_heads + head * GROUP + g, num_heads,
+                num_splits, g < GROUP, PADDED_GROUP, SPLITS_AT_ONCE, HEAD_DIM, DIM,
+            )  # fmt: skip
             store_rows(out_row + g * HEAD_DIM, merged, g < GROUP, HEAD_DIM, DIM)
 
 
@@ -187,22 +130,10 @@ def prefix_attention(
 ) -> None:
     """Write each member's partials to the workspace, where the decode kernel merges them with the entry's own."""
     _prefix[(layer.num_kv_heads, work.programs)](
-        qkv,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        members,
-        workspace.outs,
-        workspace.lses,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        FIELDS=PREFIX_FIELDS,
-        MEMBER_FIELDS=MEMBER_FIELDS,
-        **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+        qkv, cache, block_tables, work.table, work.count, members, workspace.outs, workspace.lses,
+        layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
+        FIELDS=PREFIX_FIELDS, MEMBER_FIELDS=MEMBER_FIELDS, **paged_constants(qkv, cache, layer, tile, pdl),
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -210,31 +141,12 @@ def prefix_attention(
     do_not_specialize_on_alignment=["items", "num_items", "members"],
 )
 def _prefix(
-    qkv,
-    cache,
-    tables,
-    items,
-    num_items,
-    members,
-    partial_outs,
-    partial_lses,
-    scale,
-    window,
-    qkv_stride,
+    qkv, cache, tables, items, num_items, members, partial_outs, partial_lses, scale, window, qkv_stride,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIELDS: tl.constexpr,
-    MEMBER_FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, FIELDS: tl.constexpr, MEMBER_FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     count = tl.load(num_items)
@@ -261,27 +173,11 @@ def _prefix(
         table = tables + table_row.to(tl.int64) * table_stride
         blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = take_pages(
-            q,
-            tl.zeros([ROWS, DIM], tl.float32),
-            tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32),
-            cache + head * (BLOCK_SIZE * HEAD_DIM),
-            table,
-            blocks,
-            begin,
-            end,
-            lowest,
-            scale,
-            block_stride // 2,
-            block_stride,
-            HEAD_DIM,
-            DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            WINDOW,
-            WINDOW,
-            PRECISION,
-        )
+            q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin, end,
+            lowest, scale, block_stride // 2, block_stride, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+            WINDOW, PRECISION,
+        )  # fmt: skip
         result, lse = finish(acc, row_max, row_sum)
         index = (first_partial + split) * (NUM_KV_HEADS * GROUP) + query_head
         kept = row // GROUP < num_members

@@ -47,32 +47,14 @@ def rope_write(
     grid = (head_tiles * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
     _rope_write[grid](
-        qkv,
-        positions,
-        slot_mapping,
-        cos_sin,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
-        cache,
-        num_tokens,
-        eps,
-        qkv.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        BLOCK_SIZE=cache.shape[3],
-        Q_NORM=q_norm is not None,
-        K_NORM=k_norm is not None,
-        TOKENS=tile.tokens,
-        HEADS=tile.heads,
-        DIM=triton.next_power_of_2(head_dim),
-        HALF=triton.next_power_of_2(rotary_dim // 2),
-        REST=triton.next_power_of_2(rest) if rest else 0,
-        PDL=pdl,
-        num_warps=tile.num_warps,
+        qkv, positions, slot_mapping, cos_sin, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, cache, num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.shape[3],
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens, HEADS=tile.heads,
+        DIM=triton.next_power_of_2(head_dim), HALF=triton.next_power_of_2(rotary_dim // 2),
+        REST=triton.next_power_of_2(rest) if rest else 0, PDL=pdl, num_warps=tile.num_warps,
         **launch_options(pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -80,30 +62,11 @@ def rope_write(
     do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm"],
 )
 def _rope_write(
-    qkv,
-    positions,
-    slot_mapping,
-    cos_sin,
-    q_norm,
-    k_norm,
-    cache,
-    num_tokens,
-    eps,
-    qkv_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, num_tokens, eps, qkv_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     q_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     head_tile = tl.program_id(0) % (q_tiles + 2 * kv_tiles)
@@ -124,37 +87,16 @@ def _rope_write(
     if head_tile < q_tiles:
         head = head_tile * HEADS + row % HEADS
         rotate_heads(
-            token_heads + head * HEAD_DIM,
-            cached,
-            cos_sin + position * ROTARY_DIM,
-            q_norm,
-            eps,
-            real & (head < NUM_HEADS),
-            HEAD_DIM,
-            ROTARY_DIM,
-            Q_NORM,
-            False,
-            HALF,
-            REST,
-            PDL,
-        )
+            token_heads + head * HEAD_DIM, cached, cos_sin + position * ROTARY_DIM, q_norm, eps,
+            real & (head < NUM_HEADS), HEAD_DIM, ROTARY_DIM, Q_NORM, False, HALF, REST, PDL,
+        )  # fmt: skip
     elif head_tile < q_tiles + kv_tiles:
         head = (head_tile - q_tiles) * HEADS + row % HEADS
         rotate_heads(
-            token_heads + (NUM_HEADS + head) * HEAD_DIM,
-            cached + head * (BLOCK_SIZE * HEAD_DIM),
-            cos_sin + position * ROTARY_DIM,
-            k_norm,
-            eps,
-            real & (head < NUM_KV_HEADS),
-            HEAD_DIM,
-            ROTARY_DIM,
-            K_NORM,
-            True,
-            HALF,
-            REST,
-            PDL,
-        )
+            token_heads + (NUM_HEADS + head) * HEAD_DIM, cached + head * (BLOCK_SIZE * HEAD_DIM),
+            cos_sin + position * ROTARY_DIM, k_norm, eps, real & (head < NUM_KV_HEADS), HEAD_DIM, ROTARY_DIM,
+            K_NORM, True, HALF, REST, PDL,
+        )  # fmt: skip
     else:
         head = (head_tile - q_tiles - kv_tiles) * HEADS + row % HEADS
         d = tl.arange(0, DIM)

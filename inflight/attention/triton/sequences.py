@@ -77,21 +77,11 @@ def sequence_attention(
     if tuning.descriptors:
         tiles = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [tile.keys, dim])
     _sequences[(layer.num_heads, items.programs)](
-        qkv,
-        tiles,
-        items.table,
-        items.count,
-        out,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        NUM_HEADS=layer.num_heads,
-        HEAD_DIM=layer.head_dim,
-        WINDOW=layer.window is not None,
-        MASK_ALL=tuning.mask_all or layer.window is not None,
-        FIELDS=SEQUENCE_FIELDS,
+        qkv, tiles, items.table, items.count, out, layer.scale * math.log2(math.e), layer.window or 0,
+        qkv.stride(0), NUM_HEADS=layer.num_heads, HEAD_DIM=layer.head_dim, WINDOW=layer.window is not None,
+        MASK_ALL=tuning.mask_all or layer.window is not None, FIELDS=SEQUENCE_FIELDS,
         **tile_constants(qkv, layer.head_dim, tile, tuning.pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -180,21 +170,11 @@ def rotate(
     if num_tokens == 0:
         return
     _rotate[(triton.cdiv(2 * num_heads, tile.heads), triton.cdiv(num_tokens, tile.tokens))](
-        qkv,
-        positions,
-        cos_sin,
-        num_tokens,
-        qkv.stride(0),
-        NUM_HEADS=2 * num_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        TOKENS=tile.tokens,
-        HEADS=tile.heads,
-        HALF=triton.next_power_of_2(rotary_dim // 2),
-        PDL=pdl,
-        num_warps=tile.num_warps,
+        qkv, positions, cos_sin, num_tokens, qkv.stride(0), NUM_HEADS=2 * num_heads, HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim, TOKENS=tile.tokens, HEADS=tile.heads,
+        HALF=triton.next_power_of_2(rotary_dim // 2), PDL=pdl, num_warps=tile.num_warps,
         **launch_options(pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])

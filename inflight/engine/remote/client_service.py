@@ -14,12 +14,24 @@ from typing import Any
 
 from inflight.engine.client import EngineClient
 from inflight.engine.remote.engine_loop import Outbox
-from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Reply, RunCommand, StepOutputs, Watch
+from inflight.engine.remote.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    ReadMemory,
+    ReadMessage,
+    ReadTimeline,
+    Reply,
+    RunCommand,
+    ServiceMessage,
+    StepOutputs,
+    Watch,
+    WatchTimeline,
+)
 from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
-
-ServiceMessage = Add | Abort | Describe | RunCommand | Ack | Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +56,7 @@ class ClientService:
         self._loop = asyncio.get_running_loop()
         self._is_flushing = False
         self._stop_watching: Callable[[], None] | None = None
+        self._stop_timeline: Callable[[], None] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -65,6 +78,10 @@ class ClientService:
                 self._flush_soon()
             case Watch(enabled):
                 self._watch(enabled)
+            case WatchTimeline(enabled):
+                self._watch_timeline(enabled)
+            case ReadTimeline() | ReadMemory():
+                self._begin(self._read(message))
 
     def send_stats(self) -> None:
         """Send the statistics, even if there is nothing else to send."""
@@ -73,6 +90,7 @@ class ClientService:
     async def close(self) -> None:
         """Abort all requests and calls of the process, which is gone."""
         self._watch(False)
+        self._watch_timeline(False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -140,6 +158,25 @@ class ClientService:
     def _observe(self, record: Any) -> None:
         self._outbox.observe(record)
         self._flush_soon()
+
+    def _watch_timeline(self, enabled: bool) -> None:
+        if self._stop_timeline is not None:
+            self._stop_timeline()
+        self._stop_timeline = self._client.watch_timeline(self._show) if enabled else None
+
+    def _show(self, replica: str, data: bytes) -> None:
+        self._outbox.show(data, replica)
+        self._flush_soon()
+
+    async def _read(self, message: ReadMessage) -> None:
+        try:
+            if isinstance(message, ReadTimeline):
+                reply = Reply(message.call, timeline=await self._client.read_timeline(message.query))
+            else:
+                reply = Reply(message.call, memory=await self._client.read_memory(message.replica))
+        except Exception as error:
+            reply = Reply(message.call, remote_error=RemoteError.of(error))
+        self._reply(reply)
 
     def _reply(self, reply: Reply) -> None:
         self._outbox.reply(reply)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from inflight.engine.client import Command, merge
+from inflight.engine.client import Command, check_only_replica, merge
 from inflight.engine.core import EngineCore
 from inflight.engine.remote.wire import (
     Abort,
@@ -19,12 +19,15 @@ from inflight.engine.remote.wire import (
     Describe,
     EngineSockets,
     Heartbeat,
+    ReadMemory,
+    ReadTimeline,
     Reply,
     RunCommand,
     StepOutputs,
     ToEngine,
     Watch,
     WatchCache,
+    WatchTimeline,
 )
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, InflightError
@@ -39,6 +42,7 @@ MAX_MESSAGES = 128  # handled between two steps: a flood of requests must not ke
 STEPS_PER_COLLECTION = 1 << 14  # steps between garbage collections while the engine is busy
 REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as the engine is idle
 PREPARING_POLL = 0.001  # seconds between polls while requests are only being prepared
+MIN_WAIT = 0.001  # seconds that the socket can wait for
 CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
 
 
@@ -76,6 +80,8 @@ class EngineLoop:
                 self._count_step()
             elif self._preparing:
                 self._sockets.wait(PREPARING_POLL)
+            if core.recorder.is_watched and self._outbox.is_read:
+                self._outbox.show(core.recorder.take_due(core.clock()))
             self._outbox.flush(idle=not core.has_work, stepped=stepped)
 
     def heartbeat(self) -> Heartbeat:
@@ -95,8 +101,11 @@ class EngineLoop:
         """Collect garbage if due, then wait for a message."""
         if self._num_steps_since_collection >= REST_AFTER:
             self._collect_garbage(2)
-        while not self._sockets.wait(CHECK_EVERY):
+        recorder, clock = self._core.recorder, self._core.clock
+        while not self._sockets.wait(min(CHECK_EVERY, recorder.seconds_until_due(clock()) + MIN_WAIT)):
             self._core.check()
+            if recorder.seconds_until_due(clock()) == 0 and self._outbox.is_read:
+                return
         message = self._sockets.receive(wait=True)
         self.last_progress = self._core.clock()
         if message is not None:
@@ -133,6 +142,12 @@ class EngineLoop:
             case WatchCache(enabled):
                 self._outbox.cache_changes = changes = CacheChanges() if enabled else None
                 self._core.scheduler.blocks.cache.report(changes)
+            case WatchTimeline(enabled):
+                self._core.recorder.watch(enabled)
+            case ReadTimeline(call, query):
+                self._outbox.reply(Reply(call, timeline=self._core.recorder.page(query)))
+            case ReadMemory(call, replica):
+                self._read_memory(call, replica)
             case Stop():
                 self._stopped = True
             case _:
@@ -188,6 +203,14 @@ class EngineLoop:
         else:
             self._outbox.reply(Reply(call))
 
+    def _read_memory(self, call: int, replica: str) -> None:
+        try:
+            check_only_replica(replica)
+        except InflightError as error:
+            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+        else:
+            self._outbox.reply(Reply(call, memory=self._core.read_memory()))
+
     def _abort(self, message: Abort) -> None:
         if message.handle in self._preparing:
             request, prepared = self._preparing.pop(message.handle)
@@ -205,6 +228,7 @@ class EngineLoop:
 WINDOW = 64  # unacknowledged StepOutputs; further ones are merged here
 STATS_EVERY = 0.05  # seconds between statistics while the engine is busy
 MAX_STEPS = 1024  # step records kept for a client that does not read
+MAX_CHUNKS = 64  # chunks of the timeline kept for a client that does not read
 
 
 class Outbox:
@@ -228,6 +252,7 @@ class Outbox:
         self._replies: list[Reply] = []
         self._lost: list[tuple[int, RemoteError]] = []
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._timeline: deque[tuple[str, bytes]] = deque(maxlen=MAX_CHUNKS)
         self.cache_changes: CacheChanges | None = None  # None unless they are observed
         self._stats_at = -STATS_EVERY
         self._num_sent = self._num_taken = 0
@@ -249,6 +274,16 @@ class Outbox:
 
     def observe(self, record: StepRecord) -> None:
         self._steps.append(record)
+
+    def show(self, data: bytes | None, replica: str = "0") -> None:
+        """Send a chunk of the timeline, if there is one."""
+        if data is not None:
+            self._timeline.append((replica, data))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the client keeps up."""
+        return self._num_sent - self._num_taken < WINDOW
 
     def put(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -273,10 +308,11 @@ class Outbox:
         A step without output still changes the statistics. These are then sent alone, at a bounded rate, because a long
         prompt takes many such steps.
         """
-        has_output = self._deltas or self._replies or self._lost or self._steps or self.cache_changes
+        has_results = self._deltas or self._replies or self._lost
+        has_output = has_results or self._steps or self._timeline or self.cache_changes
         if not has_output and not (stepped and (idle or self._clock() - self._stats_at >= STATS_EVERY)):
             return
-        if self._num_sent - self._num_taken >= WINDOW:
+        if not self.is_read:
             return
         handles, token_ids, others = [], [], []
         for handle, delta in self._deltas.items():
@@ -291,9 +327,18 @@ class Outbox:
             stats, self._stats_at = self._stats(), now
         cache = None if self.cache_changes is None else self.cache_changes.take()
         outputs = StepOutputs(
-            handles, token_ids, others, self._replies, list(self._steps), stats, cache, self._lost
+            handles,
+            token_ids,
+            others,
+            self._replies,
+            list(self._steps),
+            stats,
+            cache,
+            self._lost,
+            list(self._timeline),
         )
         self._send(outputs)
         self._num_sent += 1
         self._deltas, self._replies, self._lost = {}, [], []
         self._steps.clear()
+        self._timeline.clear()

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,9 +21,11 @@ from inflight.engine.client import (
     DeltaStream,
     Health,
     History,
+    MemoryState,
     ModelFacts,
     RequestState,
     StepObserver,
+    TimelineObserver,
     id_in_use,
     not_added,
     notify,
@@ -39,12 +41,15 @@ from inflight.engine.remote.wire import (
     Abort,
     Ack,
     Describe,
+    ReadMemory,
+    ReadTimeline,
     Ready,
     Reply,
     RunCommand,
     StepOutputs,
     Watch,
     WatchCache,
+    WatchTimeline,
     encode_add,
 )
 from inflight.engine.stats import EngineStats
@@ -53,6 +58,7 @@ from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
 from inflight.request import Request
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +137,7 @@ class ProcessClient:
         self._calls: PendingCalls[Reply] = PendingCalls()
         self._history = History()
         self._observers: list[StepObserver] = []
+        self._timeline_observers: list[TimelineObserver] = []
         self._cache_observer: CacheObserver | None = None
         self._num_received = 0
 
@@ -142,13 +149,14 @@ class ProcessClient:
         progress: LoadProgress | None = None,
         build: str = "model",
         host: ProcessHost | None = None,
+        generations: Iterator[int] | None = None,
     ) -> ProcessClient:
         """Start the process and wait until its engine is ready. Errors of the configuration are raised as if the engine
         had been built here. `build` is "model", or the `module:function` that builds another engine. Without a `host`,
-        the process is a child of this one."""
+        the process is a child of this one. `generations` count the engines in its place, also after restarts."""
         process = process or ProcessConfig()
         host = host or engine_host(process.environment)
-        supervisor = Supervisor(build, _options_on_wire(config), process, progress, host)
+        supervisor = Supervisor(build, _options_on_wire(config), process, progress, host, generations)
         ready = await supervisor.launch()
         return cls.over(supervisor, ready)
 
@@ -194,6 +202,8 @@ class ProcessClient:
         self._num_received = 0
         if self._observers:
             self._send(Watch(True))
+        if self._timeline_observers:
+            self._send(WatchTimeline(True))
         if self._cache_observer is not None:
             self._send(WatchCache(True))
 
@@ -233,6 +243,9 @@ class ProcessClient:
             self._stats = outputs.stats
         for record in outputs.steps:
             self._observe(record)
+        for replica, data in outputs.timeline:
+            for show in self._timeline_observers[:]:
+                show(replica, data)
         self._connection.working = bool(self._open)
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
@@ -335,6 +348,29 @@ class ProcessClient:
                 self._send(Watch(False))
 
         return stop
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        self._timeline_observers.append(observer)
+        self._send(WatchTimeline(True))
+
+        def stop() -> None:
+            self._timeline_observers.remove(observer)
+            if not self._timeline_observers:
+                self._send(WatchTimeline(False))
+
+        return stop
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        call = next(self._numbers)
+        reply = await self._call(call, lambda: self._send(ReadTimeline(call, query)))
+        assert reply.timeline is not None
+        return reply.timeline
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        call = next(self._numbers)
+        reply = await self._call(call, lambda: self._send(ReadMemory(call, replica)))
+        assert reply.memory is not None
+        return reply.memory
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._cache_observer = observer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,8 +78,10 @@ class Supervisor:
         process: ProcessConfig,
         progress: LoadProgress | None,
         host: ProcessHost,
+        generations: Iterator[int] | None = None,
     ) -> None:
         self.engine_process: EngineProcess
+        self._generations = itertools.count() if generations is None else generations
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
         self.num_dropped = 0  # frames that the process could not decode
         self.working = False  # the engine has requests, as far as we know
@@ -102,7 +105,7 @@ class Supervisor:
         process = self.engine_process = ConnectedProcess(
             self._host, FromEngine, self._process.log_format, Heartbeat
         )
-        start = Start(self._build, self._options, self._process.heartbeat)
+        start = Start(self._build, self._options, self._process.heartbeat, generation=next(self._generations))
         first_message = asyncio.ensure_future(
             process.send_first(lambda: msgspec.structs.replace(start, now=self._clock()))
         )

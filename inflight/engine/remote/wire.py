@@ -1,7 +1,7 @@
 """Every message between a client and an engine process.
 
-    client ── Start, Add, Abort, Describe, RunCommand, Ack, Watch, WatchCache, Stop ─►  engine
-    client ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ──────────────  engine
+    client ── Start, Add, Abort, Describe, RunCommand, Ack, Stop, Watch..., Read... ──►  engine
+    client ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ───────────────  engine
 
 `processes/channel.py` has the frames that they travel in.
 """
@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.client import Command, ModelFacts, RequestState
+from inflight.engine.client import Command, MemoryState, ModelFacts, RequestState
 from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
 from inflight.processes.channel import ChildSockets, Codec, Message, RemoteError, Stop
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
+from inflight.timeline import TimelinePage, TimelineQuery
 
 LARGEST = 2**63 - 1  # msgpack's integers have 64 bits
 
@@ -33,6 +34,7 @@ class Start(Message, frozen=True):
     options: dict[str, Any]  # the arguments of EngineConfig.create
     heartbeat: float
     now: float = 0.0  # when it was sent, by the sender's clock
+    generation: int = 0  # engines that there were before it in its place
 
 
 class Add(Message, frozen=True):
@@ -78,6 +80,22 @@ class WatchCache(Message, frozen=True):
     enabled: bool
 
 
+class WatchTimeline(Message, frozen=True):
+    """Turns chunks of the timeline on or off."""
+
+    enabled: bool
+
+
+class ReadTimeline(Message, frozen=True):
+    call: int
+    query: TimelineQuery
+
+
+class ReadMemory(Message, frozen=True):
+    call: int
+    replica: str
+
+
 # ---- from the engine ----
 
 
@@ -108,6 +126,8 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     num_freed: int = 0
     state: RequestState | None = None
     remote_error: RemoteError | None = None
+    timeline: TimelinePage | None = None
+    memory: MemoryState | None = None
 
 
 class StepOutputs(Message, frozen=True):
@@ -123,6 +143,7 @@ class StepOutputs(Message, frozen=True):
     cache: CacheUpdate | None = None
     # Requests that a `ClientService` lost, with the error that ends their streams. An engine sends none.
     lost: list[tuple[int, RemoteError]] = msgspec.field(default_factory=list)
+    timeline: list[tuple[str, bytes]] = msgspec.field(default_factory=list)  # replicas and their chunks
 
 
 class Heartbeat(Message, frozen=True):
@@ -139,7 +160,9 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ToEngine = Start | Add | Abort | Describe | RunCommand | Ack | Watch | WatchCache | Stop
+ReadMessage = ReadTimeline | ReadMemory
+ServiceMessage = Add | Abort | Describe | RunCommand | Ack | Watch | WatchTimeline | ReadMessage
+ToEngine = Start | ServiceMessage | WatchCache | Stop
 FromEngine = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 
 EngineSockets = ChildSockets[ToEngine]

@@ -88,6 +88,7 @@ def _serve(sockets: EngineSockets) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()
+    core.record(start.generation)
     loop = EngineLoop(core, sockets)
     _in_thread(lambda: _send_heartbeats(sockets, loop, start.heartbeat), "heartbeat")
     sockets.send(Ready(facts, core.stats()))

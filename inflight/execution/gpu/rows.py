@@ -109,17 +109,9 @@ def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step:
     grid = (triton.cdiv(max(num_updates, num_tokens), PROGRAM_SIZE),)
     strides = block_tables.stride(0), tokens.stride(0)
     _open_step[grid](
-        block_tables,
-        *updates,
-        num_updates,
-        tokens,
-        rows,
-        positions,
-        ids,
-        num_tokens,
-        *strides,
+        block_tables, *updates, num_updates, tokens, rows, positions, ids, num_tokens, *strides,
         SIZE=PROGRAM_SIZE,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_updates", "num_tokens"])

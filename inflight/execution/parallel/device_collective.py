@@ -77,7 +77,7 @@ class PeerCollective:
         """Return whether x fits one exchange."""
         return x.nbytes <= self.slot
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
         """Gather columns on every rank."""
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
@@ -91,7 +91,7 @@ class PeerCollective:
             gather_kernel[(min(num_units, MAX_PROGRAMS),)](
                 x[rows],
                 target,
-                None if wanted is None else wanted[rows],
+                None if num_needed is None else num_needed[rows],
                 *self._group_arguments(num_rows),
                 num_columns,
                 self.slot,
@@ -152,7 +152,7 @@ class NcclCollective:
         self,
         x: Tensor,
         widths: Sequence[int],
-        wanted: Tensor | None = None,  # noqa: ARG002
+        num_needed: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Gather on every rank. Parts are padded to the widest."""
         num_rows, widest = len(x), max(widths)
@@ -196,9 +196,9 @@ class DeviceCollective:
     ) -> bool:
         return x.nbytes <= self._one_shot and self._peers.add_sum(hidden, x, norm, eps, next_norm)
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """Gather over the peers' memory: each part is read once, and unwanted columns are not read."""
-        return self._peers.gather(x, widths, wanted)
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        """Gather over the peers' memory: each part is read once, and unneeded columns are not read."""
+        return self._peers.gather(x, widths, num_needed)
 
 
 def device_collective(

@@ -171,11 +171,11 @@ class HostCollective:
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(self._shared.sum(x.float().cpu()))
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """Gather columns; rows with wanted[i] == 0 are not transferred."""
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        """Gather columns; rows with num_needed[i] == 0 are not transferred."""
         first, width = sum(widths[: self._shared.rank]), sum(widths)
         out = torch.empty(len(x), width, device=x.device)
-        rows = slice(None) if wanted is None else wanted.nonzero()[:, 0]
+        rows = slice(None) if num_needed is None else num_needed.nonzero()[:, 0]
         mine = x[rows].cpu()
         columns = torch.zeros(len(mine), width)
         columns[:, first : first + x.shape[1]] = mine

@@ -13,9 +13,8 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.platforms import Platform
+from inflight.execution.platforms import ModelSleepSupport, Platform
 from inflight.execution.runner import StageLinks
-from inflight.execution.sleep import ModelSleepSupport
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import RankShare, meta_kernels, rank_shares
 from inflight.models.decoders.spec import (

@@ -1,4 +1,4 @@
-"""What all samplers have in common: a row's parameters as numbers and bits, and the tokens and logprobs they return."""
+"""Parts that all samplers share: a row's parameters as numbers and bits, and the tokens and logprobs they return."""
 
 from __future__ import annotations
 

@@ -69,19 +69,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _rms_norm_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    inner_rows,
-    outer_stride,
-    inner_stride,
-    num_features,
-    eps,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, residual, out, inner_rows, outer_stride, inner_stride, num_features, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -151,21 +141,10 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, p
         return out
     block = triton.next_power_of_2(num_features)
     _rms_norm_kernel[(num_rows,)](
-        view,
-        weight,
-        x if residual is None else residual,
-        out,
-        inner_rows,
-        view.stride(0),
-        view.stride(1),
-        num_features,
-        eps,
-        ADD=residual is not None,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=_warps(block),
+        view, weight, x if residual is None else residual, out, inner_rows, view.stride(0), view.stride(1),
+        num_features, eps, ADD=residual is not None, BLOCK=block, PDL=pdl, num_warps=_warps(block),
         **launch_options(pdl),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -177,15 +156,9 @@ def gate(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     if num_rows == 0:
         return out
     _gate_kernel[(num_rows, triton.cdiv(inner, _GATE_BLOCK))](
-        gate_up.contiguous(),
-        out,
-        inner,
-        ACTIVATION=ACTIVATIONS[activation],
-        BLOCK=_GATE_BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
-    )
+        gate_up.contiguous(), out, inner, ACTIVATION=ACTIVATIONS[activation], BLOCK=_GATE_BLOCK, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -196,14 +169,9 @@ def activate_in_place(
     size = x.numel()
     if size > 0:
         _activate_kernel[(triton.cdiv(size, tile.block),)](
-            x,
-            size,
-            ACTIVATION=ACTIVATIONS[activation],
-            BLOCK=tile.block,
-            PDL=pdl,
-            num_warps=tile.num_warps,
+            x, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=tile.block, PDL=pdl, num_warps=tile.num_warps,
             **launch_options(pdl),
-        )
+        )  # fmt: skip
     return x
 
 
@@ -215,15 +183,8 @@ def embed(table: Tensor, ids: Tensor, pdl: bool = False) -> Tensor:
         return out
     block = min(_ROW_BLOCK, triton.next_power_of_2(num_features))
     _embed_kernel[(len(ids), triton.cdiv(num_features, block))](
-        table,
-        ids,
-        out,
-        num_features,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=_warps(block),
-        **launch_options(pdl),
-    )
+        table, ids, out, num_features, BLOCK=block, PDL=pdl, num_warps=_warps(block), **launch_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -318,18 +279,7 @@ def _layer_norm(
     if tile is None:
         tile = choose_norm(num_features)
     _layer_norm_kernel[(triton.cdiv(num_tokens, tile.rows),)](
-        residual,
-        x.contiguous(),
-        weight,
-        bias,
-        out,
-        num_tokens,
-        num_features,
-        eps,
-        ROWS=tile.rows,
-        BLOCK=triton.next_power_of_2(num_features),
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        **launch_options(pdl),
-    )
+        residual, x.contiguous(), weight, bias, out, num_tokens, num_features, eps, ROWS=tile.rows,
+        BLOCK=triton.next_power_of_2(num_features), PDL=pdl, num_warps=tile.num_warps, **launch_options(pdl),
+    )  # fmt: skip
     return out

@@ -70,19 +70,10 @@ def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def multiply_plain(
-    x,
-    rows,
-    norm,
-    first,
-    last,
-    num_tokens,
-    K,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, rows, norm, first, last, num_tokens, K,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply one token at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -106,20 +97,10 @@ def multiply_plain(
 
 @triton.jit
 def multiply_tensor_cores(
-    x,
-    rows,
-    norm,
-    first,
-    last,
-    num_tokens,
-    K,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, rows, norm, first, last, num_tokens, K,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Multiply all tokens at once, BLOCK_K features at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -142,17 +123,9 @@ def multiply_tensor_cores(
 
 @triton.jit
 def fetch_tile(
-    weight,
-    tile,
-    num_out,
-    K,
-    first,
-    last,
-    ahead,
-    GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    weight, tile, num_out, K, first, last, ahead,
+    GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Prefetch the first `ahead` bytes of the tile's part of each weight row, rows distributed over the warps."""
     num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
     if num_bytes > 0:

@@ -108,21 +108,20 @@ class SelfAttention:
         cache: Tensor,
         inputs: Any,
         next_norm: Tensor | None,
-        wanted: Tensor | None = None,
+        output_tokens: Tensor | None = None,
     ) -> Residual:
         """Return the residual plus attention's output, to be read through `next_norm`.
 
-        With `wanted` [W], token indices, only their rows are returned: for other tokens, only keys and values are
-        computed.
+        With `output_tokens` [W], token indices, only their rows are returned: other tokens get only keys and values.
         """
         spec = self._spec
         qkv = self.qkv.normed(residual, spec.norm_eps)
         if spec.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
         attended = self._backend.attend(qkv, self._heads, cache, inputs)
-        if wanted is not None:
-            residual, attended = Residual(residual.x[wanted], None), attended[wanted]
-            if not len(wanted):
+        if output_tokens is not None:
+            residual, attended = Residual(residual.x[output_tokens], None), attended[output_tokens]
+            if not len(output_tokens):
                 return residual
         return self.output.add_to(residual, attended, self.out_norm, spec.norm_eps, next_norm)
 
@@ -254,25 +253,25 @@ class Decoder:
         )
 
     def forward(
-        self, token_ids: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
+        self, token_ids: Tensor, caches: list[Tensor], inputs: Any, output_tokens: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states [T, hidden_size] of token ids [T]. `inputs` is the step as the attention backend
         reads it.
 
-        With `wanted` [W], token indices, return theirs alone, [W, hidden_size]. The last layer then computes only keys
-        and values for the other tokens, which saves a prompt most of a layer.
+        With `output_tokens` [W], token indices, return only theirs, [W, hidden_size]. The last layer then computes only
+        keys and values for the other tokens, which saves a prompt most of a layer.
         """
-        return self.run_layers(self.embed(token_ids), caches, inputs, wanted)
+        return self.run_layers(self.embed(token_ids), caches, inputs, output_tokens)
 
     def run_layers(
-        self, x: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
+        self, x: Tensor, caches: list[Tensor], inputs: Any, output_tokens: Tensor | None = None
     ) -> Tensor:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten."""
         in_norms = [layer.attention.in_norm for layer in self.layers]
         residual = Residual(x, in_norms[0])
         last = self.layers[-1]
         for layer, cache, next_norm in zip(self.layers, caches, [*in_norms[1:], None], strict=True):
-            tokens = wanted if layer is last else None
+            tokens = output_tokens if layer is last else None
             residual = layer.attention(residual, cache, inputs, layer.mlp.in_norm, tokens)
             if tokens is not None and not len(tokens):
                 break

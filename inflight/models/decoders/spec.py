@@ -74,7 +74,7 @@ class DecoderSpec:
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]  # a layer: index into ropes
     max_position: int  # the longest context the checkpoint is meant for
-    default_context: int  # what to serve when nothing else is asked
+    default_context: int  # served unless max_model_len is set
     norm_eps: float
     norm_placement: NormPlacement
     norm_offset: float  # added to every norm weight: 1 where checkpoints hold the difference from 1
@@ -115,8 +115,8 @@ class Collective(Protocol):
 class GatheringCollective(Collective, Protocol):
     """A collective that also gathers, on GPUs. CPU ranks never hold all columns."""
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """Return the columns of all ranks side by side, [n, sum of widths]. `wanted` [n] int32, equal on all ranks,
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        """Return the columns of all ranks side by side, [n, sum of widths]. `num_needed` [n] int32, equal on all ranks,
         limits how many columns of each rank a row needs; the others are undefined."""
 
 

@@ -203,11 +203,12 @@ class AdminKey:
     def check(self, authorization: str | None) -> None:
         """Raise ApiError unless the header has the admin key."""
         if self._key is None:
-            message = "administration is disabled: the server was started without --admin-key"
+            message = "this route needs the admin key, and the server was started without --admin-key"
             raise ApiError(403, message, code="admin_disabled")
         if not self.matches(authorization):
             raise _denied(
-                "the admin key is required: send it as 'Authorization: Bearer KEY'", "invalid_admin_key"
+                "this route needs the admin key: send it as 'Authorization: Bearer ADMIN_KEY'",
+                "invalid_admin_key",
             )
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, shown
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.errors import ApiError, error_at, is_anthropic, of_exception
+from inflight.server.errors import ApiError, error_response, is_anthropic, of_exception
 from inflight.server.http.bodies import PacedSend
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class AccessMiddleware:
 
         def on_start(message: Message) -> None:
             answer["status"] = message["status"]
-            self._name(message, answer, b"request-id" if is_anthropic(scope["path"]) else None)
+            self._name(message, answer, b"request-id" if is_anthropic(scope) else None)
 
         paced = PacedSend(scope, send, self._state.unsent, on_start)
         try:
@@ -65,7 +65,7 @@ class AccessMiddleware:
         except ApiError as error:
             scope["inflight.caller"] = None
             self._state.metrics.refused[error.code or "denied"] += 1
-            await error_at(scope["path"], error)(scope, receive, paced)
+            await error_response(scope, error)(scope, receive, paced)
         else:
             await self._pass(scope, receive, paced, answer)
         self._log(scope, answer, time.perf_counter() - started)
@@ -76,7 +76,7 @@ class AccessMiddleware:
         except Exception as error:
             # Starlette has logged it and answered if it could.
             if not answer["status"]:
-                await error_at(scope["path"], of_exception(error))(scope, receive, send)
+                await error_response(scope, of_exception(error))(scope, receive, send)
         finally:
             send.close()
             if send.refusal is not None:
@@ -166,7 +166,7 @@ class Hosts:
         match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None or _canonical(match[1]) not in self._names:
             what = (
-                f"the host {hosts[0]!r:.100}"
+                f"the host {shown(hosts[0])}"
                 if len(hosts) == 1
                 else f"a request with {len(hosts)} Host headers"
             )
@@ -237,7 +237,7 @@ class Origins:
         else:  # behind a proxy the Host header may differ, but the browser knows what it called
             is_own = site.lower() in _SAME_SITE
         if not is_own:
-            what = f"the origin {origins[0]!r:.100}" if origins else "a cross-site request"
+            what = f"the origin {shown(origins[0])}" if origins else "a cross-site request"
             message = f"{what} is not allowed: --allowed-origins sets the origins to accept"
             raise ApiError(403, message, code="origin_not_allowed")
 

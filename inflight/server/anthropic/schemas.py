@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
@@ -256,6 +257,27 @@ class MessageEvent(BaseModel):
     """One event of a streamed answer; its other fields depend on its type."""
 
     type: str
+
+
+class ModelInfo(BaseModel):
+    """A model in Anthropic's format."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: datetime  # when the server started
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelInfos(BaseModel):
+    """One page with all models."""
+
+    data: list[ModelInfo]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class TokenCount(BaseModel):

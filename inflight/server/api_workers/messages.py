@@ -7,17 +7,7 @@ from typing import Any
 import msgspec
 
 from inflight.engine import Health
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Add,
-    Describe,
-    Progress,
-    Ready,
-    RunCommand,
-    StepOutputs,
-    Watch,
-)
+from inflight.engine.remote.wire import Progress, Ready, ServiceMessage, StepOutputs
 from inflight.processes.channel import Message, RemoteError, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
@@ -187,19 +177,7 @@ WorkerCall = RpcCall[WorkerRequest]
 WorkerReply = RpcReply[RpcError]
 Rpc = RpcPeer[WorkerRequest, RpcError]
 
-FromWorker = (
-    Add
-    | Abort
-    | Describe
-    | RunCommand
-    | Ack
-    | Watch
-    | WorkerCall
-    | WorkerReply
-    | Leave
-    | Opened
-    | WorkerHeartbeat
-)
+FromWorker = ServiceMessage | WorkerCall | WorkerReply | Leave | Opened | WorkerHeartbeat
 FromMain = (
     StartWorker | Progress | Ready | StepOutputs | EngineHealth | WorkerCall | WorkerReply | Drain | Stop
 )

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from inflight.engine import EngineClient, EngineStats
 from inflight.engine.remote.client_service import ClientService
-from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Progress, Ready, RunCommand, Watch
+from inflight.engine.remote.wire import Progress, Ready
 from inflight.errors import EngineDeadError, EngineError
 from inflight.processes.channel import Message, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.processes.child import ChildHost
@@ -107,9 +107,6 @@ class ApiWorkerProcess:
 
     def handle(self, message: FromWorker) -> None:
         match message:
-            case Add() | Abort() | Describe() | RunCommand() | Ack() | Watch():
-                assert self._service is not None
-                self._service.handle(message)
             case RpcCall() | RpcReply():
                 self.rpc.handle(message)
             case Leave(caller, request_id):
@@ -118,6 +115,9 @@ class ApiWorkerProcess:
                 self.counts = counts or self.counts
             case Opened():
                 self.is_open = True
+            case _:
+                assert self._service is not None
+                self._service.handle(message)
 
     async def enter(self, name: str, request_id: str | None) -> None:
         """Admit a request. Raises ApiError if a limit, which holds for all workers together, is reached."""

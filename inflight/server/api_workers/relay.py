@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import EngineDeadError
 from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
 from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
-from inflight.server.errors import ApiError, error_at, of_exception
+from inflight.server.errors import ApiError, error_response, of_exception
 from inflight.server.http.bodies import PacedSend
 from inflight.server.state import ServerState
 
@@ -46,9 +46,9 @@ class RelayMiddleware:
         except EngineDeadError:
             message = "the process that has this request or response has just ended: send the request again"
             error = ApiError(503, message, code="api_worker_unavailable", retry_after=1)
-            return await error_at(scope["path"], error)(scope, receive, send)
+            return await error_response(scope, error)(scope, receive, send)
         except Exception as raised:
-            return await error_at(scope["path"], of_exception(raised))(scope, receive, send)
+            return await error_response(scope, of_exception(raised))(scope, receive, send)
         response = Response(relayed.body, relayed.status)
         response.raw_headers = relayed.headers
         paced = PacedSend(scope, send, self._state.unsent)

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Scope, Send
 
+from inflight.errors import clipped
 from inflight.server.access.keys import Caller
 from inflight.server.config import ServerConfig
-from inflight.server.errors import ApiError, error_at, of_validation
+from inflight.server.errors import ApiError, error_response, of_validation
 from inflight.server.schemas import Body
 
 T = TypeVar("T", bound=Body)
@@ -82,7 +83,7 @@ def _check_content_type(request: Request) -> None:
     """Require JSON: pages of other origins can send text, or no type, without asking for permission (CORS)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        what = f"the content type is {kind:.100}" if kind else "there is no content type"
+        what = f"the content type is {clipped(kind, 100)}" if kind else "there is no content type"
         message = f"{what}: it must be application/json (-H 'Content-Type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
 
@@ -213,7 +214,7 @@ class PacedSend:
             try:
                 self._unsent.take(self._caller, size)
             except ApiError as error:
-                await error_at(self._scope["path"], error)(self._scope, _no_body, self)
+                await error_response(self._scope, error)(self._scope, _no_body, self)
                 self.refusal = error
                 return
             self._size = size

@@ -41,6 +41,12 @@ _REQUEST_SECONDS = (
 _TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _ANSWER_COUNTS = (1, 2, 5, 10, 20, 50, 100)
 
+# Exported under vLLM's names too: what the Kubernetes inference gateway reads, and what replaces older names.
+GATEWAY = (
+    *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+    *("vllm:cache_config_info", "vllm:inter_token_latency_seconds"),
+)
+
 
 class Histogram:
     """Counts of values by bucket, and their sum."""
@@ -93,16 +99,13 @@ _KEY_COUNTERS = (
 
 
 class Metrics:
-    """The metrics of one process, rendered with the prefix `inflight` and optionally `vllm`."""
+    """The metrics of one process, rendered with the prefix `inflight` and some or all of them also with `vllm`."""
 
-    def __init__(self, model: str, compat: bool, cache: Mapping[str, object] | None = None) -> None:
-        """`cache` describes the KV cache, as labels of `cache_config_info`."""
+    def __init__(self, model: str, compat: str = "none", cache: Mapping[str, object] | None = None) -> None:
+        """`compat` is the option of that name; `cache` describes the KV cache, as labels of `cache_config_info`."""
         self._model = model
+        self._compat = compat
         self._cache = {name: str(value) for name, value in (cache or {}).items()}
-        # vLLM's metrics also have an engine number. Here there is one engine, or a router in front of several.
-        self._prefixes = {"inflight": {"model_name": model}}
-        if compat:
-            self._prefixes["vllm"] = {"model_name": model, "engine": "0"}
         self.first_token = Histogram(
             "time_to_first_token_seconds", "Time from a request to its first token", _FIRST_TOKEN_SECONDS
         )
@@ -147,7 +150,7 @@ class Metrics:
         self.num_freed_blocks = 0
 
     def empty_copy(self) -> Metrics:
-        return Metrics(self._model, len(self._prefixes) > 1, self._cache)
+        return Metrics(self._model, self._compat, self._cache)
 
     def record_answer(self, record: RequestRecord) -> None:
         """Count an answer that has ended for any reason."""
@@ -195,23 +198,12 @@ class Metrics:
         return generate_latest(registry)
 
     def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:
-        for prefix, labels in self._prefixes.items():
-            for histogram in self.histograms:
-                yield histogram.family(prefix, labels)
-            yield self._counter(
-                f"{prefix}:request_success",
-                "Finished answers, by finish reason",
-                "finished_reason",
-                self.finished,
-                labels,
-            )
-            info = GaugeMetricFamily(
-                f"{prefix}:cache_config_info", "Always 1", labels=[*labels, *self._cache]
-            )
-            info.add_metric([*labels.values(), *self._cache.values()], 1)
-            yield info
-            if stats is not None:
-                yield from self._engine(prefix, labels, stats)
+        yield from self._shared("inflight", {"model_name": self._model}, stats)
+        if self._compat != "none":
+            # vLLM's metrics also have an engine number. Here there is one engine, or a router in front of several.
+            for family in self._shared("vllm", {"model_name": self._model, "engine": "0"}, stats):
+                if self._compat == "vllm" or family.name in GATEWAY:
+                    yield family
         for name, text, counts in (
             ("requests", "Requests sent to the engine, by task", self.requests),
             ("pooled_texts", "Texts embedded, classified or scored, by task", self.num_texts),
@@ -241,6 +233,23 @@ class Metrics:
         info = GaugeMetricFamily("inflight:build_info", "Always 1", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
+
+    def _shared(self, prefix: str, labels: Mapping[str, str], stats: EngineStats | None) -> Iterator[Metric]:
+        """Yield the metrics that vLLM has too."""
+        for histogram in self.histograms:
+            yield histogram.family(prefix, labels)
+        yield self._counter(
+            f"{prefix}:request_success",
+            "Finished answers, by finish reason",
+            "finished_reason",
+            self.finished,
+            labels,
+        )
+        info = GaugeMetricFamily(f"{prefix}:cache_config_info", "Always 1", labels=[*labels, *self._cache])
+        info.add_metric([*labels.values(), *self._cache.values()], 1)
+        yield info
+        if stats is not None:
+            yield from self._engine(prefix, labels, stats)
 
     def _engine(self, prefix: str, labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:
         for item in ENGINE_METRICS:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, shown
 from inflight.events import RequestRecord
 from inflight.frontend import Generation
 from inflight.scoring import Task
@@ -171,7 +171,7 @@ class RequestLog:
         """Return a caller's request. Raises ApiError 404 for any other, whether it exists or not."""
         logged = self.find_running(caller, request_id) or self._finished.get((caller.name, request_id))
         if logged is None:
-            raise ApiError(404, f"request {request_id!r:.200} does not exist", code="request_not_found")
+            raise ApiError(404, f"request {shown(request_id, 200)} does not exist", code="request_not_found")
         return logged
 
     async def cancel(self, logged: LoggedRequest) -> int | None:

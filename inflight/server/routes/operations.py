@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 from inflight import __version__
 from inflight.engine import Command, EngineStats
-from inflight.errors import EngineDeadError, EngineError
+from inflight.errors import EngineDeadError, EngineError, shown
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
 from inflight.server.openapi import documented, respond
@@ -143,7 +143,7 @@ async def sleep(request: Request) -> Response:
     """Free the KV cache and move the weights to host memory until `/wake_up`. Needs the admin key."""
     level = request.query_params.get("level", "1")
     if level != "1":
-        message = f"level is {level!r:.100}: it must be 1, which keeps the weights in host memory"
+        message = f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
         raise ApiError(400, message, code="invalid_value", param="level")
     return await _command(request, "sleep")
 
@@ -176,4 +176,4 @@ async def _command(request: Request, command: Command) -> Response:
 
 
 def _serializable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else f"{value!r:.1000}"
+    return value if isinstance(value, str | int | float | bool | None) else shown(value, 1000)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.engine import EngineStats, Health
-from inflight.errors import CheckpointChangedError, ConfigError, EngineError
+from inflight.errors import CheckpointChangedError, ConfigError, EngineError, shown
 from inflight.router import Replica, Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
@@ -81,7 +81,7 @@ def _replicas(request: Request) -> Replicas:
 def _name(request: Request) -> str:
     name: str = request.path_params["replica"]
     if not any(replica.replica_id == name for replica in _replicas(request).members):
-        raise ApiError(404, f"replica {name!r:.100} does not exist", code="replica_not_found")
+        raise ApiError(404, f"replica {shown(name)} does not exist", code="replica_not_found")
     return name
 
 

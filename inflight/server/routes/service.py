@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight import __version__
-from inflight.errors import PromptError
+from inflight.errors import PromptError, shown
 from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import counted
-from inflight.server.errors import ApiError
+from inflight.server.anthropic.schemas import ModelInfo, ModelInfos
+from inflight.server.errors import ApiError, is_anthropic
 from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, tokenized_chat
@@ -34,16 +36,21 @@ router = APIRouter()
 
 @router.get("/v1/models", **documented(None, Models))
 async def models(request: Request) -> Response:
-    """List the names of the served model."""
+    """List the names of the served model, in Anthropic's format if the request has the header anthropic-version."""
     state = state_of(request)
+    if is_anthropic(request.scope):
+        names = state.model.names
+        infos = [_model_info(state.model, name, state.started) for name in names]
+        return respond(ModelInfos(data=infos, first_id=names[0], last_id=names[-1]))
     return respond(Models(data=[_model(state.model, name, state.started) for name in state.model.names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(None, Model, 404))
 async def model(request: Request) -> Response:
-    """Return one served model."""
+    """Return one served model, in Anthropic's format if the request has the header anthropic-version."""
     state = state_of(request)
-    return respond(_model(*state.find_model(request.path_params["model"]), state.started))
+    describe = _model_info if is_anthropic(request.scope) else _model
+    return respond(describe(*state.find_model(request.path_params["model"]), state.started))
 
 
 def _model(model: ServedModel, name: str, created: int) -> Model:
@@ -59,6 +66,17 @@ def _model(model: ServedModel, name: str, created: int) -> Model:
         )
     length = model.frontend.max_model_len
     return Model(id=name, created=created, max_model_len=length, tasks=list(model.tasks), pooling=pooling)
+
+
+def _model_info(model: ServedModel, name: str, created: int) -> ModelInfo:
+    length, limit = model.frontend.max_model_len, model.options.max_output_tokens
+    return ModelInfo(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(created, UTC),
+        max_input_tokens=length,
+        max_tokens=length if limit is None else min(length, limit),
+    )
 
 
 @router.get("/version", **documented(None, Version))
@@ -108,7 +126,7 @@ async def detokenize(request: Request) -> Response:
         invalid = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if invalid is not None:
             raise PromptError(
-                f"tokens has the token id {invalid!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
+                f"tokens has the token id {shown(invalid)}: ids must be from 0 to {size - 1}", param="tokens"
             )
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 

@@ -94,15 +94,15 @@ async def until_idle(client: InprocClient) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_answers_are_those_of_the_client_below() -> None:
+async def test_service_returns_the_results_of_its_client() -> None:
     async with linked() as (client, below, _):
         steps: list[StepRecord] = []
         stop = client.watch(steps.append)
         prompts = [[number, 7, 8] for number in range(8)]
         for number, prompt in enumerate(prompts):
             await client.add(make_request(prompt, 40, f"r{number}"))
-        found = await asyncio.gather(*(read(client, f"r{number}") for number in range(8)))
-        assert found == [expected_tokens(prompt, 40) for prompt in prompts]
+        answers = await asyncio.gather(*(read(client, f"r{number}") for number in range(8)))
+        assert answers == [expected_tokens(prompt, 40) for prompt in prompts]
         state = await client.describe("r3")
         assert state is not None
         assert (state.status, state.record.num_output_tokens) == ("finished", 40)
@@ -115,7 +115,7 @@ async def test_answers_are_those_of_the_client_below() -> None:
         await below.stream("taken").aclose()
 
 
-async def test_a_request_is_aborted_described_and_left() -> None:
+async def test_requests_can_be_aborted_described_and_left() -> None:
     async with linked() as (client, below, _):
         await client.add(make_request([5, 6], LONG, "r"))
         stream = client.stream("r")
@@ -131,7 +131,7 @@ async def test_a_request_is_aborted_described_and_left() -> None:
         assert await client.abort("nobody") == 0
 
 
-async def test_whoever_goes_while_it_is_added_leaves_nothing() -> None:
+async def test_request_abandoned_while_being_added_is_aborted() -> None:
     async with linked() as (client, below, link):
         adding = asyncio.create_task(client.add(make_request([5, 6], LONG, "r")))
         await asyncio.sleep(0)
@@ -142,7 +142,7 @@ async def test_whoever_goes_while_it_is_added_leaves_nothing() -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_what_a_process_that_is_gone_had_ends_below() -> None:
+async def test_requests_of_a_dead_process_are_aborted() -> None:
     async with linked() as (client, below, link):
         for number in range(3):
             await client.add(make_request([number], LONG, f"r{number}"))
@@ -151,7 +151,7 @@ async def test_what_a_process_that_is_gone_had_ends_below() -> None:
         await until_idle(below)
 
 
-async def test_a_stream_that_fails_below_fails_above_with_the_same_error() -> None:
+async def test_failed_stream_raises_the_error_of_the_client() -> None:
     async with linked() as (client, below, _):
         await client.add(make_request([5, 6], LONG, "r"))
         stream = client.stream("r")
@@ -164,10 +164,10 @@ async def test_a_stream_that_fails_below_fails_above_with_the_same_error() -> No
             await client.add(make_request([5, 6], 1, "late"))
 
 
-async def test_statistics_are_sent_without_any_other_news() -> None:
+async def test_statistics_are_sent_without_other_output() -> None:
     async with linked() as (client, below, link):
-        await below.add(make_request([1, 2, 3], 5, "of another front"))
-        async for _ in below.stream("of another front"):
+        await below.add(make_request([1, 2, 3], 5, "of another client"))
+        async for _ in below.stream("of another client"):
             pass
         assert (await client.stats()).num_output_tokens == 0
         link.service.send_stats()
@@ -175,7 +175,7 @@ async def test_statistics_are_sent_without_any_other_news() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_request_that_cannot_be_made_ends_with_its_own_error(
+async def test_invalid_request_ends_with_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with linked() as (client, _, _):

@@ -91,9 +91,9 @@ async def client() -> AsyncIterator[ProcessClient]:
 
 
 def process_id(client: ProcessClient) -> int:
-    found = client.process_id
-    assert found is not None
-    return found
+    process_id = client.process_id
+    assert process_id is not None
+    return process_id
 
 
 async def read(client: ProcessClient, request_id: str) -> tuple[list[int], Delta]:
@@ -150,7 +150,7 @@ async def rest(stream: Any) -> list[Delta]:
 # ---- streams ----
 
 
-async def test_many_requests_at_once(client: ProcessClient) -> None:
+async def test_many_concurrent_requests_get_their_own_tokens(client: ProcessClient) -> None:
     prompts = [[i % 40, i // 40, *range(i % 7)] for i in range(400)]
     answers = await asyncio.gather(
         *(answer(client, prompt, 1 + i % 5, f"r{i}") for i, prompt in enumerate(prompts))
@@ -172,7 +172,7 @@ async def test_a_slow_reader_gets_merged_deltas(client: ProcessClient) -> None:
     assert (delta.finish_reason, delta.record and delta.record.num_output_tokens) == ("length", 30)
 
 
-async def test_a_front_that_is_stuck_loses_nothing_and_the_engine_does_not_wait(
+async def test_blocked_client_loses_nothing_and_does_not_delay_the_engine(
     client: ProcessClient,
 ) -> None:
     await asyncio.gather(*(client.add(make_request([i], 300, f"r{i}")) for i in range(8)))
@@ -181,7 +181,7 @@ async def test_a_front_that_is_stuck_loses_nothing_and_the_engine_does_not_wait(
         assert (await read(client, f"r{index}"))[0] == expected_tokens([index], 300)
 
 
-async def test_an_id_used_again_gets_no_news_of_the_one_before(client: ProcessClient) -> None:
+async def test_reused_id_gets_no_deltas_of_the_earlier_request(client: ProcessClient) -> None:
     for number in range(20):
         await client.add(make_request([SLOW, number], LONG, "again"))
         stream = client.stream("again")
@@ -191,7 +191,7 @@ async def test_an_id_used_again_gets_no_news_of_the_one_before(client: ProcessCl
     await until_idle(client)
 
 
-async def test_requests_that_are_refused(client: ProcessClient) -> None:
+async def test_invalid_requests_are_rejected(client: ProcessClient) -> None:
     await client.add(make_request([SLOW], 20, "twice"))
     with pytest.raises(RequestError, match="'twice' is already in use"):
         await client.add(make_request([2], 20, "twice"))
@@ -202,7 +202,7 @@ async def test_requests_that_are_refused(client: ProcessClient) -> None:
     assert (await read(client, "twice"))[0] == expected_tokens([SLOW], 20)
 
 
-async def test_a_full_queue_refuses() -> None:
+async def test_full_queue_rejects_requests() -> None:
     async with running(max_queue=2, max_num_seqs=1) as client:
         streams = await open_streams(client, 1)
         for name in ("q0", "q1"):
@@ -220,18 +220,22 @@ async def test_a_full_queue_refuses() -> None:
         assert (await read(client, "q1"))[0] == expected_tokens([1], 3)
 
 
-async def test_changes_of_the_prefix_cache_are_told_to_who_asks(client: ProcessClient) -> None:
+async def test_observer_gets_changes_of_the_prefix_cache(client: ProcessClient) -> None:
     """First all that is there, also of the process after a restart."""
-    told: list[CacheUpdate] = []
+    updates: list[CacheUpdate] = []
     await answer(client, [*range(9)], 1, "before")
-    client.watch_cache(told.append)
-    await until(lambda: as_awaitable(len(told) == 1))
-    assert (told[0].cleared, len(told[0].stored), told[0].evicted) == (True, 2 * CACHE_HASH_LENGTH, b"")
+    client.watch_cache(updates.append)
+    await until(lambda: as_awaitable(len(updates) == 1))
+    assert (updates[0].cleared, len(updates[0].stored), updates[0].evicted) == (
+        True,
+        2 * CACHE_HASH_LENGTH,
+        b"",
+    )
     await answer(client, [*range(13)], 1, "after")
-    assert [(update.cleared, len(update.stored)) for update in told[1:]] == [(False, CACHE_HASH_LENGTH)]
+    assert [(update.cleared, len(update.stored)) for update in updates[1:]] == [(False, CACHE_HASH_LENGTH)]
     os.kill(process_id(client), signal.SIGKILL)
-    await until(lambda: as_awaitable(len(told) == 3))
-    assert told[2] == (True, b"", b"")
+    await until(lambda: as_awaitable(len(updates) == 3))
+    assert updates[2] == (True, b"", b"")
 
 
 # ---- ending early ----
@@ -246,7 +250,7 @@ async def test_abort_frees_blocks_and_ends_the_stream(client: ProcessClient) -> 
     assert await client.abort("nobody") == 0
 
 
-async def test_whoever_leaves_aborts(client: ProcessClient) -> None:
+async def test_leaving_a_stream_aborts_its_request(client: ProcessClient) -> None:
     await client.add(make_request([SLOW], LONG, "left"))
     async for _ in client.stream("left"):
         break
@@ -264,7 +268,7 @@ async def test_whoever_leaves_aborts(client: ProcessClient) -> None:
 # ---- what it shows ----
 
 
-async def test_why_a_request_took_long() -> None:
+async def test_describe_lists_what_a_request_waited_for() -> None:
     async with running(max_num_seqs=2) as client:
         streams = await open_streams(client, 2)
         for name in ("late", "later"):
@@ -329,7 +333,7 @@ async def test_a_killed_process_ends_its_streams_and_is_restarted(client: Proces
     assert (await client.stats()).kv.num_used == 0
 
 
-async def test_calls_that_race_with_death_do_not_hang(client: ProcessClient) -> None:
+async def test_calls_do_not_hang_when_the_process_dies(client: ProcessClient) -> None:
     async def use(index: int) -> str:
         try:
             await client.add(make_request([SLOW, index], LONG, f"r{index}"))
@@ -353,7 +357,7 @@ async def test_calls_that_race_with_death_do_not_hang(client: ProcessClient) -> 
     assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
 
-async def test_it_is_not_restarted_for_ever() -> None:
+async def test_restarts_are_limited() -> None:
     async with running(ProcessConfig(max_restarts=1, heartbeat=0.05)) as client:
         for _ in range(2):
             await until_healthy(client)
@@ -376,7 +380,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-async def test_a_folder_that_is_gone_for_a_moment_costs_no_restart(
+async def test_missing_folder_for_a_moment_costs_no_restart(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(ProcessConfig(max_restarts=1, heartbeat=0.05)) as client:
@@ -391,7 +395,7 @@ async def test_a_folder_that_is_gone_for_a_moment_costs_no_restart(
 
 
 @pytest.mark.usefixtures("no_pauses")
-async def test_descriptors_that_run_out_for_a_moment_cost_no_restart(
+async def test_lack_of_descriptors_for_a_moment_costs_no_restart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -414,7 +418,7 @@ async def test_descriptors_that_run_out_for_a_moment_cost_no_restart(
 
 
 @pytest.mark.usefixtures("no_pauses")
-async def test_a_mistake_while_restarting_is_logged_and_tried_again(
+async def test_bug_while_restarting_is_logged_and_the_restart_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as client:
@@ -447,7 +451,7 @@ async def test_a_process_that_never_starts_is_given_up(folder: Path, monkeypatch
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
-async def test_a_loop_that_stops_says_why(client: ProcessClient) -> None:
+async def test_stopped_loop_reports_its_error(client: ProcessClient) -> None:
     with pytest.raises(EngineDeadError, match=r"^the engine stopped: MemoryError: no more$"):
         await answer(client, [STOP], 3, "stop")
     await until_healthy(client)
@@ -468,13 +472,13 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         await client.add(make_request([HANG], 3, "stuck"))
         asking = asyncio.ensure_future(client.describe("stuck"))
 
-        async def told() -> bool:
+        async def is_reported() -> bool:
             """That it hangs, by the engine itself: heartbeats that come late on a busy machine say so too."""
             supervisor = client._connection
             assert isinstance(supervisor, Supervisor)
             return supervisor.working and supervisor._received_at - supervisor._progress_at >= 1.5
 
-        await until(told)
+        await until(is_reported)
         health = await client.health()
         assert (health.healthy, health.state) == (False, "stalled")
         assert health.seconds_since_step >= 1.5
@@ -495,7 +499,7 @@ async def test_a_process_that_hangs_can_be_replaced() -> None:
         assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
 
-async def test_a_process_that_is_stopped_is_replaced_though_it_had_nothing_to_do() -> None:
+async def test_stopped_process_is_replaced_even_if_it_was_idle() -> None:
     limits = ProcessConfig(heartbeat=0.05, silent_after=1.0, kill_silent_after=1.5)
     async with running(limits) as client:
         os.kill(process_id(client), signal.SIGSTOP)
@@ -504,7 +508,7 @@ async def test_a_process_that_is_stopped_is_replaced_though_it_had_nothing_to_do
         assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
 
-async def test_an_idle_engine_is_not_killed_for_making_no_step() -> None:
+async def test_idle_engine_is_not_killed_for_lack_of_steps() -> None:
     limits = ProcessConfig(heartbeat=0.05, silent_after=0.5, kill_stalled_after=0.1)
     async with running(limits) as client:
         first = process_id(client)
@@ -528,7 +532,7 @@ async def test_a_process_that_falls_silent_is_unhealthy() -> None:
         await until_healthy(client)
 
 
-async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) -> None:
+async def test_invalid_frames_are_dropped_and_counted(client: ProcessClient) -> None:
     (stream,) = await open_streams(client, 1)
     for frame in (b"", b"noise", bytes(supervisor_of(client).engine_process.codec._secret) + b"\xc1"):
         supervisor_of(client).engine_process._down.send(frame)
@@ -539,7 +543,7 @@ async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) ->
     assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
 
-async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_over_loopback_frames_without_the_secret_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connected_process, "MAX_IPC_PATH", 0)
     async with running() as client:
         endpoint = supervisor_of(client).engine_process._up.get_string(zmq.LAST_ENDPOINT)
@@ -554,7 +558,7 @@ async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyP
 # ---- starting ----
 
 
-async def test_errors_of_the_start_are_the_engines_own() -> None:
+async def test_start_raises_the_error_of_the_engine() -> None:
     with pytest.raises(KVBudgetError, match=r"^too few blocks: 7 – see\na note$") as caught:
         await start(model="refuse")
     assert str(caught.value) == "too few blocks: 7 – see"
@@ -566,13 +570,13 @@ async def test_errors_of_the_start_are_the_engines_own() -> None:
         await start(policy="nosuch")
 
 
-async def test_last_words_are_heard_however_late_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_last_messages_of_a_dead_process_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
     with pytest.raises(EngineError, match=f"^ValueError: {late.TEXT}$"):
         await start()
 
 
-async def test_what_cannot_travel_is_refused_before_the_start() -> None:
+async def test_options_that_cannot_be_encoded_are_rejected_before_the_start() -> None:
     with pytest.raises(ConfigError, match="by name, or as module:Class"):
         await start(policy=Continuous)
     with pytest.raises(ConfigError, match="cannot be sent"):
@@ -581,7 +585,7 @@ async def test_what_cannot_travel_is_refused_before_the_start() -> None:
         assert await answer(client, [1], 3, "x") == expected_tokens([1], 3)
 
 
-async def test_a_host_that_makes_a_mistake_keeps_nobody_waiting(
+async def test_bug_in_a_host_keeps_no_caller_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(_: object) -> str:
@@ -593,7 +597,7 @@ async def test_a_host_that_makes_a_mistake_keeps_nobody_waiting(
     assert "a process could not be watched" in caplog.text
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
+async def test_cancelled_start_leaves_nothing_behind(folder: Path) -> None:
     starting = asyncio.ensure_future(start())
     while not list(folder.iterdir()):
         await asyncio.sleep(0)
@@ -604,7 +608,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-async def test_folders_that_killed_servers_left_are_removed(folder: Path) -> None:
+async def test_folders_left_by_killed_servers_are_removed(folder: Path) -> None:
     left, young, other = (folder / f"inflight-{name}" for name in ("left", "young", "other"))
     for path in (left, young, other):
         path.mkdir()
@@ -621,7 +625,7 @@ async def test_folders_that_killed_servers_left_are_removed(folder: Path) -> Non
     shutil.rmtree(other)
 
 
-async def test_progress_is_passed_on() -> None:
+async def test_load_progress_is_reported() -> None:
     seen: list[tuple[int, int]] = []
     client = await ProcessClient.start(
         EngineConfig.create(model="x"), progress=lambda *done: seen.append(done), build=BUILD
@@ -633,13 +637,13 @@ async def test_progress_is_passed_on() -> None:
 # ---- starts that hang ----
 
 
-async def test_a_start_that_hangs_is_given_up_by_name() -> None:
+async def test_hanging_start_is_killed_with_an_error_that_names_the_process() -> None:
     text = r"the engine process \(process \d+\) was killed: it made no progress for 0.5 seconds while it was starting"
     with pytest.raises(EngineDeadError, match=text):
         await start(model="hang", start_timeout=0.5)
 
 
-async def test_a_restart_that_hangs_is_retried_like_one_that_fails(tmp_path: Path) -> None:
+async def test_hanging_restart_is_retried_like_a_failed_one(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("")
     client = await start(model=f"script:{script}")
@@ -693,7 +697,7 @@ class StartingProcess:
         ([(5000.0, None)], False, False),  # no machine was found for it yet
     ],
 )
-async def test_progress_of_a_start_counts_and_not_its_time(
+async def test_start_that_makes_progress_is_not_killed(
     script: list[tuple[float, Any]], has_machine: bool, is_given_up: bool
 ) -> None:
     options = {"start_timeout": 600.0}
@@ -711,11 +715,11 @@ def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.Mon
     is_over = threading.Event()
 
     def moved() -> int:
-        found = next(amounts, None)
-        if found is None:
+        amount = next(amounts, None)
+        if amount is None:
             is_over.set()
             return 2 * size
-        return found
+        return amount
 
     monkeypatch.setattr(child, "_bytes_moved", moved)
     with child.reporting_input(lambda: reports.append(1), 0.001):
@@ -746,7 +750,7 @@ async def test_closing_ends_open_streams(client: ProcessClient) -> None:
     await client.close()
 
 
-async def test_closing_may_wait_for_those_that_run(client: ProcessClient) -> None:
+async def test_closing_can_wait_for_running_requests(client: ProcessClient) -> None:
     await client.add(make_request([SLOW], 30, "last"))
     closing = asyncio.ensure_future(client.close(drain=60))
     await asyncio.sleep(0)
@@ -757,7 +761,7 @@ async def test_closing_may_wait_for_those_that_run(client: ProcessClient) -> Non
     await closing
 
 
-async def test_closing_waits_no_longer_than_told(
+async def test_closing_waits_no_longer_than_its_limit(
     client: ProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connected_process, "END_TIMEOUT", 0.1)
@@ -785,7 +789,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("doing", ["nothing", "hang"])
-def test_it_ends_with_its_parent(doing: str, folder: Path) -> None:
+def test_process_ends_with_its_parent(doing: str, folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
     command = [sys.executable, "-c", PARENT, doing]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
@@ -802,7 +806,7 @@ def test_it_ends_with_its_parent(doing: str, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-async def test_a_mistake_while_reading_leaves_no_one_waiting(
+async def test_bug_while_reading_messages_keeps_no_caller_waiting(
     client: ProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.add(make_request([1, 2], LONG, "open"))
@@ -819,10 +823,10 @@ async def test_a_mistake_while_reading_leaves_no_one_waiting(
         await client.add(make_request([1, 2], 3, "later"))
 
 
-def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
+def test_process_whose_parent_ended_first_exits_silently() -> None:
     command = supervisor_module.COMMAND
-    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
-    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
 
 
 async def test_spare_engine_process_is_used_once_and_by_a_matching_host_only() -> None:
@@ -854,7 +858,7 @@ async def test_spare_engine_process_ends_with_its_parent() -> None:
     await until(is_gone)
 
 
-async def test_statistics_come_while_a_prompt_is_computed(client: ProcessClient) -> None:
+async def test_statistics_are_current_while_a_prompt_is_computed(client: ProcessClient) -> None:
     """A step of 64 tokens takes some milliseconds, and none brings a token before the last."""
     await client.add(make_request([SLOW, *range(1, 14_000)], 1, "r"))
     answered = asyncio.create_task(read(client, "r"))

@@ -118,7 +118,7 @@ async def ask(client: ProcessClient, prompt: list[int], count: int) -> tuple[lis
     return tokens, delta.record
 
 
-async def test_answers_come_and_times_are_of_this_machines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remote_engine_answers_with_times_of_the_clients_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.elsewhere"))
     async with distant(DistantHost()) as client:
         began = time.monotonic()
@@ -129,11 +129,11 @@ async def test_answers_come_and_times_are_of_this_machines_clock(monkeypatch: py
         assert all(began - 10 < at < time.monotonic() + 10 for at in times)
 
 
-async def test_strangers_hear_and_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_without_the_key_can_neither_read_nor_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connected_process, "CUT_TIMEOUT", 0.3)
     async with distant(DistantHost()) as client:
         process = supervisor_of(client).engine_process
-        up, down = (found.get_string(zmq.LAST_ENDPOINT) for found in (process._up, process._down))
+        up, down = (socket.get_string(zmq.LAST_ENDPOINT) for socket in (process._up, process._down))
         asking = asyncio.create_task(ask(client, [SLOW], 100))
         with socket.create_connection((ADDRESS, int(up.rpartition(":")[2]))) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -180,7 +180,7 @@ def test_an_engine_that_cannot_reach_its_server_says_so() -> None:
             EncryptedConnection(public.decode()).connect(push, endpoint)
 
 
-async def test_an_address_that_is_not_this_machines_is_one_line() -> None:
+async def test_address_of_another_machine_is_a_one_line_error() -> None:
     host = DistantHost()
     host.address = "192.0.2.77"
     with pytest.raises(ProcessNotStartedError, match="could not be started: Cannot assign requested address"):

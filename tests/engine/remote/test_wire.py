@@ -48,7 +48,7 @@ from tests.support.requests import make_request
 
 SECRET = b"s" * SECRET_LENGTH
 TO_ENGINE: Codec[Any] = Codec(SECRET, ToEngine)
-TO_FRONT: Codec[Any] = Codec(SECRET, FromEngine)
+TO_CLIENT: Codec[Any] = Codec(SECRET, FromEngine)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 counts = st.integers(0, LARGEST)
@@ -132,7 +132,7 @@ def sent(request: Request) -> Any:
 
 
 @given(sampling_params(), st.data())
-def test_requests(params: SamplingParams, data: st.DataObject) -> None:
+def test_every_request_survives_the_wire(params: SamplingParams, data: st.DataObject) -> None:
     request = make_request(
         data.draw(st.lists(ids, min_size=1, max_size=20)),
         data.draw(counts),
@@ -155,7 +155,7 @@ def test_requests(params: SamplingParams, data: st.DataObject) -> None:
     assert received == request.spec
 
 
-def test_a_request_that_has_grown_travels_whole() -> None:
+def test_resumed_request_is_sent_with_its_outputs() -> None:
     request = make_request([1, 2, 3], 9)
     request.token_ids += [7, 8]
     received = Request(sent(request).request)
@@ -170,42 +170,50 @@ def test_a_request_that_has_grown_travels_whole() -> None:
     st.lists(steps, max_size=3),
     st.none() | stats,
 )
-def test_news(handles: list[int], others: Any, replies: Any, records: Any, numbers: Any) -> None:
+def test_step_outputs_survive_the_wire(
+    handles: list[int], others: Any, replies: Any, records: Any, numbers: Any
+) -> None:
     outputs = StepOutputs(handles, handles, others, replies, records, numbers)
-    found = round_trip(TO_FRONT, outputs)
-    assert found == outputs
-    assert [type(delta) for _, delta in found.deltas] == [Delta] * len(others)
-    assert all(type(slot) is SlotRecord for record in found.steps for slot in record.slots)
+    received = round_trip(TO_CLIENT, outputs)
+    assert received == outputs
+    assert [type(delta) for _, delta in received.deltas] == [Delta] * len(others)
+    assert all(type(slot) is SlotRecord for record in received.steps for slot in record.slots)
 
 
 @given(texts, stats, st.lists(ids, max_size=3).map(tuple), st.none() | texts)
-def test_facts(name: str, numbers: EngineStats, eos: tuple[int, ...], folder: str | None) -> None:
+def test_model_facts_survive_the_wire(
+    name: str, numbers: EngineStats, eos: tuple[int, ...], folder: str | None
+) -> None:
     facts = ModelFacts(
         name, 5, 6, eos, {"temperature": 0.7, "top_k": 3}, folder, "cpu", "float32", 1, 2, 3, 4
     )
-    assert round_trip(TO_FRONT, Ready(facts, numbers)) == Ready(facts, numbers)
+    assert round_trip(TO_CLIENT, Ready(facts, numbers)) == Ready(facts, numbers)
 
 
 @pytest.mark.parametrize(
     "message",
     [Start("model", {"a": [1, None]}, 0.5), Abort(None, 1, "stop"), Abort(2, 1, "x"), Ack(3), Stop()],
 )
-def test_small_messages(message: Any) -> None:
+def test_small_messages_survive_the_wire(message: Any) -> None:
     assert round_trip(TO_ENGINE, message) == message
 
 
 # ---- what does not fit ----
 
 
-def test_numbers_without_limit_become_the_largest() -> None:
+def test_integers_beyond_64_bits_become_the_largest() -> None:
     params = SamplingParams(top_k=10**30, max_tokens=10**40, temperature=10**25, seed=2**64 - 1)
-    found = sent(make_request([1], params=params)).request.params
-    assert (found.top_k, found.max_tokens, found.temperature) == (LARGEST, LARGEST, 1e25)
-    assert found.seed == 2**64 - 1
+    params_received = sent(make_request([1], params=params)).request.params
+    assert (params_received.top_k, params_received.max_tokens, params_received.temperature) == (
+        LARGEST,
+        LARGEST,
+        1e25,
+    )
+    assert params_received.seed == 2**64 - 1
 
 
 @pytest.mark.parametrize("field", [{"tenant": "\ud800"}, {"seed": 2**64}, {"cache_salt": object()}])
-def test_what_cannot_travel_is_refused(field: dict[str, Any]) -> None:
+def test_request_that_cannot_be_encoded_is_rejected(field: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         encode_add(TO_ENGINE, 1, make_request([1], **field))
 
@@ -215,12 +223,12 @@ def test_what_cannot_travel_is_refused(field: dict[str, Any]) -> None:
 
 def dropped(codec: Codec[Any], frame: bytes) -> bool:
     before = codec.num_dropped
-    found = codec.decode(frame)
-    return found is None and codec.num_dropped == before + 1
+    message = codec.decode(frame)
+    return message is None and codec.num_dropped == before + 1
 
 
 @given(st.binary(max_size=60), st.booleans())
-def test_noise_is_dropped(noise: bytes, known: bool) -> None:
+def test_random_bytes_are_dropped(noise: bytes, known: bool) -> None:
     assert dropped(TO_ENGINE, SECRET + noise if known else noise)
 
 
@@ -229,16 +237,16 @@ def test_noise_is_dropped(noise: bytes, known: bool) -> None:
         st.none() | st.booleans() | counts | texts, lambda x: st.lists(x) | st.dictionaries(texts, x)
     )
 )
-def test_values_that_are_no_messages_are_dropped(value: Any) -> None:
-    assert dropped(TO_FRONT, SECRET + msgspec.msgpack.encode(value))
+def test_values_that_are_not_messages_are_dropped(value: Any) -> None:
+    assert dropped(TO_CLIENT, SECRET + msgspec.msgpack.encode(value))
 
 
-def test_cut_changed_and_foreign_frames_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_altered_and_foreign_frames_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     frame = bytes(encode_add(TO_ENGINE, 1, make_request([1, 2, 3])))
     assert TO_ENGINE.decode(frame) is not None
     assert all(dropped(TO_ENGINE, frame[:end]) for end in range(len(frame)))
     assert dropped(TO_ENGINE, b"t" + frame[1:])
-    assert dropped(TO_FRONT, frame)  # it goes the other way
+    assert dropped(TO_CLIENT, frame)  # it goes the other way
     assert dropped(TO_ENGINE, SECRET + b"\x91" * 100_000)
     assert "wrong connection secret" in caplog.text
 
@@ -256,12 +264,12 @@ def test_ids_are_checked_on_arrival_too(ids: bytes) -> None:
     assert dropped(TO_ENGINE, frame.replace(whole, msgspec.msgpack.encode(ids)))
 
 
-def test_frames_of_one_codec_follow_each_other() -> None:
+def test_codec_encodes_one_frame_after_another() -> None:
     """The buffer is used again: a short frame after a long one has nothing of it."""
-    long = bytes(TO_FRONT.encode(StepOutputs(list(range(1000)), list(range(1000)))))
-    short = bytes(TO_FRONT.encode(Heartbeat(1.0, True, 0)))
+    long = bytes(TO_CLIENT.encode(StepOutputs(list(range(1000)), list(range(1000)))))
+    short = bytes(TO_CLIENT.encode(Heartbeat(1.0, True, 0)))
     assert len(short) < 40 < len(long)
-    assert TO_FRONT.decode(short) == Heartbeat(1.0, True, 0)
+    assert TO_CLIENT.decode(short) == Heartbeat(1.0, True, 0)
 
 
 # ---- errors ----
@@ -271,28 +279,28 @@ CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
 
 def remote(error: BaseException) -> InflightError:
     """The error as it arrives."""
-    frame = bytes(TO_FRONT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(error))])))
-    message: Any = TO_FRONT.decode(frame)
-    found: InflightError = message.replies[0].remote_error.error()
-    return found
+    frame = bytes(TO_CLIENT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(error))])))
+    message: Any = TO_CLIENT.decode(frame)
+    received: InflightError = message.replies[0].remote_error.error()
+    return received
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("more", [{}, {"param": "top_p", "code": "odd"}])
-def test_errors_stay_what_they_are(kind: type[InflightError], more: dict[str, str]) -> None:
+def test_our_errors_keep_their_class_and_fields(kind: type[InflightError], more: dict[str, str]) -> None:
     error = kind("it is 3: allowed is 4", **more)
     error.add_note("in prompt 2")
-    found = remote(error)
-    assert type(found) is kind
-    assert str(found) == "it is 3: allowed is 4"
-    assert found.__notes__ == ["in prompt 2"]
-    assert (found.param, found.code) == (error.param, error.code)
+    received = remote(error)
+    assert type(received) is kind
+    assert str(received) == "it is 3: allowed is 4"
+    assert received.__notes__ == ["in prompt 2"]
+    assert (received.param, received.code) == (error.param, error.code)
     assert (error.param, error.code) == (more.get("param"), more.get("code", kind.code))
 
 
-def test_errors_of_others_become_ours() -> None:
-    found = remote(KeyError("x\ud800"))
-    assert type(found) is EngineError
-    assert (found.param, found.code) == (None, "engine_error")
-    assert str(found).startswith("KeyError: 'x")
+def test_foreign_errors_become_engine_errors() -> None:
+    received = remote(KeyError("x\ud800"))
+    assert type(received) is EngineError
+    assert (received.param, received.code) == (None, "engine_error")
+    assert str(received).startswith("KeyError: 'x")
     assert type(RemoteError("annotations", "x", []).error()) is EngineError

@@ -1,4 +1,4 @@
-"""Constrained rows on the GPU runner, two steps in flight: the tokens of the CPU's."""
+"""Constrained rows on the GPU runner with two steps in flight give the tokens of the CPU runner."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPTS = ["The dog", "A batch of", "When the sun is"]
 PLAIN = SamplingParams(temperature=0.8, seed=2, max_tokens=4, ignore_eos=True)
 
 
-def asking(**given: Any) -> SamplingParams:
-    asked = StructuredOutputs(**given)
-    return SamplingParams(temperature=0.8, seed=2, max_tokens=5, logprobs=1, structured_outputs=asked)
+def constrained_params(**constraint: Any) -> SamplingParams:
+    outputs = StructuredOutputs(**constraint)
+    return SamplingParams(temperature=0.8, seed=2, max_tokens=5, logprobs=1, structured_outputs=outputs)
 
 
-MIXED = [asking(regex="[ab]{2}-\\d"), PLAIN, asking(choice=["yes", "no"])]
+MIXED = [constrained_params(regex="[ab]{2}-\\d"), PLAIN, constrained_params(choice=["yes", "no"])]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def answers(folder: Path, **options: Any) -> list[Any]:
     return [(only.token_ids, only.finish_reason, only.text) for (only,) in (o.outputs for o in outputs)]
 
 
-def test_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_match_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(folder, device="cpu")
     assert [text for _, _, text in expected][2] in ("yes", "no")
     place = InterpretedPlatform()

@@ -1,4 +1,4 @@
-"""Vectors from the GPU runner: those of the CPU, beside tokens that are those of the CPU."""
+"""Vectors and tokens of one batch on the GPU runner match the CPU."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def pool_beside(engine: PooledEngine, *prompts: list[int], texts: list[list[int]
     return engine.pool(texts)
 
 
-def test_vectors_and_tokens_of_one_batch_are_those_of_the_cpu(
+def test_vectors_and_tokens_of_one_batch_match_the_cpu(
     reranker: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = PooledEngine.load(reranker, **OPTIONS)
-    found = pool_beside(engine, [5, 6, 7, 8, 9], texts=TEXTS[:3])
+    actual = pool_beside(engine, [5, 6, 7, 8, 9], texts=TEXTS[:3])
     assert any({slot.samples for slot in record.slots} == {True, False} for record in engine.records)
     answer = engine.tokens["generates 0"]
     monkeypatch.setattr(platforms, "platform", platform)
     assert interpreted.runners
     on_cpu = PooledEngine.load(reranker, device="cpu", **OPTIONS)
-    assert found == pytest.approx(pool_beside(on_cpu, [5, 6, 7, 8, 9], texts=TEXTS[:3]), abs=1e-4)
+    assert actual == pytest.approx(pool_beside(on_cpu, [5, 6, 7, 8, 9], texts=TEXTS[:3]), abs=1e-4)
     assert answer == on_cpu.tokens["generates 0"]
 
 
-def test_a_classifier_samples_nothing(
+def test_classifier_samples_nothing(
     tmp_path: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_classifier(tmp_path, "llama", 3, **SHAPE | {"vocab_size": 320})
@@ -75,15 +75,15 @@ def test_a_classifier_samples_nothing(
     runner = interpreted.runners[-1]
     runner.prepare(runner.buckets.usual()[:1])
     runner.warm_up_scoring()
-    found = pool_beside(engine, [1, 2, 3], texts=TEXTS[1:3])
+    actual = pool_beside(engine, [1, 2, 3], texts=TEXTS[1:3])
     assert engine.ended["generates 0"].finish_reason == "error"
     monkeypatch.setattr(platforms, "platform", platform)
     on_cpu = PooledEngine.load(folder, device="cpu", skip_tokenizer_init=True, **OPTIONS)
-    assert found == pytest.approx(on_cpu.pool(TEXTS[1:3]), abs=1e-4)
+    assert actual == pytest.approx(on_cpu.pool(TEXTS[1:3]), abs=1e-4)
 
 
-def test_prompt_logprobs_beside_a_vector(reranker: Path, interpreted: InterpretedPlatform) -> None:
-    """Such a step keeps the hidden states of all tokens, and the head finds its own among them."""
+def test_prompt_logprobs_and_vectors_share_a_step(reranker: Path, interpreted: InterpretedPlatform) -> None:
+    """Such a step keeps the hidden states of all tokens, and the head picks its own among them."""
     engine = PooledEngine.load(reranker, **OPTIONS)
     alone = engine.pool(TEXTS[2:3])
     engine.vectors.clear()
@@ -93,7 +93,7 @@ def test_prompt_logprobs_beside_a_vector(reranker: Path, interpreted: Interprete
     assert any(shape.scores for shape in interpreted.runners[-1].step.shapes_met)
 
 
-def test_a_text_as_long_as_its_row_leaves_the_next_row_alone(
+def test_text_as_long_as_its_row_does_not_touch_the_next_row(
     reranker: Path, interpreted: InterpretedPlatform
 ) -> None:
     engine = PooledEngine.load(reranker, **OPTIONS)

@@ -1,4 +1,4 @@
-"""The GPU's runner of encoders, kernels in the interpreter: the vectors of transformers and of the CPU's runner."""
+"""The GPU's encoder runner, in Triton's interpreter, against transformers and the CPU's runner."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_logits_of_transformers(
+def test_logits_match_transformers(
     family: str, overrides: dict[str, Any], depth: int, tmp_path: Path
 ) -> None:
-    """In one step, and in two that are in flight at once."""
+    """Run one step alone, and two in flight at once."""
     model = make_encoder(family, classifier=True, **overrides)
     model.save_pretrained(tmp_path)
     max_tokens = {1: 64, 2: 40}[depth]
     engine = load(tmp_path, max_model_len=40, max_num_batched_tokens=max_tokens, pipeline_depth=depth)
     seconds = [0, 5, 0, 3] if family == "bert" else [0] * 4
-    found = vectors(engine, RAGGED, seconds)
-    for prompt, second, vector in zip(RAGGED, seconds, found, strict=True):
+    actual = vectors(engine, RAGGED, seconds)
+    for prompt, second, vector in zip(RAGGED, seconds, actual, strict=True):
         np.testing.assert_allclose(vector, logits(model, prompt, second), atol=1e-4, rtol=1e-4)
     runner = engine.core.runner
     assert isinstance(runner, GpuEncoderRunner)
@@ -146,9 +146,9 @@ def read(runner: TextRunner, handle: Any) -> Vectors:
     return {entry: np.frombuffer(vector, np.float32) for entry, vector in result.vectors.items()}
 
 
-def assert_same(found: Vectors, expected: Vectors) -> None:
-    assert found.keys() == expected.keys()
-    for entry, vector in found.items():
+def assert_same(actual: Vectors, expected: Vectors) -> None:
+    assert actual.keys() == expected.keys()
+    for entry, vector in actual.items():
         np.testing.assert_allclose(vector, expected[entry], atol=1e-4, rtol=1e-4)
 
 
@@ -168,10 +168,10 @@ def with_pooling(model: PoolingEncoder, modes: tuple[str, ...]) -> PoolingEncode
 
 @pytest.mark.parametrize("modes", [("cls",), ("lasttoken",), POOLINGS], ids=["cls", "last", "all"])
 @pytest.mark.parametrize("lengths", [(5, 33, 1, 12), (40, 24)], ids=["padded", "full"])
-def test_every_pooling_is_that_of_the_cpu(
+def test_every_pooling_matches_the_cpu(
     runner: GpuEncoderRunner, cpu_runner: EncoderRunner, modes: tuple[str, ...], lengths: tuple[int, ...]
 ) -> None:
-    """With tokens and texts that only fill the shape, and with texts alone: there is no token behind the last."""
+    """Steps have padding tokens and texts, or only texts, so that no token follows the last."""
     prompts, model = texts(lengths), with_pooling(runner.model, modes)
     on_gpu = GpuEncoderRunner(model, max_rows=16, max_tokens=LONGEST, graphs=False)
     on_cpu = EncoderRunner(with_pooling(cpu_runner._model, modes))
@@ -179,7 +179,7 @@ def test_every_pooling_is_that_of_the_cpu(
     assert on_gpu.texts.shapes_met == {TextShape(64, 8)}
 
 
-def test_what_was_in_memory_reaches_nobody(
+def test_stale_memory_reaches_no_result(
     runner: GpuEncoderRunner, cpu_runner: EncoderRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = computed(cpu_runner, RAGGED)
@@ -193,7 +193,7 @@ def test_what_was_in_memory_reaches_nobody(
     assert_same(computed(runner, RAGGED), expected)
 
 
-def test_a_later_step_leaves_vectors_alone_that_were_not_collected(
+def test_later_step_does_not_overwrite_uncollected_vectors(
     runner: GpuEncoderRunner, cpu_runner: EncoderRunner
 ) -> None:
     other = texts([7, 5], seed=1)
@@ -202,19 +202,19 @@ def test_a_later_step_leaves_vectors_alone_that_were_not_collected(
         assert_same(read(runner, handle), computed(cpu_runner, prompts))
 
 
-def test_texts_that_are_filled_up(runner: GpuEncoderRunner, cpu_runner: EncoderRunner) -> None:
-    """To compare with: as many tokens as padding would have, and the same vectors."""
+def test_padded_texts_give_the_same_vectors(runner: GpuEncoderRunner, cpu_runner: EncoderRunner) -> None:
+    """Padding, for comparisons, adds tokens but does not change the vectors."""
     runner.padded = True
     assert_same(computed(runner, texts([3, 9, 1])), computed(cpu_runner, texts([3, 9, 1])))
     assert runner.texts.shapes_met == {TextShape(32, 8)}
 
 
-def test_shapes_are_prepared_and_trial_steps_are_run(runner: GpuEncoderRunner) -> None:
+def test_shapes_are_captured_and_trial_steps_run_at_start(runner: GpuEncoderRunner) -> None:
     runner.prepare([TextShape(16, 8), TextShape(32, 32)])
     runner.warm_up(max_len=24, max_tokens=50)
     assert runner.texts.shapes_met == {TextShape(16, 8), TextShape(32, 32), TextShape(48, 8)}
 
 
-def test_attention_that_cannot_be_planned_is_refused(cpu_runner: EncoderRunner) -> None:
+def test_attention_without_a_planner_is_rejected(cpu_runner: EncoderRunner) -> None:
     with pytest.raises(EngineError, match="cannot plan for"):
         GpuEncoderRunner(cpu_runner._model, max_rows=4, max_tokens=64, graphs=False)

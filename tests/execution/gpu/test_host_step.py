@@ -26,7 +26,7 @@ def batch(*entries: tuple[int, int, int, bool], admitted: int = 0) -> Batch:
     return made
 
 
-def test_decodes() -> None:
+def test_step_of_only_decodes_samples_every_token() -> None:
     host = host_step(batch((1, 5, 1, True), (0, 3, 1, True)), TABLES, BLOCK_SIZE)
     assert host.only_decodes
     assert host.context_lens.tolist() == [6, 4]
@@ -52,14 +52,14 @@ def test_chunks_come_after_decodes() -> None:
     assert host.sample_lengths.tolist() == [7, 6]
 
 
-def test_a_request_admitted_for_one_token_is_no_decode() -> None:
+def test_request_admitted_with_one_token_is_not_a_decode() -> None:
     """Its prefix may be filled by this very step, so it must read after the others have written."""
     host = host_step(batch((1, 5, 1, True), (0, 4, 1, True), admitted=1), TABLES, BLOCK_SIZE)
     assert host.num_decodes == 1
     assert not host.only_decodes
 
 
-def test_the_last_token_of_a_prompt_is_as_good_as_a_decode() -> None:
+def test_last_prompt_token_counts_as_a_decode() -> None:
     host = host_step(batch((1, 5, 1, True), (0, 4, 1, True), (2, 0, 2, False)), TABLES, BLOCK_SIZE)
     assert host.num_decodes == 2
 

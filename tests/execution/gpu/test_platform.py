@@ -1,4 +1,4 @@
-"""What a GPU's platform asks of torch, without a GPU."""
+"""The CUDA platform's memory accounting, without a GPU."""
 
 from __future__ import annotations
 

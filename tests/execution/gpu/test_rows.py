@@ -1,4 +1,4 @@
-"""Permanent rows: what the host sends, the device has."""
+"""Permanent rows in device memory match the host's copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tables_reach_the_device_and_the_mirror() -> None:
     assert rows.extend([]).shape == (3, 0)
 
 
-def test_many_updates() -> None:
+def test_more_table_updates_than_fit_a_shape_are_written_at_once() -> None:
     rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
     rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 701)))]))
     assert rows.block_tables.tolist() == rows.mirror.tolist()
@@ -52,7 +52,7 @@ def test_table_updates_are_aligned_whatever_their_number(count: int, monkeypatch
     assert [part.data_ptr() % 16 for part in launched[0]] == [0, 0, 0]
 
 
-def test_tokens_of_admitted_requests() -> None:
+def test_tokens_of_admitted_requests_reach_the_device() -> None:
     rows = DeviceRows(max_rows=3, max_len=10, block_size=4, device=DEVICE)
     requests = [
         Request.create("a", [1, 2, 3], SamplingParams(), max_tokens=4),
@@ -66,7 +66,7 @@ def test_tokens_of_admitted_requests() -> None:
     assert rows.version != version
 
 
-def test_a_step_opens_with_its_tokens_and_updates() -> None:
+def test_open_step_gathers_tokens_and_applies_table_updates() -> None:
     tokens = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10)
     tables = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
     ids = ints(-9, -9, -9, -9)

@@ -1,4 +1,4 @@
-"""The GPU runner beside the CPU's: the same engine, the same tokens."""
+"""The GPU runner gives the tokens of the CPU runner."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With several layers: what one hands to the next, and memory of each. All else is the same for any number."""
+    """Several layers, so that what one passes to the next and the memory of each are covered."""
     return write_checkpoint(tmp_path_factory.mktemp("deep"), "qwen3", **SHAPE | {"num_hidden_layers": 2})
 
 
@@ -92,14 +92,14 @@ def sampled(**more: Any) -> SamplingParams:
     )
 
 
-def test_greedy_tokens_are_those_of_the_cpu(
+def test_greedy_tokens_match_the_cpu(
     deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform
 ) -> None:
     assert answers(deep, greedy(), enable_prefix_caching=False, pipeline_depth=1) == deep_on_the_cpu
     assert not any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
 
 
-def test_more_chunks_than_the_usual_step_has_room_for(
+def test_many_chunks_get_their_own_shape(
     folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.execution.gpu.shapes.FEW_CHUNKS", 1)
@@ -110,7 +110,7 @@ def test_more_chunks_than_the_usual_step_has_room_for(
 def test_prefixes_are_read_together_where_blocks_are_shared(
     deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And make no difference to the tokens."""
+    """They do not change the tokens."""
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
     assert answers(deep, greedy()) == deep_on_the_cpu
@@ -120,7 +120,7 @@ def test_prefixes_are_read_together_where_blocks_are_shared(
 def test_short_contexts_have_a_tile_of_their_own(
     folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as they are short, and in steps without chunks."""
+    """This holds for short contexts in steps without chunks."""
     used: set[int] = set()
 
     def tuned(*args: Any) -> Tuning:
@@ -152,16 +152,16 @@ def test_short_contexts_have_a_tile_of_their_own(
         {"allowed_token_ids": list(range(0, 96, 5)), "min_tokens": 2, "stop_token_ids": [0, 5, 10, 15]},
     ],
 )
-def test_a_step_samples_and_scores_as_the_cpu_does(
+def test_samples_and_scores_match_the_cpu(
     folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    """Whatever requests ask for, in steps of the same shapes, two in flight."""
-    found = answers(folder, sampled(**more))
+    """Requests use every sampling parameter, in steps of the same shapes, two in flight."""
+    actual = answers(folder, sampled(**more))
     assert interpreted.runners[0].step.shapes_met
     monkeypatch.setattr(platforms, "platform", platform)
     expected = answers(folder, sampled(**more), device="cpu")
-    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
+    assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
+    for (_, logprobs), (_, expected_logprobs) in zip(actual, expected, strict=True):
         assert (logprobs is None) == (expected_logprobs is None) == ("logprobs" not in more)
         for position, other in zip(logprobs or (), expected_logprobs or (), strict=True):
             assert position.keys() == other.keys()
@@ -178,13 +178,13 @@ class AllTokens:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
         assert widths == [x.shape[1]]
-        assert wanted is not None
-        return x.masked_fill(wanted[:, None] == 0, torch.nan)
+        assert num_needed is not None
+        return x.masked_fill(num_needed[:, None] == 0, torch.nan)
 
 
-def test_a_rank_samples_from_the_candidates_of_all_ranks(
+def test_rank_samples_from_the_candidates_of_all_ranks(
     folder: Path, interpreted: InterpretedPlatform, on_the_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = GpuRunner.__init__
@@ -198,7 +198,7 @@ def test_a_rank_samples_from_the_candidates_of_all_ranks(
     assert interpreted.runners
 
 
-def test_prompt_logprobs_are_those_of_the_cpu(
+def test_prompt_logprobs_match_the_cpu(
     folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scores(**options: Any) -> list[float]:
@@ -207,15 +207,15 @@ def test_prompt_logprobs_are_those_of_the_cpu(
             params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
             output = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0]
         assert output.prompt_logprobs is not None
-        return [next(iter(found.values())).logprob for found in output.prompt_logprobs if found]
+        return [next(iter(actual.values())).logprob for actual in output.prompt_logprobs if actual]
 
-    found = scores()
+    actual = scores()
     assert interpreted.runners
     monkeypatch.setattr(platforms, "platform", platform)
-    assert found == pytest.approx(scores(device="cpu"), abs=1e-4)
+    assert actual == pytest.approx(scores(device="cpu"), abs=1e-4)
 
 
-def test_warming_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:
+def test_warm_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 8, "block_size": 8}
     with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options):
         runner = interpreted.runners[-1]
@@ -229,7 +229,7 @@ def test_warming_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatfo
         assert not runner.step.workspace.counters.any()
 
 
-def test_an_error_that_stays_is_a_lost_device(
+def test_persistent_error_is_reported_as_a_lost_device(
     folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:

@@ -34,7 +34,7 @@ def test_every_step_fits_its_shape(limits: tuple[int, int], data: st.DataObject)
 
 
 @given(LIMITS)
-def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
+def test_usual_shapes_cover_usual_steps(limits: tuple[int, int]) -> None:
     buckets = Buckets(*limits, short_context_sizes=range(2, 9))
     usual = buckets.usual()
     assert len(set(usual)) == len(usual)
@@ -56,7 +56,7 @@ def test_sizes_are_close_together_where_steps_are_small(count: int, size: int) -
     assert Buckets(256, 8192).decode(count, prefix=False).num_tokens == size
 
 
-def test_scoring_prompts_is_another_shape() -> None:
+def test_scoring_prompts_uses_another_shape() -> None:
     buckets = Buckets(8, 64)
     plain, scored = (buckets.mixed(20, 1, 1, 2, prefix=False, scores=scores) for scores in (False, True))
     assert plain != scored
@@ -79,7 +79,7 @@ def test_every_step_of_texts_fits_its_shape(max_texts: int, max_tokens: int, dat
 
 
 @given(MAX_TEXTS, MAX_TOKENS)
-def test_usual_text_shapes_are_those_that_steps_get(max_texts: int, max_tokens: int) -> None:
+def test_usual_text_shapes_cover_usual_steps(max_texts: int, max_tokens: int) -> None:
     buckets = TextBuckets(max_texts, max_tokens)
     usual = buckets.usual()
     assert len(set(usual)) == len(usual)
@@ -90,11 +90,11 @@ def test_usual_text_shapes_are_those_that_steps_get(max_texts: int, max_tokens: 
             assert buckets.shape(num_tokens, num_texts) in usual
 
 
-def test_there_are_no_more_usual_shapes_than_can_be_captured_at_start() -> None:
+def test_number_of_usual_shapes_stays_small() -> None:
     assert len(TextBuckets(1024, 16384).usual()) < 200
 
 
-def test_texts_without_filling_have_no_room_for_it() -> None:
+def test_shapes_without_padding_have_no_capacity_for_it() -> None:
     buckets = TextBuckets(1024, 16384)
     assert buckets.shape(16384, 1024).num_texts == 1024
     assert buckets.shape(16384, 1025).num_texts == 2048

@@ -106,21 +106,21 @@ class StagedPlatform(InterpretedPlatform):
         return TwoStages(*stages)
 
 
-def test_two_stages_give_the_tokens_of_one(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_give_the_tokens_of_one_stage(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is chunked, and a row is reused by another request."""
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     prompts = [[12] * 10, [5, 6]]
-    asked = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]
+    params = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]
     options: dict[str, Any] = {
         "max_num_seqs": 1,
         "max_num_batched_tokens": 8,
         "num_blocks": 20,
         "block_size": 8,
     }
-    found = []
+    actual = []
     for place in (CpuPlatform(), StagedPlatform(deep)):
         monkeypatch.setattr(platforms, "platform", lambda _, place=place: place)
         with LLM(deep, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
-            outputs = llm.generate(prompts, asked, use_tqdm=False)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[1] == found[0]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        actual.append([output.outputs[0].token_ids for output in outputs])
+    assert actual[1] == actual[0]

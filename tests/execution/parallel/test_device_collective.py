@@ -87,14 +87,14 @@ def test_nccl_is_used_only_if_every_rank_has_its_own_gpu(
         assert len(callbacks) == 2  # a lost rank aborts the group
 
 
-def test_the_host_collective_transfers_only_wanted_rows() -> None:
+def test_host_collective_transfers_only_needed_rows() -> None:
     parts = [torch.randn(3, 5), torch.randn(3, 4)]
 
     def work(rank: int, shared: SharedCollective) -> tuple[Tensor, Tensor]:
         ranks = HostCollective(shared)
-        wanted = torch.tensor([4, 0, 1], dtype=torch.int32)
-        ranks.gather(parts[rank], [5, 4], torch.zeros_like(wanted))
-        return ranks.gather(parts[rank], [5, 4]), ranks.gather(parts[rank], [5, 4], wanted)[::2]
+        num_columns = torch.tensor([4, 0, 1], dtype=torch.int32)
+        ranks.gather(parts[rank], [5, 4], torch.zeros_like(num_columns))
+        return ranks.gather(parts[rank], [5, 4]), ranks.gather(parts[rank], [5, 4], num_columns)[::2]
 
     whole = torch.cat(parts, dim=1)
     for every, some in together(2, work):

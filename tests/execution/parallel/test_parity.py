@@ -83,11 +83,11 @@ def of_one_rank(path: Path) -> list[RequestOutput]:
 
 def logprobs(output: RequestOutput) -> list[dict[int, float]]:
     positions = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
-    return [{i: found.logprob for i, found in at.items()} for at in positions if at is not None]
+    return [{i: entry.logprob for i, entry in at.items()} for at in positions if at is not None]
 
 
-def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def check(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(outputs, expected, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         for a, b in zip(logprobs(ours), logprobs(theirs), strict=True):
             assert a == pytest.approx(b, abs=1e-4)
@@ -118,12 +118,12 @@ def test_every_schedule_gives_the_tokens_of_one_rank(scene: str, shape: str, fol
         assert any(output.num_cached_tokens for output in outputs)
 
 
-def test_neighbours_change_no_bit(folder: Folder) -> None:
+def test_other_requests_change_no_bit(folder: Folder) -> None:
     """For a given number of ranks, sums are taken in the same order whatever else is in the step."""
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, enable_prefix_caching=False)
-    wanted = replace(PARAMS[3], logprobs=5)
-    (alone,) = llm.generate(PROMPTS[3], wanted, use_tqdm=False)
-    crowd = llm.generate([*PROMPTS, PROMPTS[3]], [*PARAMS, wanted], use_tqdm=False)
+    params = replace(PARAMS[3], logprobs=5)
+    (alone,) = llm.generate(PROMPTS[3], params, use_tqdm=False)
+    crowd = llm.generate([*PROMPTS, PROMPTS[3]], [*PARAMS, params], use_tqdm=False)
     llm.close()
     assert crowd[-1].outputs[0].token_ids == alone.outputs[0].token_ids
     assert logprobs(crowd[-1]) == logprobs(alone)
@@ -154,14 +154,14 @@ def test_constrained_answers_are_those_of_one_rank(shape: str, monkeypatch: pyte
     them already, since it is where constraints are validated."""
     allowed: list[float] = []
     monkeypatch.setattr(SharedCollective, "allow", lambda _, seconds: allowed.append(seconds))
-    asked = [
+    params = [
         replace(BASE, ignore_eos=False, structured_outputs=StructuredOutputs(choice=["yes", "no"])),
         BASE,
     ]
     texts = []
     for options in ({}, SHAPES[shape]):
         with LLM(show_progress=False, **options) as llm:
-            outputs = llm.generate(["Is it?", "Once upon a time"], asked, use_tqdm=False)
+            outputs = llm.generate(["Is it?", "Once upon a time"], params, use_tqdm=False)
             texts.append([output.outputs[0].text for output in outputs])
     assert texts[0] == texts[1]
     assert texts[0][0] in ("yes", "no")
@@ -174,8 +174,8 @@ def test_vectors_of_a_decoder_are_those_of_one_rank(shape: str, tmp_path: Path) 
     scores = []
     for options in ({}, SHAPES[shape]):
         with LLM(path, show_progress=False, **options) as llm:
-            found = llm.score("What is the capital?", ["Paris is.", "A fox jumps."], use_tqdm=False)
-            scores.append([output.outputs.score for output in found])
+            outputs = llm.score("What is the capital?", ["Paris is.", "A fox jumps."], use_tqdm=False)
+            scores.append([output.outputs.score for output in outputs])
     assert scores[1] == pytest.approx(scores[0], abs=1e-5)
 
 
@@ -214,18 +214,18 @@ def test_mirrored_ranks_give_the_tokens_of_one(folder: Folder, monkeypatch: pyte
         return replace(shard, collective=HostCollective(shard.collective))
 
     def load(config: EngineConfig, memory: RankMemory) -> LoadedRank:
-        found = load_rank(config, memory)
+        loaded = load_rank(config, memory)
 
         def make_runner(begin: Begin) -> ModelRunner:
             sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
-            return ModelRunner(found.decoder, *sizes, found.grammars)
+            return ModelRunner(loaded.decoder, *sizes, loaded.grammars)
 
-        return found._replace(make_runner=make_runner, num_blocks=50)
+        return loaded._replace(make_runner=make_runner, num_blocks=50)
 
     monkeypatch.setattr(decoders, "rank_shard", shard_of_rank)
     monkeypatch.setattr(thread_ranks, "load_rank", load)
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, num_blocks=60)
-    assert llm._engine.facts.num_blocks == 50  # what all ranks have room for
+    assert llm._engine.facts.num_blocks == 50  # as many as fit on every rank
     check(run(llm), expected)
 
 

@@ -35,10 +35,10 @@ class OneOfSeveral:
     def others_give(self, *parts: Iterable[Tensor]) -> None:
         """Their next exchanges, at most two. This rank's own part is not looked at."""
         flags = self.buffers[self.rank, : self._flag_bytes].view(torch.int32).view(-1, MAX_PROGRAMS)
-        for ahead, given in enumerate(parts, start=1):
+        for ahead, tensors in enumerate(parts, start=1):
             number = self.number + ahead
             first = self._flag_bytes + (number & 1) * SLOT
-            for peer, part in enumerate(given):
+            for peer, part in enumerate(tensors):
                 if peer != self.rank:
                     flat = part.contiguous().view(-1).view(torch.uint8)
                     self.buffers[peer, first : first + len(flat)] = flat
@@ -107,16 +107,16 @@ def test_a_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_col
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 
 
-def test_unwanted_columns_are_not_gathered() -> None:
+def test_unneeded_columns_are_not_gathered() -> None:
     ranks = OneOfSeveral(0, 2)
     parts = torch.randn(2, 4, 5, device=DEVICE)
     ranks.others_give(parts)
-    found = ranks.collective.gather(parts[0], [5, 5], ints([9, 0, 2, 5]))
-    given = torch.cat(list(parts), dim=1)
-    assert torch.equal(found[::3], given[::3])
-    assert not torch.equal(found[1], given[1])
-    assert torch.equal(found[2, [0, 1, 5, 6]], given[2, [0, 1, 5, 6]])
-    assert not torch.equal(found[2], given[2])
+    gathered = ranks.collective.gather(parts[0], [5, 5], ints([9, 0, 2, 5]))
+    columns = torch.cat(list(parts), dim=1)
+    assert torch.equal(gathered[::3], columns[::3])
+    assert not torch.equal(gathered[1], columns[1])
+    assert torch.equal(gathered[2, [0, 1, 5, 6]], columns[2, [0, 1, 5, 6]])
+    assert not torch.equal(gathered[2], columns[2])
 
 
 def test_a_gather_of_nothing_does_not_wait() -> None:
@@ -126,8 +126,8 @@ def test_a_gather_of_nothing_does_not_wait() -> None:
     parts = torch.randn(2, 2 * rows, 5, device=DEVICE)
     ranks.collective.gather(parts[1], [5, 5], ints([0] * 2 * rows))
     ranks.others_give(parts[:, rows:])
-    found = ranks.collective.gather(parts[1], [5, 5], ints([0] * rows + [5] * rows))
-    assert torch.equal(found[rows:], torch.cat(list(parts[:, rows:]), dim=1))
+    gathered = ranks.collective.gather(parts[1], [5, 5], ints([0] * rows + [5] * rows))
+    assert torch.equal(gathered[rows:], torch.cat(list(parts[:, rows:]), dim=1))
 
 
 def ints(values: list[int]) -> Tensor:
@@ -155,7 +155,7 @@ def test_a_sharded_layer_adds_in_the_pass_of_the_sum() -> None:
     reader.load(next_weight)
     expected = whole.add_to(Residual(hidden.clone(), None), x, None, EPS, next_norm)
     ranks.others_give([x, x[:, 8:] @ weight[:, 8:].T])
-    found = half.add_to(Residual(hidden.clone(), None), x[:, :8].contiguous(), None, EPS, next_norm)
-    assert found.scaled is not None
-    torch.testing.assert_close(found.x, expected.x)
-    torch.testing.assert_close(reader.normed(found, EPS), reader.normed(expected, EPS))
+    result = half.add_to(Residual(hidden.clone(), None), x[:, :8].contiguous(), None, EPS, next_norm)
+    assert result.scaled is not None
+    torch.testing.assert_close(result.x, expected.x)
+    torch.testing.assert_close(reader.normed(result, EPS), reader.normed(expected, EPS))

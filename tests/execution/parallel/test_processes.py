@@ -46,12 +46,12 @@ def ranks(of: int | None = None) -> set[int]:
 
 def shared_memory() -> set[str]:
     """Descriptors that this process has of it: the files have no names, and go with the last who has them."""
-    found = set()
+    names = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if "inflight-ranks" in os.readlink(link):
-                found.add(link.name)
-    return found
+                names.add(link.name)
+    return names
 
 
 async def end(stream: AsyncGenerator[RequestOutput]) -> None:
@@ -73,16 +73,16 @@ def before() -> set[str]:
 
 @pytest.fixture
 def llm(folder: Folder, before: set[str]) -> Iterator[LLM]:  # noqa: ARG001
-    found = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
-    yield found
-    found.close()
+    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    yield llm
+    llm.close()
 
 
-def test_a_rank_that_dies_ends_the_engine_by_name(
+def test_dead_rank_ends_the_engine_with_an_error_that_names_it(
     before: set[str], llm: LLM, expected: list[list[int]]
 ) -> None:
-    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    assert found == expected
+    token_ids = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert token_ids == expected
     assert shared_memory() - before
     (rank,) = ranks()
     threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
@@ -95,10 +95,12 @@ def test_a_rank_that_dies_ends_the_engine_by_name(
     assert not shared_memory() - before
 
 
-def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: list[list[int]]) -> None:
+def test_hanging_stage_ends_the_engine_with_an_error_that_names_it(
+    folder: Folder, expected: list[list[int]]
+) -> None:
     llm = LLM(folder("qwen3"), show_progress=False, pipeline_parallel_size=2)
-    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    assert found == expected
+    token_ids = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert token_ids == expected
     (rank,) = ranks()
     os.kill(rank, signal.SIGSTOP)
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) sent no heartbeat"):
@@ -112,7 +114,7 @@ def hang(config: object, memory: object, progress: object) -> None:  # noqa: ARG
     time.sleep(3600)
 
 
-def test_a_rank_that_hangs_while_it_loads_is_given_up_by_name(
+def test_rank_that_hangs_while_loading_is_killed_and_named(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starting, "LOADER", "tests.execution.parallel.test_processes:hang")
@@ -138,37 +140,37 @@ class SilentRank:
         pass
 
 
-def test_progress_of_any_rank_counts_and_the_slowest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_any_rank_counts_and_the_slowest_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     now, heard = 0.0, []
     monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(rank_processes, "RankProcess", SilentRank)
     library = native_library()
     assert library is not None
     layout = RankLayout(4, 1, 1, 4096, 0, ())
-    found = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 4, 600.0, lambda: heard.append(now))
+    ranks = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 4, 600.0, lambda: heard.append(now))
 
     def given_up() -> list[int]:
-        found._check_progress()
-        return [process.rank for process in found.processes if process.is_killed]  # type: ignore[attr-defined]
+        ranks._check_progress()
+        return [process.rank for process in ranks.processes if process.is_killed]  # type: ignore[attr-defined]
 
     try:
         for rank in (1, 2, 3):
             now += 500.0
-            found._take_report(rank, Loading())
+            ranks._take_report(rank, Loading())
             assert not given_up()
         now += 500.0
-        found.note_progress()  # of the first
+        ranks.note_progress()  # of the first
         assert not given_up()
-        found._take_report(1, Loaded())  # which then may wait for the others
+        ranks._take_report(1, Loaded())  # which then may wait for the others
         assert heard == [500.0, 1000.0, 1500.0, 2000.0]
         now += 600.0
         assert given_up() == [2]
         with pytest.raises(
             DeviceLostError, match=r"rank 2 of 4 \(process 7\) made no progress for 600 seconds"
         ):
-            found.wait_until_loaded()
+            ranks.wait_until_loaded()
     finally:
-        found.close()
+        ranks.close()
 
 
 def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,23 +180,23 @@ def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> 
     library = native_library()
     assert library is not None
     layout = RankLayout(2, 1, 1, 4096, 0, ())
-    found = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 2, 600.0, lambda: None)
+    ranks = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 2, 600.0, lambda: None)
     try:
-        found._take_report(1, Loaded())
+        ranks._take_report(1, Loaded())
         now += 601.0
-        found._check_progress()
-        found.begin(Begin(1, 1, 1, 1, 1))
-        found._take_report(1, Begun())
+        ranks._check_progress()
+        ranks.begin(Begin(1, 1, 1, 1, 1))
+        ranks._take_report(1, Begun())
         now += 601.0
-        found._check_progress()
-        found.wait_until_begun()
-        found.begin(Begin(1, 1, 1, 1, 1))  # after a sleep
+        ranks._check_progress()
+        ranks.wait_until_begun()
+        ranks.begin(Begin(1, 1, 1, 1, 1))  # after a sleep
         now += 601.0
-        found._check_progress()
+        ranks._check_progress()
         with pytest.raises(DeviceLostError, match="made no progress"):
-            found.wait_until_begun()
+            ranks.wait_until_begun()
     finally:
-        found.close()
+        ranks.close()
 
 
 async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: list[list[int]]) -> None:
@@ -251,7 +253,7 @@ def test_sizes_that_do_not_divide_are_rejected(folder: Folder) -> None:
         LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
 
 
-def test_an_error_of_a_starting_rank_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_starting_rank_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reads good weights, its neighbour a file that is cut off."""
     from inflight.execution.parallel import starting
 

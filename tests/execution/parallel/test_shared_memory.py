@@ -52,8 +52,8 @@ def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
     expected = parts[0]
     for part in parts[1:]:
         expected = expected + part
-    for found in together(size, lambda rank, of: [of.sum(parts[rank].clone()) for _ in range(3)]):
-        assert all(torch.equal(each, expected) for each in found)
+    for sums in together(size, lambda rank, of: [of.sum(parts[rank].clone()) for _ in range(3)]):
+        assert all(torch.equal(each, expected) for each in sums)
 
 
 def test_extra_patience_applies_to_one_exchange() -> None:
@@ -107,11 +107,11 @@ def test_messages_may_be_larger_than_the_ring() -> None:
 
     def read(rank: int) -> list[bytes]:
         steps = ranks[rank].steps()
-        found = []
+        received = []
         for _ in messages:
-            found.append(bytes(steps.receive(rank - 1)))
+            received.append(bytes(steps.receive(rank - 1)))
             time.sleep(0.01 * rank)
-        return found
+        return received
 
     with ThreadPoolExecutor(2) as pool:
         reading = [pool.submit(read, rank) for rank in (1, 2)]

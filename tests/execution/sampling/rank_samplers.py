@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RankSamplers:
-    """In place of one sampler. All ranks must come to the same results."""
+    """A sampler made of several ranks, which must all return the same results."""
 
     def __init__(self, library: Library, state: NativeSamplingRows, size: int) -> None:
         self.state = state
@@ -44,16 +44,16 @@ class RankSamplers:
             self._samplers.append(NativeSampler(library, state, part))
 
     def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
-        found = self._together(logits, lambda sampler, mine: sampler.sample(mine, rows, lengths, tokens))
-        host = [one.to_host() for one in found]
+        actual = self._together(logits, lambda sampler, mine: sampler.sample(mine, rows, lengths, tokens))
+        host = [one.to_host() for one in actual]
         assert all(_same(one.logprobs, host[0].logprobs) for one in host)
         assert all((one.token_ids, one.bad) == (host[0].token_ids, host[0].bad) for one in host)
-        return found[-1]
+        return actual[-1]
 
     def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
-        found = self._together(logits, lambda sampler, mine: sampler.score_prompt(mine, target_ids, num))
-        assert all(_same(one.to_host(), found[0].to_host()) for one in found)
-        return found[-1]
+        actual = self._together(logits, lambda sampler, mine: sampler.score_prompt(mine, target_ids, num))
+        assert all(_same(one.to_host(), actual[0].to_host()) for one in actual)
+        return actual[-1]
 
     def _together(self, logits: Tensor, call: Callable[[NativeSampler, Tensor], T]) -> list[T]:
         parts = [logits[:, part.start : part.stop].clone() for part in self._parts]

@@ -1,4 +1,4 @@
-"""The sampler's meaning, one row at a time in float64 and wide integers, and a bench for the real one."""
+"""A float64 oracle of the sampler, one row at a time, and a bench for the real one."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def kept(x: Floats, params: SamplingParams, slack: float) -> set[int]:
 
 
 def acceptable(job: Job) -> set[int]:
-    """The right token, and those that float32 may confuse with it."""
+    """Return the right token and those that float32 may confuse with it."""
     x = adjusted(job)
     if job.params.temperature < 1e-5:
         return {int(i) for i in np.flatnonzero(x >= x.max() - 1e-4)}

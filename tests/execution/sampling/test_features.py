@@ -35,11 +35,11 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert greedy([1, 3, 3, 3, 0]) == 1
 
 
-def test_the_smallest_temperatures_are_greedy() -> None:
+def test_smallest_temperatures_are_greedy() -> None:
     assert support(temperature=1e-30, logits=[3e38, 0, -3e38]) == {0}
 
 
-def test_a_huge_temperature_levels_everything() -> None:
+def test_huge_temperature_makes_all_tokens_equally_likely() -> None:
     assert support(temperature=1e30, logits=FALLING) == set(range(8))
 
 
@@ -48,7 +48,7 @@ def test_top_k_keeps_the_lower_ids_of_equals() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [64, 300, 3000, 20_000])
-def test_top_k_holds_whatever_the_number_of_candidates_sorted(vocab_size: int) -> None:
+def test_top_k_holds_for_any_number_of_sorted_candidates(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = np.round(rng.normal(size=vocab_size), 1)
     for top_k in (1, 5, 128, 129, 1500, 9000):
@@ -90,7 +90,7 @@ def test_min_p_compares_with_the_most_likely_token() -> None:
     assert support(min_p=0.5, top_p=0.6, logits=logits) == {0}  # 0.5 / 0.76 = 0.66 of what min_p left
 
 
-def test_a_restriction_changes_nothing_while_the_winner_is_allowed() -> None:
+def test_restriction_changes_nothing_while_the_winner_is_allowed() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(size=500)
     jobs = [job(logits, seed=seed) for seed in range(200)]
@@ -98,9 +98,9 @@ def test_a_restriction_changes_nothing_while_the_winner_is_allowed() -> None:
     best = set(np.argsort(-logits)[:40].tolist())
     for options in ({"top_k": 40}, {"top_k": 40, "top_p": 0.999999}, {"allowed_token_ids": sorted(best)}):
         cut = [job(logits, seed=seed, **options) for seed in range(200)]
-        found = Bench(cut, max_rows=200).sample().token_ids.tolist()
-        assert set(found) <= best
-        assert [f for f, unbound in zip(found, free, strict=True) if unbound in best] == [
+        actual = Bench(cut, max_rows=200).sample().token_ids.tolist()
+        assert set(actual) <= best
+        assert [f for f, unbound in zip(actual, free, strict=True) if unbound in best] == [
             unbound for unbound in free if unbound in best
         ]
 
@@ -129,8 +129,8 @@ def test_only_allowed_ids_are_sampled_and_unknown_ids_are_ignored() -> None:
     ],
 )
 def test_bad_words_match_the_last_outputs(word: tuple[int, ...], outputs: list[int], forbidden: bool) -> None:
-    found = greedy(FALLING, prompt=[1, 2, 3], outputs=outputs, bad_words=(word,))
-    assert found == (1 if forbidden else 0)
+    actual = greedy(FALLING, prompt=[1, 2, 3], outputs=outputs, bad_words=(word,))
+    assert actual == (1 if forbidden else 0)
 
 
 def test_bad_words_that_share_their_last_token_do_not_undo_each_other() -> None:
@@ -151,7 +151,7 @@ def test_bias_cannot_lift_a_forbidden_token() -> None:
     assert greedy(FALLING, logit_bias={6: 100.0, 5: 50.0}, bad_words=((6,),)) == 5
 
 
-def test_an_entry_with_nothing_left_is_bad_and_its_neighbours_are_not() -> None:
+def test_entry_without_an_allowed_token_fails_alone() -> None:
     stuck = job(FALLING, temperature=0, allowed_token_ids=[2], bad_words=((2,),))
     jobs = [job(FALLING, seed=1), stuck, job(FALLING, temperature=0)]
     sampled = Bench(jobs).sample().to_host()
@@ -177,7 +177,7 @@ def test_frequency_counts_and_presence_does_not() -> None:
     assert greedy(logits, prompt=[1, 0, 0], outputs=[], presence_penalty=2.0) == 0
 
 
-def test_a_resumed_request_still_knows_prompt_from_outputs() -> None:
+def test_resumed_request_still_tells_prompt_from_outputs() -> None:
     """After a preemption all its tokens arrive at once; those behind num_prompt_tokens are outputs."""
     resumed = job([2.0, 1.0, 0.0], prompt=[0], outputs=[2, 2], temperature=0, presence_penalty=1.5)
     assert sample_one(resumed) == 0
@@ -186,7 +186,7 @@ def test_a_resumed_request_still_knows_prompt_from_outputs() -> None:
     )
 
 
-def test_a_short_row_beside_a_long_one_sees_its_own_tokens_only() -> None:
+def test_short_row_beside_a_long_one_sees_its_own_tokens_only() -> None:
     options = {"temperature": 0, "repetition_penalty": 10.0, "presence_penalty": 2.0}
     long = job([1.0, 0.5, 0.0], prompt=[2] * 20, outputs=[0] * 20, **options)
     short = job([1.0, 0.5, 0.0], prompt=[1], outputs=[2], **options)
@@ -195,17 +195,17 @@ def test_a_short_row_beside_a_long_one_sees_its_own_tokens_only() -> None:
 
 def test_tokens_sampled_after_admission_count() -> None:
     bench = Bench([job([2.0, 1.0], prompt=[1], temperature=0, frequency_penalty=0.4)])
-    found = []
+    actual = []
     for length in range(1, 6):
         sampled = bench.sampler.sample(
             torch.tensor([[2.0, 1.0]]), bench.rows, torch.tensor([length]), bench.tokens
         )
         bench.tokens[bench.rows[0], length] = sampled.token_ids.int()
-        found += sampled.token_ids.tolist()
-    assert found == [0, 0, 0, 1, 0]  # 2, 1.6, 1.2, then 0.8 < 1, then 0.8 > 0.6
+        actual += sampled.token_ids.tolist()
+    assert actual == [0, 0, 0, 1, 0]  # 2, 1.6, 1.2, then 0.8 < 1, then 0.8 > 0.6
 
 
-def test_the_smallest_repetition_penalty_divides_by_something() -> None:
+def test_smallest_repetition_penalty_does_not_divide_by_zero() -> None:
     sampled = Bench([job([0.0, -1.0], prompt=[0], temperature=0, repetition_penalty=1e-300)]).sample()
     assert sampled.to_host().token_ids == [0]
     assert not sampled.bad.any()
@@ -216,7 +216,7 @@ def test_the_smallest_repetition_penalty_divides_by_something() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_poisoned_logits_spoil_one_row_only(poison: float, options: dict[str, float]) -> None:
+def test_non_finite_logits_fail_only_their_row(poison: float, options: dict[str, float]) -> None:
     """A lone -inf is an ordinary forbidden token; a row of them is not."""
     spoiled = [poison] * 8 if poison == -math.inf else [*FALLING[:3], poison, *FALLING[4:]]
     jobs = [job(FALLING, seed=3, logprobs=2, **options) for _ in range(3)]
@@ -232,11 +232,11 @@ def test_poisoned_logits_spoil_one_row_only(poison: float, options: dict[str, fl
         assert mixed.logprobs[entry] == clean.logprobs[entry]
 
 
-def test_a_lone_forbidden_token_is_not_bad() -> None:
+def test_single_forbidden_token_does_not_fail_the_row() -> None:
     assert not Bench([job([-math.inf, 1.0, 0.5])]).sample().bad.any()
 
 
-def test_a_row_serves_its_next_request_by_the_new_parameters() -> None:
+def test_reused_row_takes_the_new_parameters() -> None:
     bench = Bench([job(FALLING, temperature=0, allowed_token_ids=[4])])
     assert bench.sample().to_host().token_ids == [4]
     bench.state.clear(bench.rows[0])
@@ -246,7 +246,7 @@ def test_a_row_serves_its_next_request_by_the_new_parameters() -> None:
     assert bench.sample().to_host().token_ids == [0]
 
 
-def test_an_empty_step_samples_nothing(each_sampler: str) -> None:
+def test_empty_step_samples_nothing(each_sampler: str) -> None:
     sampler = make_sampler(each_sampler, 4, 8)
     sampled = sampler.sample(torch.empty(0, 8), [], torch.empty(0).long(), torch.zeros(4, 4).int())
     assert sampled.to_host().token_ids == []

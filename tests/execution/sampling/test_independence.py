@@ -52,7 +52,7 @@ def mixed_jobs(seed: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_mixed_batch_equals_its_rows_alone(seed: int) -> None:
+def test_mixed_batch_equals_its_rows_alone(seed: int) -> None:
     bench = Bench(mixed_jobs(seed))
     together = bench.sample().to_host()
     for entry in range(len(bench.jobs)):
@@ -63,11 +63,11 @@ def test_a_mixed_batch_equals_its_rows_alone(seed: int) -> None:
     assert backwards.token_ids == together.token_ids[::-1]
 
 
-def test_the_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed_jobs(7))
-    wanted = bench.sample().to_host()
+    expected = bench.sample().to_host()
     torch.set_num_threads(1)
     library = native_library()
     if library is not None:
         monkeypatch.setattr(library, "threads", 1 if library.threads > 1 else 3)
-    assert bench.sample().to_host() == wanted
+    assert bench.sample().to_host() == expected

@@ -1,4 +1,4 @@
-"""The compiled sampler where it differs in kind from the torch one: blocks, bits, pruned Gumbel noise, and memory."""
+"""The compiled sampler where it works differently from the torch one: blocks, bits, pruned noise, memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_job(vocab: int, options: dict[str, Any], rng: np.random.Generator, logi
 @pytest.mark.parametrize("vocab", [1, 2, 17, 50, 127, 128, 129, 1000, 3001])
 @pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
 @pytest.mark.parametrize("kind", ["native", "ranks"])
-def test_every_parameter_at_odd_sizes_is_what_the_oracle_says(vocab: int, shape: str, kind: str) -> None:
+def test_every_parameter_at_odd_sizes_matches_the_oracle(vocab: int, shape: str, kind: str) -> None:
     rng = np.random.default_rng(vocab)
     logits = {
         "spread": rng.normal(scale=3, size=vocab),
@@ -83,7 +83,7 @@ def test_every_parameter_at_odd_sizes_is_what_the_oracle_says(vocab: int, shape:
         assert nothing_left or token_id in acceptable(one), one.params
 
 
-def test_a_large_vocabulary_is_what_the_oracle_says() -> None:
+def test_large_vocabulary_matches_the_oracle() -> None:
     rng = np.random.default_rng(3)
     jobs = [make_job(151_936, o, rng, rng.normal(scale=3, size=151_936)) for o in OPTIONS[:-2]]
     jobs.append(
@@ -96,7 +96,7 @@ def test_a_large_vocabulary_is_what_the_oracle_says() -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, 130, 2000])
-def test_tokens_and_logprobs_are_those_of_the_torch_sampler(vocab: int) -> None:
+def test_tokens_and_logprobs_match_the_torch_sampler(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     jobs = [
         make_job(vocab, options, rng, rng.normal(scale=scale, size=vocab))
@@ -110,11 +110,11 @@ def test_tokens_and_logprobs_are_those_of_the_torch_sampler(vocab: int) -> None:
         t for t, bad in zip(torch_.token_ids, torch_.bad, strict=True) if not bad
     ]
     assert native.logprobs.keys() == torch_.logprobs.keys()
-    for entry, found in native.logprobs.items():
+    for entry, actual in native.logprobs.items():
         if not native.bad[entry]:
-            candidates, wanted = unpack_logprobs(found), unpack_logprobs(torch_.logprobs[entry])
-            assert [(c.token_id, c.rank) for c in candidates] == [(c.token_id, c.rank) for c in wanted]
-            assert [c.logprob for c in candidates] == pytest.approx([c.logprob for c in wanted], abs=2e-6)
+            candidates, expected = unpack_logprobs(actual), unpack_logprobs(torch_.logprobs[entry])
+            assert [(c.token_id, c.rank) for c in candidates] == [(c.token_id, c.rank) for c in expected]
+            assert [c.logprob for c in candidates] == pytest.approx([c.logprob for c in expected], abs=2e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 0.05, 1.0, 40.0, 1e30])
@@ -126,33 +126,33 @@ def test_pruning_never_drops_the_winner(temperature: float, scale: float) -> Non
     assert sample_with("native", jobs).token_ids == sample_with("torch", jobs).token_ids
 
 
-def test_a_row_is_the_same_in_any_company_and_with_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_is_the_same_in_any_batch_and_with_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(12)
     jobs = [make_job(40_000, o, rng, rng.normal(scale=2, size=40_000)) for o in OPTIONS]
     library = native_library()
     assert library is not None
     monkeypatch.setattr(library, "threads", 1)
-    wanted = sample_with("native", jobs)
+    expected = sample_with("native", jobs)
     for threads in (2, 5):
         library.threads = threads
-        assert sample_with("native", jobs) == wanted
-        found = sample_with("native", jobs[::-1])
-        assert found.token_ids == wanted.token_ids[::-1]
+        assert sample_with("native", jobs) == expected
+        actual = sample_with("native", jobs[::-1])
+        assert actual.token_ids == expected.token_ids[::-1]
         last = len(jobs) - 1
-        assert {last - entry: scores for entry, scores in found.logprobs.items()} == wanted.logprobs
+        assert {last - entry: scores for entry, scores in actual.logprobs.items()} == expected.logprobs
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 33, 200])
-def test_a_mask_names_exactly_its_tokens(vocab: int) -> None:
+def test_mask_allows_exactly_its_tokens(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = rng.normal(size=vocab)
     jobs = [job(logits, temperature=0, allowed_token_ids=[i]) for i in range(vocab)]
     jobs += [
         job(logits, temperature=1e5, seed=i, allowed_token_ids=[i, vocab - 1, 10**9]) for i in range(vocab)
     ]
-    found = sample_with("native", jobs)
-    assert found.token_ids[:vocab] == list(range(vocab))
-    assert all(token in (i, vocab - 1) for i, token in enumerate(found.token_ids[vocab:]))
+    actual = sample_with("native", jobs)
+    assert actual.token_ids[:vocab] == list(range(vocab))
+    assert all(token in (i, vocab - 1) for i, token in enumerate(actual.token_ids[vocab:]))
 
 
 def test_bits_are_in_words_the_lowest_first() -> None:
@@ -161,7 +161,7 @@ def test_bits_are_in_words_the_lowest_first() -> None:
     assert [int(word) & 0xFFFFFFFF for word in words] == [1 | 1 << 5 | 1 << 31, 1, 1 << 5]
 
 
-def test_tokens_that_the_model_forbids_are_named_last_and_only_if_asked_for() -> None:
+def test_tokens_with_minus_inf_logits_are_listed_last_and_only_on_request() -> None:
     logits = [-math.inf] * 300
     logits[7], logits[290] = 1.0, 2.0
     (few,) = sample_with("native", [job(logits, temperature=0, logprobs=2)]).logprobs.values()
@@ -174,7 +174,7 @@ def test_tokens_that_the_model_forbids_are_named_last_and_only_if_asked_for() ->
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_logprobs_of_spoiled_logits_are_of_some_tokens(poison: float) -> None:
+def test_logprobs_of_non_finite_logits_name_valid_tokens(poison: float) -> None:
     jobs = [job([poison, 1.0, 2.0], logprobs=2), job([0.0, 1.0, 2.0], temperature=0, logprobs=2)]
     sampled = sample_with("native", jobs)
     assert (sampled.token_ids, sampled.bad) == ([0, 2], [IS_NOT_FINITE, 0])
@@ -182,11 +182,11 @@ def test_logprobs_of_spoiled_logits_are_of_some_tokens(poison: float) -> None:
     assert [c.token_id for c in candidates] == [0, 1]
     assert all(math.isnan(c.logprob) for c in candidates)
     sampler = cpu_sampler(1, 3)
-    found = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
-    assert [c.token_id for c in unpack_logprobs(found[0])] == [2, 0]
+    actual = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
+    assert [c.token_id for c in unpack_logprobs(actual[0])] == [2, 0]
 
 
-def test_logits_and_tokens_of_another_layout_are_refused() -> None:
+def test_logits_and_tokens_of_another_layout_are_rejected() -> None:
     bench = Bench([job([0.0, 1.0, 2.0])], kind="native")
     lengths = torch.tensor([1])
     good = torch.zeros(1, 3)
@@ -197,6 +197,6 @@ def test_logits_and_tokens_of_another_layout_are_refused() -> None:
         bench.sampler.sample(good, bench.rows, lengths, bench.tokens.long())
 
 
-def test_the_cpu_has_the_compiled_sampler_and_its_rows_have_the_layout_of_the_library() -> None:
+def test_cpu_uses_the_compiled_sampler_and_its_row_layout() -> None:
     assert isinstance(cpu_sampler(2, 8), NativeSampler)
     assert ROW.itemsize == 112

@@ -61,7 +61,7 @@ def jobs(draw: DrawFn) -> Job:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(jobs(), min_size=1, max_size=8))
-def test_every_row_is_what_the_oracle_says(batch: list[Job]) -> None:
+def test_every_row_matches_the_oracle(batch: list[Job]) -> None:
     sampled = Bench(batch).sample().to_host()
     for job, token_id, bad in zip(batch, sampled.token_ids, sampled.bad, strict=True):
         nothing_left = bool(np.all(adjusted(job) == -np.inf))
@@ -71,7 +71,7 @@ def test_every_row_is_what_the_oracle_says(batch: list[Job]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(jobs(), min_size=2, max_size=8), st.randoms())
-def test_neither_neighbours_nor_their_order_change_a_row(batch: list[Job], random: object) -> None:
+def test_row_depends_on_neither_neighbours_nor_their_order(batch: list[Job], random: object) -> None:
     together = Bench(batch).sample().to_host()
     order = list(range(len(batch)))
     random.shuffle(order)  # type: ignore[attr-defined]

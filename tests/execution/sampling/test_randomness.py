@@ -29,10 +29,10 @@ def all_bits(seeds: list[int], positions: list[int], num_ids: int) -> Tensor:
 
 def test_bits_are_the_documented_function() -> None:
     positions = [0, 1, 2, 77, 131071, 5, 6, 7, 8]
-    found = all_bits(SEEDS, positions, 64).tolist()
+    actual = all_bits(SEEDS, positions, 64).tolist()
     token_ids = np.arange(64, dtype=np.uint64)
-    wanted = [oracle.bits(*key, token_ids).tolist() for key in zip(SEEDS, positions, strict=True)]
-    assert found == wanted
+    reference = [oracle.bits(*key, token_ids).tolist() for key in zip(SEEDS, positions, strict=True)]
+    assert actual == reference
 
 
 def test_int64_arithmetic_gives_the_same_bits() -> None:
@@ -47,7 +47,7 @@ def test_int64_arithmetic_gives_the_same_bits() -> None:
     assert torch.equal(all_bits([99], [7], 5000)[0], x)
 
 
-def test_a_gathered_candidate_has_the_bits_of_its_id() -> None:
+def test_gathered_candidate_has_the_bits_of_its_id() -> None:
     key = keys([3, 4], [10, 11])
     full = noise_bits(key, torch.arange(300, dtype=torch.int32))
     some = torch.tensor([[5, 299, 0], [17, 17, 200]], dtype=torch.int32)
@@ -55,7 +55,7 @@ def test_a_gathered_candidate_has_the_bits_of_its_id() -> None:
 
 
 @pytest.mark.parametrize("seed", SEED_RANGE)
-def test_the_ends_of_the_seed_range_are_usable(seed: int) -> None:
+def test_ends_of_the_seed_range_are_usable(seed: int) -> None:
     low, high = seed_words(seed)
     assert (high & 0xFFFFFFFF) << 32 | low & 0xFFFFFFFF == seed % 2**64
 
@@ -101,12 +101,12 @@ def test_streams_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
 
 def test_uniforms_lie_strictly_inside_and_keep_their_resolution() -> None:
     words = [0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFF00, 0xFFFFFFFE, 0xFFFFFFFF]
-    found = uniform(torch.tensor(words).int())
-    assert found.tolist() == oracle.uniform(np.array(words, dtype=np.uint64)).tolist()
-    assert found.min() > 0
-    assert found.max() < 1
-    assert found[2] / found[0] == 3  # 2^-32 and 3 * 2^-32: 31 bits down there
-    assert torch.isfinite((-torch.log1p(-found)).log()).all()
+    actual = uniform(torch.tensor(words).int())
+    assert actual.tolist() == oracle.uniform(np.array(words, dtype=np.uint64)).tolist()
+    assert actual.min() > 0
+    assert actual.max() < 1
+    assert actual[2] / actual[0] == 3  # 2^-32 and 3 * 2^-32: 31 bits down there
+    assert torch.isfinite((-torch.log1p(-actual)).log()).all()
 
 
 def samples(kind: str, params: SamplingParams, logits: list[float], num: int) -> Tensor:
@@ -117,11 +117,11 @@ def samples(kind: str, params: SamplingParams, logits: list[float], num: int) ->
         sampler.state.set(row, request.current_spec())
     tokens = torch.zeros(256, 1, dtype=torch.int32)
     repeated = torch.tensor(logits).repeat(256, 1)
-    found = [
+    actual = [
         sampler.sample(repeated.clone(), range(256), torch.full((256,), 1 + position), tokens).token_ids
         for position in range(num // 256)
     ]
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def samples(kind: str, params: SamplingParams, logits: list[float], num: int) ->
         ({"min_p": 0.15}, 4),
     ],
 )
-def test_draws_follow_the_distribution(each_sampler: str, options: dict[str, float], kept: int) -> None:
+def test_samples_follow_the_distribution(each_sampler: str, options: dict[str, float], kept: int) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     logits = [0.0, 2.0, -1.0, 1.5, 0.25, -3.0, 1.0, -0.5]
     num = 256 * 50
@@ -152,7 +152,7 @@ def test_draws_follow_the_distribution(each_sampler: str, options: dict[str, flo
     "options",
     [{"temperature": 0.6}, {"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_k": 90, "top_p": 0.9}],
 )
-def test_draws_of_many_tokens_follow_the_distribution(each_sampler: str, options: dict[str, float]) -> None:
+def test_samples_of_many_tokens_follow_the_distribution(each_sampler: str, options: dict[str, float]) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     logits = np.random.default_rng(6).normal(scale=1.5, size=300).astype(np.float32)
     num = 256 * 60
@@ -163,17 +163,17 @@ def test_draws_of_many_tokens_follow_the_distribution(each_sampler: str, options
     assert counts[kept].sum() == num
     likely = num * probs >= 8  # the others are taken together
     expected = np.append(num * probs[likely], num * probs[~likely].sum() + 1e-9)
-    found = np.append(counts[kept][likely], counts[kept][~likely].sum())
+    actual = np.append(counts[kept][likely], counts[kept][~likely].sum())
     freedom = int(likely.sum())
-    assert ((found - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom)
+    assert ((actual - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom)
 
 
-def test_a_rare_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should_be(each_sampler: str) -> None:
+def test_rare_token_of_a_large_vocabulary_is_sampled_with_its_probability(each_sampler: str) -> None:
     """Half of the mass lies on 20,000 tokens of 25e-6 each, which must all have their chance."""
     size = 20_000
     logits = [0.0] * size + [float(np.log(size))]
-    found = samples(each_sampler, SamplingParams(), logits, 256 * 2)
-    rare = found[found < size]
-    assert abs(len(rare) / len(found) - 0.5) < 0.13  # deviation 0.022
+    actual = samples(each_sampler, SamplingParams(), logits, 256 * 2)
+    rare = actual[actual < size]
+    assert abs(len(rare) / len(actual) - 0.5) < 0.13  # deviation 0.022
     assert abs(rare.double().mean() / size - 0.5) < 0.11  # deviation 0.018
     assert len(set(rare.tolist())) > 0.97 * len(rare)

@@ -1,4 +1,4 @@
-"""What the columns of a row hold of its request."""
+"""The columns of a sampling row hold its request's parameters."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ ADMISSIONS = [
 ]
 
 
-def test_columns_hold_what_was_asked() -> None:
+def test_row_columns_hold_the_parameters() -> None:
     state = SamplingRows(7, 50, DEVICE)
     for row, admitted in ADMISSIONS:
         state.set(row, admitted)
-    found = numbers(state)
-    assert [found[name][3] for name in COLUMNS] == [0.5, 0, 0.25, 1, 0, 0, 5, 256, 9, 3, 3, 0]
-    assert found["min_length"][0] == 7
-    assert [found["argmax"][row] for row in (0, 2, 3, 5)] == [1, 1, 0, 0]
-    assert found["temperature"][2] == pytest.approx(1e30)
-    assert found["seed_low"][0] == found["seed_high"][0] == -1
-    assert [found[name][1] for name in COLUMNS] == [0] * len(COLUMNS)
+    actual = numbers(state)
+    assert [actual[name][3] for name in COLUMNS] == [0.5, 0, 0.25, 1, 0, 0, 5, 256, 9, 3, 3, 0]
+    assert actual["min_length"][0] == 7
+    assert [actual["argmax"][row] for row in (0, 2, 3, 5)] == [1, 1, 0, 0]
+    assert actual["temperature"][2] == pytest.approx(1e30)
+    assert actual["seed_low"][0] == actual["seed_high"][0] == -1
+    assert [actual[name][1] for name in COLUMNS] == [0] * len(COLUMNS)
     assert state.traits(5).logprobs == 2
     with pytest.raises(EngineError, match="row 1"):
         state.traits(1)

@@ -1,4 +1,4 @@
-"""What the torch sampler is made of: its candidates, its sums, and what it leaves out when nobody asks."""
+"""Parts of the torch sampler: candidates, sums, and features that are skipped when no row uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.execution.sampling.test_independence import VOCAB, mixed_jobs
 FALLING = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]
 
 
-def test_the_order_of_candidates_is_total() -> None:
+def test_order_of_candidates_is_total() -> None:
     logits = torch.tensor([[0.0, -0.0, 1.0, -1.0, -math.inf, 1e-45, -1e-45, 0.0]])
     for width in range(1, 9):
         values, token_ids = top_candidates(logits, width)
@@ -23,7 +23,7 @@ def test_the_order_of_candidates_is_total() -> None:
         assert torch.equal(values, logits.gather(1, token_ids))
 
 
-def test_a_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that nobody uses are never entered."""
     for name in ("adjust", "sample_dense", "sample_nucleus", "sample_top_k", "score", "noise_key"):
         monkeypatch.setattr(sampler, name, None)
@@ -31,20 +31,20 @@ def test_a_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.Mo
     assert Bench(jobs).sample().to_host().token_ids == [0, 0, 0]
 
 
-def test_a_temperature_only_batch_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temperature_only_batch_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gumbel, "top_candidates", None)
     assert 0 <= sample_one(job(FALLING, temperature=0.7, min_p=0.1)) < 8
 
 
-def test_the_tile_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed_jobs(7))
-    wanted = bench.sample().to_host()
+    expected = bench.sample().to_host()
     monkeypatch.setattr(gumbel, "CPU_TILE", 1)
-    assert bench.sample().to_host() == wanted
+    assert bench.sample().to_host() == expected
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_the_row_sums_that_the_sampler_trusts_are_per_row(name: str) -> None:
+def test_torch_softmax_does_not_depend_on_other_rows(name: str) -> None:
     torch.manual_seed(1)
     x = torch.randn(6, 152_000)
     whole = getattr(x, name)(-1)

@@ -1,4 +1,4 @@
-"""Reading configs: what is refused, and with which words."""
+"""Reading configs: what is rejected, and the error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PHI3 = SMALL | {"architectures": ["Phi3ForCausalLM"]}
 GEMMA3 = SMALL | {"architectures": ["Gemma3ForCausalLM"]}
 
 
-def test_unknown_architecture_is_named_beside_those_known() -> None:
+def test_unknown_architecture_is_named_beside_the_supported_ones() -> None:
     with pytest.raises(UnknownArchitectureError, match="FooForCausalLM") as caught:
         decoder_spec(SMALL | {"architectures": ["FooForCausalLM"]})
     assert all(name in str(caught.value) for name in FAMILIES)
@@ -43,7 +43,7 @@ def test_model_type_stands_in_for_a_missing_architecture() -> None:
 @pytest.mark.parametrize(
     "name", [key for key in SMALL if key not in ("architectures", "num_key_value_heads")]
 )
-def test_a_missing_field_is_named(name: str) -> None:
+def test_missing_field_is_named(name: str) -> None:
     for config in ({k: v for k, v in SMALL.items() if k != name}, SMALL | {name: None}):
         with pytest.raises(ModelError, match=f"no '{name}'"):
             decoder_spec(config)
@@ -120,8 +120,8 @@ def test_windows() -> None:
     assert windows("Gemma3ForCausalLM", num_hidden_layers=7) == (8, 8, 8, 8, 8, None, 8)
 
 
-def test_gemma_configs_may_leave_out_what_transformers_knows() -> None:
-    """The multimodal checkpoints on the hub say no more than this about their text model."""
+def test_gemma_configs_may_omit_transformers_defaults() -> None:
+    """Multimodal checkpoints on the hub contain only these fields of their text model."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

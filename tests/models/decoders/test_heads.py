@@ -1,4 +1,4 @@
-"""Which head a decoder's checkpoint has, by its own files, and what is refused."""
+"""The pooling head of a decoder's checkpoint, chosen by its files, and what is rejected."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def plan(model: str, config: dict[str, Any], folder: Path | None = None, **optio
         ("here", CAUSAL | {"classifier_from_token": [5, 6]}),
     ],
 )
-def test_a_reranker_is_known_by_its_name_or_by_its_config(model: str, config: dict[str, Any]) -> None:
-    found = plan(model, config)
-    assert found.spec.has_lm_head
-    assert found.spec.num_labels == 0
-    facts = found.pooling
+def test_reranker_is_recognised_by_its_name_or_config(model: str, config: dict[str, Any]) -> None:
+    actual = plan(model, config)
+    assert actual.spec.has_lm_head
+    assert actual.spec.num_labels == 0
+    facts = actual.pooling
     assert facts is not None
     assert (facts.scores, facts.template, facts.scale) == ("template", QWEN3_RERANKER, "softmax")
     assert (facts.size, facts.labels, facts.splittable) == (2, ("no", "yes"), True)
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "/qwen3-reranker-tests/Qwen3-0.6B"])
-def test_any_other_causal_model_only_generates(model: str) -> None:
-    found = plan(model, CAUSAL)
-    assert found.spec.has_lm_head
-    assert found.pooling is None
-    assert found.make_head is None
+def test_other_causal_models_only_generate(model: str) -> None:
+    actual = plan(model, CAUSAL)
+    assert actual.spec.has_lm_head
+    assert actual.pooling is None
+    assert actual.make_head is None
 
 
-def test_a_classifier_scores_pairs_only_by_a_template_that_is_known() -> None:
+def test_classifier_scores_pairs_only_with_a_known_template() -> None:
     scores = plan("Qwen3-Reranker-0.6B-seq-cls", CLASSIFIER).pooling
     assert scores is not None
     assert (scores.scores, scores.template, scores.scale) == ("template", QWEN3_RERANKER, "sigmoid")
@@ -90,7 +90,7 @@ def test_a_classifier_scores_pairs_only_by_a_template_that_is_known() -> None:
         (CAUSAL | {"is_causal": False}, {}, "is_causal in config.json is False"),
     ],
 )
-def test_what_is_not_known_is_refused_with_the_reason(
+def test_unknown_checkpoints_are_rejected_with_the_reason(
     config: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -111,7 +111,7 @@ def test_what_is_not_known_is_refused_with_the_reason(
         ({"pooling_mode": "lasttoken", "word_embedding_dimension": 65}, "pools 65 features, .* is 64"),
     ],
 )
-def test_other_poolings_are_refused(pooling: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_other_poolings_are_rejected(pooling: dict[str, Any], words: str, tmp_path: Path) -> None:
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
@@ -121,7 +121,7 @@ def test_other_poolings_are_refused(pooling: dict[str, Any], words: str, tmp_pat
         plan("embedder", CAUSAL, tmp_path)
 
 
-def test_a_classifier_of_another_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+def test_classifier_of_another_size_is_rejected_before_memory_is_allocated(tmp_path: Path) -> None:
     write_classifier(tmp_path, "llama", 3)
     path = tmp_path / "config.json"
     config = {name: value for name, value in json.loads(path.read_text()).items() if name != "id2label"}

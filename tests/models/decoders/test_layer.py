@@ -24,7 +24,7 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("placement", NormPlacement)
-def test_a_dense_mlp(placement: NormPlacement) -> None:
+def test_dense_mlp_matches_float64(placement: NormPlacement) -> None:
     torch.manual_seed(0)
     spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement, mlp_bias=True)
     mlp = DenseMlp(whole_shard(spec), TorchKernels(), torch.float32, CPU)
@@ -46,14 +46,14 @@ def test_a_dense_mlp(placement: NormPlacement) -> None:
     assert (mlp.in_norm is not None, mlp.out_norm is not None) == (placement.before, placement.after)
 
     x, next_norm = torch.randn(5, hidden), torch.ones(hidden)
-    found = mlp(Residual(x.clone(), mlp.in_norm), next_norm)
+    actual = mlp(Residual(x.clone(), mlp.in_norm), next_norm)
 
     read = norm64(x.double(), mlp.in_norm, eps)
     gates, ups = (read @ torch.cat((gate, up)).double().T + biases[0]).chunk(2, dim=1)
     product = (torch.nn.functional.silu(gates) * ups) @ down.double().T + biases[1]
-    wanted = x.double() + norm64(product, mlp.out_norm, eps)
-    torch.testing.assert_close(found.x.double(), wanted, rtol=1e-4, atol=1e-5)
-    assert found.norm is next_norm
+    expected = x.double() + norm64(product, mlp.out_norm, eps)
+    torch.testing.assert_close(actual.x.double(), expected, rtol=1e-4, atol=1e-5)
+    assert actual.norm is next_norm
 
 
 class NoMlp:
@@ -71,8 +71,8 @@ class NoMlp:
         return {}
 
 
-def test_a_layer_takes_any_mlp() -> None:
-    """One that adds nothing is a dense one whose down projection is zero."""
+def test_layer_takes_any_mlp() -> None:
+    """An MLP that adds nothing equals a dense one whose down projection is zero."""
     decoder, other = dummy("llama", seed=1), dummy("llama", seed=1)
     dense = decoder.layers[0].mlp
     assert isinstance(dense, DenseMlp)

@@ -78,7 +78,7 @@ def test_prompt_logprobs_agree_with_transformers(case: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fastest_kernels_agree_with_transformers(family: str, tmp_path: Path) -> None:
+def test_fastest_kernels_agree_with_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)
     ours = logprobs(load(tmp_path, fast=True), prompt(), chunks=[17, 1, 22])
@@ -95,11 +95,11 @@ def test_chunks_and_single_tokens_agree_with_the_whole_prompt(family: str, tmp_p
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_that_nobody_reads_change_nothing(family: str, fast: bool, tmp_path: Path) -> None:
+def test_skipping_unneeded_tokens_changes_nothing(family: str, fast: bool, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     decoder = load(tmp_path, fast=fast)
     whole = logprobs(decoder, prompt(), [10, 20, 10])
-    some = logprobs(decoder, prompt(), [10, 20, 10], wanted=[[3, 9], [], [0, 9]])
+    some = logprobs(decoder, prompt(), [10, 20, 10], outputs=[[3, 9], [], [0, 9]])
     torch.testing.assert_close(some, whole[[3, 9, 30, 39]], rtol=0, atol=1e-5)
 
 
@@ -127,7 +127,7 @@ def test_bfloat16_weights_are_used_exactly(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, transformers_logprobs(model, prompt()), rtol=0, atol=1e-4)
 
 
-def test_sharded_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint_loads_the_same_weights(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "whole", "llama")
     sharded = write_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
@@ -135,8 +135,8 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_text_model_of_a_multimodal_checkpoint(prefix: str, tmp_path: Path) -> None:
-    """Both namings of the same weights: as on the hub, and as transformers has them in memory."""
+def test_text_model_of_a_multimodal_checkpoint_is_loaded(prefix: str, tmp_path: Path) -> None:
+    """The same weights are read under the names of the hub and under those that transformers uses in memory."""
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -148,10 +148,10 @@ def test_text_model_of_a_multimodal_checkpoint(prefix: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    found = (
+    actual = (
         "language_model.model." if "language_model.model.norm.weight" in tensors else "model.language_model."
     )
-    save_file({name.replace(found, prefix): tensor.clone() for name, tensor in tensors.items()}, file)
+    save_file({name.replace(actual, prefix): tensor.clone() for name, tensor in tensors.items()}, file)
     ours = logprobs(load(tmp_path), prompt())
     torch.testing.assert_close(ours, transformers_logprobs(model, prompt()), rtol=0, atol=1e-4)
 
@@ -159,7 +159,7 @@ def test_text_model_of_a_multimodal_checkpoint(prefix: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "case", ["llama-llama3", "llama-yarn", "llama-linear", "gemma3-linear", "phi3-partial"]
 )
-def test_configs_in_the_old_writing_mean_the_same(case: str, tmp_path: Path) -> None:
+def test_old_config_layouts_mean_the_same(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     write_checkpoint(tmp_path, family, **overrides)
     new = logprobs(load(tmp_path), prompt())

@@ -1,4 +1,4 @@
-"""What of a model each rank has."""
+"""The part of a model that each rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spec(**fields: Any) -> DecoderSpec:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_part_is_somewhere_once(size: int) -> None:
+def test_every_part_is_on_exactly_one_rank(size: int) -> None:
     whole = spec(num_heads=8, num_kv_heads=4, vocab_size=321, intermediate_size=97)
     shards = [shard_of(whole, rank, size) for rank in range(size)]
     for name, count in (
@@ -62,7 +62,7 @@ def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
         ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 4}, 8, "4 inner features and 320 tokens"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(fields: dict[str, int], size: int, message: str) -> None:
+def test_sizes_that_cannot_be_split_are_rejected(fields: dict[str, int], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
         check_tensor_parallel(spec(**fields), size)
 

@@ -1,4 +1,4 @@
-"""Loading: every tensor arrives, and weights that do not fit their config are refused by name."""
+"""Loading: every tensor arrives, and weights that do not fit their config are rejected by name."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_missing_tensor(folder: Path) -> None:
+def test_missing_tensor_is_rejected(folder: Path) -> None:
     edit_weights(folder, model__norm__weight=None)
     with pytest.raises(WeightsError, match=r"lack model\.norm\.weight, required by config\.json$"):
         load(folder)
 
 
-def test_surplus_tensor(folder: Path) -> None:
+def test_surplus_tensor_is_rejected(folder: Path) -> None:
     edit_weights(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
     with pytest.raises(WeightsError, match=r"have model\.layers\.0\.self_attn\.q_proj\.bias, which config"):
         load(folder)
 
 
-def test_rotary_buffers_are_harmless(folder: Path) -> None:
+def test_rotary_buffers_are_ignored(folder: Path) -> None:
     before = logprobs(load(folder), prompt())
     edit_weights(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))
     assert torch.equal(logprobs(load(folder), prompt()), before)
 
 
-def test_wrong_shape(folder: Path) -> None:
+def test_wrong_shape_is_rejected(folder: Path) -> None:
     edit_weights(folder, model__layers__1__mlp__down_proj__weight=torch.zeros(64, 95))
     with pytest.raises(
         WeightsError, match=r"down_proj\.weight in model\.safetensors has shape \[64, 95\].*\[64, 96\]"
@@ -71,7 +71,7 @@ def test_wrong_shape(folder: Path) -> None:
         load(folder)
 
 
-def test_wrong_number_format(folder: Path) -> None:
+def test_wrong_number_format_is_rejected(folder: Path) -> None:
     edit_weights(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
     with pytest.raises(
         WeightsError, match=r"model\.norm\.weight .* stored as I8: it must be one of F32, BF16, F16"
@@ -82,20 +82,20 @@ def test_wrong_number_format(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("num_layers", "words"), [(2, "have .* and 6 more, which config"), (4, "lack .* and 6 more")]
 )
-def test_layer_counts_that_differ(folder: Path, num_layers: int, words: str) -> None:
+def test_wrong_number_of_layers_is_named(folder: Path, num_layers: int, words: str) -> None:
     edit_config(folder, num_hidden_layers=num_layers)
     with pytest.raises(WeightsError, match=f"{words}.* is {num_layers}, the weights have 3 layers"):
         load(folder)
 
 
-def test_wrong_architecture(folder: Path) -> None:
+def test_wrong_architecture_is_rejected(folder: Path) -> None:
     edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16)
     with pytest.raises(WeightsError, match=r"lack model\.layers\.0\.self_attn\.q_norm\.weight"):
         load(folder)
 
 
 @pytest.mark.parametrize("size", [4, 100, -1])
-def test_truncated_file(folder: Path, size: int) -> None:
+def test_truncated_file_is_rejected(folder: Path, size: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_truncated_file(folder: Path, size: int) -> None:
         load(folder)
 
 
-def test_tensor_in_two_files(tmp_path: Path) -> None:
+def test_tensor_in_two_files_is_rejected(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", max_shard_size="100KB")
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     save_file(load_file(first) | load_file(second), second)
@@ -158,7 +158,7 @@ def test_dummy_norms_are_one_whatever_their_offset() -> None:
     assert torch.equal(decoder.final_norm, torch.ones(64))
 
 
-def test_dummy_weights_are_normal_also_beyond_one_block() -> None:
+def test_dummy_weights_are_normal_beyond_one_block() -> None:
     """More values than the block that they are cut from: still small, centred, and rows of their own."""
     decoder = dummy("llama", seed=3, vocab_size=20_000, num_hidden_layers=1)
     table = decoder.embedding

@@ -1,4 +1,4 @@
-"""How a config becomes an encoder, and which configs are refused."""
+"""Configs of encoders: the specs they become, and the ones that are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODERN = BERT | {"architectures": ["ModernBertModel"]}
 ROBERTA = BERT | {"architectures": ["RobertaModel"]}
 
 
-def test_which_configs_are_encoders() -> None:
+def test_encoder_configs_are_recognised() -> None:
     assert encoder_architecture(BERT) == "BertForSequenceClassification"
     assert (
         encoder_architecture({"architectures": ["Mine", "XLMRobertaForMaskedLM"]}) == "XLMRobertaForMaskedLM"
@@ -37,7 +37,7 @@ def test_which_configs_are_encoders() -> None:
         decoder_spec({"architectures": ["BertForTokenClassification"]})
 
 
-def test_what_families_take_for_granted() -> None:
+def test_families_fill_in_their_defaults() -> None:
     bert, roberta, modern = encoder_spec(BERT), encoder_spec(ROBERTA), encoder_spec(MODERN)
     assert (bert.norm_eps, bert.num_segments, bert.max_position, bert.first_position) == (1e-12, 2, 64, 0)
     assert (roberta.num_positions, roberta.max_position, roberta.first_position) == (64, 62, 2)
@@ -46,7 +46,7 @@ def test_what_families_take_for_granted() -> None:
     assert modern.num_positions == 0
 
 
-def test_rotary_embeddings_in_the_new_writing() -> None:
+def test_rope_parameters_by_layer_type_are_read() -> None:
     config = MODERN | {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "local_attention": 20,
@@ -79,7 +79,7 @@ def test_rotary_embeddings_in_the_new_writing() -> None:
         (MODERN | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ],
 )
-def test_what_is_not_supported_is_named(config: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         encoder_spec(config)
     assert message in str(caught.value)
@@ -89,13 +89,13 @@ def test_what_is_not_supported_is_named(config: dict[str, Any], message: str) ->
 # ---- heads ----
 
 
-def test_an_encoder_without_a_head_is_refused_with_the_reason() -> None:
+def test_encoder_without_a_head_is_rejected_with_the_reason() -> None:
     for files in (None, SentenceFiles()):
         with pytest.raises(ModelError, match="neither a classification head nor the pooling files"):
             encoder_head(MODERN, files, 32)
 
 
-def test_pooling_files_go_before_a_classification_head() -> None:
+def test_pooling_files_take_precedence_over_a_classification_head() -> None:
     files = SentenceFiles(pooling=("cls", "max"), width=32, head=(DenseLayer("2_Dense/linear", 64, 8),))
     head = encoder_head(BERT, files, 32)
     assert (head.facts.task, head.facts.size, head.pooling) == ("embed", 8, ("cls", "max"))
@@ -108,7 +108,7 @@ def test_pooling_files_go_before_a_classification_head() -> None:
         encoder_head(BERT, odd, 32)
 
 
-def test_an_unknown_pooling_of_a_classifier_is_refused() -> None:
+def test_unknown_pooling_of_a_classifier_is_rejected() -> None:
     config = MODERN | {"architectures": ["ModernBertForSequenceClassification"]}
     assert encoder_head(config | {"classifier_pooling": "mean"}, None, 32).pooling == ("mean",)
     with pytest.raises(ModelError, match="it must be 'cls' or 'mean'"):

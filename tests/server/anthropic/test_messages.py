@@ -181,6 +181,24 @@ def test_errors_are_those_of_the_anthropic_package(client: anthropic.Anthropic, 
         assert error.request_id == response.headers["x-request-id"] == response.headers["request-id"]
 
 
+def test_models_have_anthropic_fields(client: anthropic.Anthropic, server: Live) -> None:
+    import anthropic
+    from anthropic.types import ModelInfo
+
+    page = client.models.list(limit=5)
+    (model,) = list(page)
+    assert (page.has_more, page.first_id, page.last_id) == (False, "m", "m")
+    assert client.models.retrieve("m") == model
+    ModelInfo.model_validate(model.model_dump())
+    assert (model.id, model.type, model.display_name, model.lifecycle) == ("m", "model", "m", "active")
+    assert model.max_input_tokens == server.state.model.frontend.max_model_len
+    with pytest.raises(anthropic.NotFoundError, match="is not served here") as missing:
+        client.models.retrieve("claude")
+    assert missing.value.type == "not_found_error"
+    listed = server.http.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
+    assert (listed["object"], listed["data"][0]["object"]) == ("list", "model")
+
+
 def test_count_tokens_is_bounded(scripted: CallingBackend) -> None:
     with live_server(scripted, max_tokenize_size=60) as live:
         for text, status in (("a" * 10, 200), ("a" * 61, 400)):

@@ -182,7 +182,7 @@ def value(families: dict[str, Any], name: str, **labels: str) -> float:
 
 
 def test_metrics_count_requests_and_tokens(backend: Backend) -> None:
-    with live_server(backend) as live:
+    with live_server(backend, metrics_compat="none") as live:
         before = metrics(live)
         assert {name.removeprefix("inflight:") for name in before} >= NAMES
         assert not any(name.startswith("vllm:") for name in before)
@@ -223,11 +223,23 @@ def test_metrics_count_requests_and_tokens(backend: Backend) -> None:
         assert counts[-1] == value(after, "inflight:inter_token_latency_seconds_count")
 
 
-def test_metrics_have_vllm_names_too(backend: Backend) -> None:
-    with live_server(backend, metrics_compat="vllm", served_model_name=("m",)) as live:
+# Under the names that the inference gateway reads by default: TotalQueuedRequests, TotalRunningRequests,
+# KVCacheUtilization, and BlockSize and NumGPUBlocks as labels. Then what replaces an older name of vLLM's.
+GATEWAY_NAMES = {
+    *("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"),
+    "inter_token_latency_seconds",
+}
+
+
+@pytest.mark.parametrize(("options", "names"), [({}, GATEWAY_NAMES), ({"metrics_compat": "vllm"}, NAMES)])
+def test_metrics_have_vllm_names_too(backend: Backend, options: dict[str, Any], names: set[str]) -> None:
+    with live_server(backend, served_model_name=("m",), **options) as live:
         live.complete([5], max_tokens=2)
         families = metrics(live)
-        for name in NAMES:
+        assert value(families, "vllm:cache_config_info", block_size="16", num_gpu_blocks="2048") == 1
+        assert {name.removeprefix("vllm:") for name in families if name.startswith("vllm:")} >= names
+        assert options or len([name for name in families if name.startswith("vllm:")]) == len(names)
+        for name in names:
             for theirs, ours in zip(
                 families[f"vllm:{name}"].samples, families[f"inflight:{name}"].samples, strict=True
             ):

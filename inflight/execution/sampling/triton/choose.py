@@ -144,14 +144,9 @@ def choose_kernel(
             else:
                 num_logprobs, _few = list_sizes(table, row)
                 few_keys, few_ids, count = best_listed(
-                    rank_candidates,
-                    entry,
-                    LISTS + 2 * num_logprobs,
-                    k,
-                    candidates + entry * 4 * CANDIDATES,
-                    RANKS,
-                    CANDIDATES,
-                )
+                    rank_candidates, entry, LISTS + 2 * num_logprobs, k, candidates + entry * 4 * CANDIDATES,
+                    RANKS, CANDIDATES,
+                )  # fmt: skip
             token_id = _sample_few(
                 few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
             )
@@ -233,36 +228,16 @@ def _sample_restricted(
     searching = True
     while searching:
         token_id, scores, ids = _next(
-            logits,
-            vocab_size,
-            scores,
-            ids,
-            key,
-            token_id,
-            inverse_temperature,
-            floor,
-            first,
-            second,
-            CHUNKS,
-            CHUNK,
-            GROUP,
-        )
+            logits, vocab_size, scores, ids, key, token_id, inverse_temperature, floor, first, second, CHUNKS,
+            CHUNK, GROUP,
+        )  # fmt: skip
         key = key_of(_load(logits, token_id, token_id < vocab_size))
         if (p < 1) | (k < vocab_size):
             num_listed = list_groups(group_list, keys, key, GROUPS)
             rank, mass_before = rank_and_mass(
-                logits,
-                vocab_size,
-                group_list,
-                num_listed,
-                key,
-                token_id,
-                top,
-                inverse_temperature,
-                floor,
-                GROUP,
-                TILE,
-            )
+                logits, vocab_size, group_list, num_listed, key, token_id, top, inverse_temperature, floor,
+                GROUP, TILE,
+            )  # fmt: skip
             searching = (rank > 0) & ((rank >= k) | (mass_before >= goal))
         else:
             searching = False
@@ -289,18 +264,9 @@ def _next(
         if searching:
             chunk = best_id // (CHUNK * GROUP)
             score, winner = _rerun_chunk(
-                logits,
-                vocab_size,
-                chunk,
-                key,
-                token_id,
-                inverse_temperature,
-                floor,
-                first,
-                second,
-                CHUNK,
+                logits, vocab_size, chunk, key, token_id, inverse_temperature, floor, first, second, CHUNK,
                 GROUP,
-            )
+            )  # fmt: skip
             scores = tl.where(chunks == chunk, score, scores)
             ids = tl.where(chunks == chunk, winner, ids)
     return best_id, scores, ids

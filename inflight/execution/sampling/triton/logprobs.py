@@ -116,17 +116,9 @@ def logprobs_kernel(
 
 @triton.jit
 def _write_ranked(
-    rank_candidates,
-    counted,
-    entry,
-    target,
-    count,
-    space,
-    result,
-    width,
-    RANKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):
+    rank_candidates, counted, entry, target, count, space, result, width,
+    RANKS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
     top, mass = total_mass(rank_candidates, entry, RANKS)
     log_mass = tl.log(mass)
     logit, above = counted_rank(counted, entry, RANKS)

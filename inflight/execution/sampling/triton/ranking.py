@@ -77,16 +77,9 @@ def rank_and_mass(
 
 @triton.jit
 def kth_key(
-    logits,
-    vocab_size,
-    group_list,
-    keys,
-    k,
-    top,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, vocab_size, group_list, keys, k, top,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return the key of the k-th token (the least allowed one if there are fewer) and the number of listed groups.
 
     `group_list` is left with the groups that hold tokens of at least this key.
@@ -146,18 +139,9 @@ def sorted_top(
     reach = reach_of(keys, k)
     num_listed = list_groups(group_list, keys, reach, GROUPS)
     count = _collect(
-        logits,
-        vocab_size,
-        group_list,
-        candidates,
-        0,
-        num_listed,
-        reach,
-        GREATEST_KEY,
-        GROUP,
-        TILE,
+        logits, vocab_size, group_list, candidates, 0, num_listed, reach, GREATEST_KEY, GROUP, TILE,
         CANDIDATES,
-    )
+    )  # fmt: skip
     if count > CANDIDATES:
         # Too many in few groups, or many ties: take those above the k-th, then, in order, those that tie with it.
         last, num_listed = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)

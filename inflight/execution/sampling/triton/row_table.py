@@ -48,7 +48,7 @@ WORDS = tl.constexpr(20)
 ROW = struct.Struct("=6f10i2q")
 assert ROW.size == 4 * WORDS.value
 
-# What a row needs beside plain sampling.
+# Features that a row uses beside plain sampling.
 PENALTIES = tl.constexpr(1)
 MASK = tl.constexpr(2)
 FORBID = tl.constexpr(4)

@@ -119,7 +119,7 @@ SPECIAL_PROGRAMS = 8  # for each row
 
 @dataclass(frozen=True, slots=True)
 class LogprobBuffers:
-    """Which entries want log-probabilities, and where they are written. [S] int32 each, but for `width`, [1]."""
+    """The entries that want log-probabilities, and where these are written. [S] int32 each, but for `width`, [1]."""
 
     # Most likely tokens to report beside the target, at most MAX_LOGPROBS; negative: none at all.
     counts: Tensor

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from inflight.errors import clipped, shown
 from inflight.frontend import OutputProcessor
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, num_characters
 from inflight.server.access.keys import Caller
@@ -129,7 +130,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:
     allowed = {tool.name for tool in choice.tools}
     unknown = allowed - {function["name"] for function in functions}
     if unknown:
-        message = f"tool_choice names {', '.join(sorted(unknown)):.200}: there are no such tools"
+        message = f"tool_choice names {clipped(', '.join(sorted(unknown)), 200)}: there are no such tools"
         raise ApiError(400, message, code="invalid_value", param="tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in allowed], choice.mode
 
@@ -154,7 +155,7 @@ class ResponseTurn:
         if response_id is not None:
             earlier = await responses.conversation(self._caller, response_id)
             if earlier is None:
-                message = f"previous_response_id is {response_id!r:.200}: {NOT_STORED}"
+                message = f"previous_response_id is {shown(response_id, 200)}: {NOT_STORED}"
                 raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
             self._earlier = earlier
         item_ids = list(dict.fromkeys(item.id for item in self._input if isinstance(item, ItemReference)))
@@ -162,9 +163,7 @@ class ResponseTurn:
             items = await responses.find_items(self._caller, item_ids, self._state.options.max_body_size)
             for item_id, item in items.items():
                 if item is None:
-                    message = (
-                        f"there is no item {item_id!r:.200}: its response was never stored, or was evicted"
-                    )
+                    message = f"there is no item {shown(item_id, 200)}: its response was never stored, or was evicted"
                     raise ApiError(400, message, code="item_not_found", param="input")
                 self._referenced[item_id] = item
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from inflight.errors import shown
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import MAX_PARTS
@@ -143,10 +144,10 @@ class PageQuery(msgspec.Struct, frozen=True):
         """Read the query of a request. Raise ApiError if it is not valid."""
         limit = query.get("limit", str(DEFAULT_LIMIT))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
-            raise _wrong("limit", f"limit is {limit!r:.100}: it must be an integer from 1 to {MAX_LIMIT}")
+            raise _wrong("limit", f"limit is {shown(limit)}: it must be an integer from 1 to {MAX_LIMIT}")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise _wrong("order", f"order is {order!r:.100}: allowed are asc and desc")
+            raise _wrong("order", f"order is {shown(order)}: allowed are asc and desc")
         return cls(int(limit), order, query.get("after"))
 
 
@@ -185,7 +186,7 @@ def _index(items: Sequence[StoredItem], item_id: str) -> int:
     for index, item in enumerate(items):
         if item.item_id == item_id:
             return index
-    raise _wrong("after", f"after is {item_id!r:.200}: there is no such item in this response's input")
+    raise _wrong("after", f"after is {shown(item_id, 200)}: there is no such item in this response's input")
 
 
 def _wrong(param: str, message: str) -> ApiError:
@@ -361,5 +362,5 @@ class LocalResponses:
 
 
 def not_stored(response_id: str) -> ApiError:
-    message = f"there is no response {response_id!r:.200}: {NOT_STORED}"
+    message = f"there is no response {shown(response_id, 200)}: {NOT_STORED}"
     return ApiError(404, message, code="response_not_found")

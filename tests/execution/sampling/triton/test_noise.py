@@ -43,5 +43,5 @@ def test_bits_are_equal_and_scores_are_close() -> None:
 
     key, token_ids = noise_key(low, high, positions), torch.arange(NUM_IDS, dtype=torch.int32)
     assert torch.equal(bits.cpu(), noise_bits(key, token_ids))
-    wanted = logits.double() / 0.7 - log_exponential(key, token_ids).double()
-    assert (scores.cpu().double() - wanted).abs().max() < 2e-5
+    expected = logits.double() / 0.7 - log_exponential(key, token_ids).double()
+    assert (scores.cpu().double() - expected).abs().max() < 2e-5

@@ -70,14 +70,16 @@ class TurnCollective:
     def sum(self, x: Tensor) -> Tensor:  # noqa: ARG002
         raise AssertionError("nothing is summed here")
 
-    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        assert wanted is not None
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+        assert num_needed is not None
         assert x.shape[1] == widths[self.rank]
         if self.rank == 0:
-            self.turns.num_columns.append(wanted.tolist())
+            self.turns.num_columns.append(num_needed.tolist())
         self.number += 1
         parts = self.turns.give(self.number, self.rank, x)
-        return torch.cat([part.where(_columns(part) < wanted[:, None], torch.nan) for part in parts], dim=1)
+        return torch.cat(
+            [part.where(_columns(part) < num_needed[:, None], torch.nan) for part in parts], dim=1
+        )
 
 
 def _columns(part: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ LOGPROBS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes"), (4, "plain")])
-def test_ranks_sample_any_mixture_of_rows_as_one_rank_does(num_ranks: int, kind: str) -> None:
+def test_ranks_sample_any_mix_of_rows_as_one_rank_does(num_ranks: int, kind: str) -> None:
     rng = np.random.default_rng(num_ranks)
     options = [*MIXTURE[num_ranks % 3 :: 3], *SPECIAL[num_ranks % 2 :: 2], *LOGPROBS]
     answers = sample(some_jobs(rng, kind, options), num_ranks)

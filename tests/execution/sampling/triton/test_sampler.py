@@ -145,23 +145,23 @@ def unpack(buffers: LogprobBuffers, counts: list[int]) -> dict[int, PositionLogp
 
 def sample_jobs(bench: Bench, entries: list[int], group: int) -> tuple[list[int], list[int], Tensor]:
     """Return ids, bad flags and the table of tokens after sampling these jobs; -1 is a padding entry."""
-    found = KernelBench(bench, group).sample(entries)
-    return found.ids, found.bad, found.tokens
+    actual = KernelBench(bench, group).sample(entries)
+    return actual.ids, actual.bad, actual.tokens
 
 
 def agree(jobs: list[Job], group: int) -> list[int]:
     """Check that the torch sampler and the kernels give the same tokens and log-probabilities."""
     bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
-    wanted = bench.sample().to_host()
-    found = KernelBench(bench, group).sample(list(range(len(jobs))))
-    assert found.ids == wanted.token_ids
-    assert found.bad == wanted.bad
-    assert found.logprobs.keys() == wanted.logprobs.keys()
-    for entry, position in found.logprobs.items():
-        candidates, expected = unpack_logprobs(position), unpack_logprobs(wanted.logprobs[entry])
+    reference = bench.sample().to_host()
+    actual = KernelBench(bench, group).sample(list(range(len(jobs))))
+    assert actual.ids == reference.token_ids
+    assert actual.bad == reference.bad
+    assert actual.logprobs.keys() == reference.logprobs.keys()
+    for entry, position in actual.logprobs.items():
+        candidates, expected = unpack_logprobs(position), unpack_logprobs(reference.logprobs[entry])
         assert [(t.token_id, t.rank) for t in candidates] == [(t.token_id, t.rank) for t in expected]
         assert [t.logprob for t in candidates] == pytest.approx([t.logprob for t in expected], abs=1e-5)
-    return found.ids
+    return actual.ids
 
 
 def some_logits(rng: np.random.Generator, vocab_size: int, kind: str) -> NDArray[np.float32]:
@@ -185,9 +185,7 @@ def some_logits(rng: np.random.Generator, vocab_size: int, kind: str) -> NDArray
         (3001, 64, "plain"),
     ],
 )
-def test_any_mixture_of_rows_samples_what_the_torch_sampler_does(
-    vocab_size: int, group: int, kind: str
-) -> None:
+def test_any_mix_of_rows_samples_what_the_torch_sampler_does(vocab_size: int, group: int, kind: str) -> None:
     rng = np.random.default_rng(vocab_size + group)
     jobs = [
         job(
@@ -202,7 +200,7 @@ def test_any_mixture_of_rows_samples_what_the_torch_sampler_does(
     agree(jobs, group)
 
 
-def test_of_equal_logits_the_lower_ids_are_allowed() -> None:
+def test_lower_ids_of_equal_logits_are_allowed() -> None:
     flat = [-0.0, 0.0] * 300
     jobs = [job(flat, top_k=4, seed=seed) for seed in range(3)]
     jobs += [job(flat, top_k=4, top_p=0.5, seed=seed) for seed in range(3)]  # two of the four
@@ -213,13 +211,13 @@ def test_of_equal_logits_the_lower_ids_are_allowed() -> None:
     assert len(set(ids)) > 1
 
 
-def test_the_only_possible_token_is_sampled_with_any_parameters() -> None:
+def test_only_possible_token_is_sampled_with_any_parameters() -> None:
     alone = np.full(700, -np.inf)
     alone[613] = -3.0
     assert set(agree([job(alone, seed=i, **options) for i, options in enumerate(MIXTURE[::2])], 8)) == {613}
 
 
-def test_logits_that_are_not_finite_are_bad_and_still_give_a_token() -> None:
+def test_non_finite_logits_fail_and_still_give_a_token() -> None:
     fine, nan, inf, nothing = (np.linspace(0, 1, 130) for _ in range(4))
     nan[17], inf[5], nothing[:] = np.nan, np.inf, -np.inf
     logits = [x for x in (fine, nan, inf, nothing) for _ in range(3)]
@@ -239,15 +237,15 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
     ids, bad, tokens = sample_jobs(bench, [2, -1, 0, 1, -1], 8)
     assert ids[1] == ids[4] == UNTOUCHED
     assert bad == [0, UNTOUCHED, 0, 0, UNTOUCHED]
-    wanted = bench.tokens.clone()
+    reference = bench.tokens.clone()
     for entry, token_id in ((2, ids[0]), (0, ids[2]), (1, ids[3])):
-        wanted[bench.rows[entry], 1 + entry] = token_id
+        reference[bench.rows[entry], 1 + entry] = token_id
         assert token_id != GARBAGE
-    assert torch.equal(tokens, wanted)
+    assert torch.equal(tokens, reference)
 
 
 @pytest.mark.parametrize("shape", [(3, 512), (2, 513)])
-def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
+def test_workspace_that_is_too_small_is_rejected(shape: tuple[int, int]) -> None:
     zeros = ints([0] * shape[0])
     rows, workspace = TritonSamplingRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
     batch = SamplingBatch(zeros, zeros, zeros, zeros, logprob_buffers([-1] * shape[0]))
@@ -270,13 +268,13 @@ def test_steps_update_seen_and_forbidden_tokens() -> None:
     ]
     kernels = KernelBench(Bench(jobs, max_rows=8, device=DEVICE), group=8)
     for _ in range(6):
-        wanted = Bench(jobs, max_rows=8, device=DEVICE).sample().to_host()
-        assert kernels.sample(list(range(len(jobs)))).ids == wanted.token_ids
-        for each, token_id in zip(jobs, wanted.token_ids, strict=True):
+        reference = Bench(jobs, max_rows=8, device=DEVICE).sample().to_host()
+        assert kernels.sample(list(range(len(jobs)))).ids == reference.token_ids
+        for each, token_id in zip(jobs, reference.token_ids, strict=True):
             each.outputs.append(token_id)
 
 
-def test_many_equals_and_many_in_one_group_are_ranked_all_the_same() -> None:
+def test_many_ties_and_many_in_one_group_are_ranked_correctly() -> None:
     """There are more candidates than fit."""
     flat, heap = np.zeros(900), np.zeros(900)
     heap[:400] = np.linspace(5, 6, 400)
@@ -293,8 +291,8 @@ def test_logits_are_scored_without_sampling() -> None:
         targets = [int(i) for i in rng.integers(0, 700, 6)]
         workspace = SamplingWorkspace.allocate(6, 700, DEVICE, group=8)
         count = 20 if kind == "plain" else 3
-        found = score_all(torch.from_numpy(logits).to(DEVICE), ints(targets), count, workspace)
-        for entry, position in enumerate(read_logprobs(found.cpu(), [count] * 6, 1 + count)):
+        actual = score_all(torch.from_numpy(logits).to(DEVICE), ints(targets), count, workspace)
+        for entry, position in enumerate(read_logprobs(actual.cpu(), [count] * 6, 1 + count)):
             x = logits[entry].astype(np.float64)
             normalised = x - x.max() - np.log(np.exp(x - x.max()).sum())
             order = np.lexsort((np.arange(700), -x))[:count].tolist()
@@ -305,7 +303,7 @@ def test_logits_are_scored_without_sampling() -> None:
             assert [t.logprob for t in candidates] == pytest.approx([normalised[i] for i in ids], abs=1e-4)
 
 
-def test_a_row_does_not_know_its_neighbours() -> None:
+def test_row_does_not_depend_on_its_neighbours() -> None:
     rng = np.random.default_rng(2)
     jobs = [
         job(some_logits(rng, 500, "ties"), seed=i, **options)

@@ -67,8 +67,14 @@ def test_admin_routes_need_the_admin_key(served: Live, live: Live) -> None:
     for method, path in ALONE:
         denied = served.http.request(method, path)
         assert (denied.status_code, denied.json()["error"]["code"]) == (401, "invalid_admin_key")
+        assert "this route needs the admin key" in denied.json()["error"]["message"]
         closed = live.http.request(method, path)  # a server without such a key
         assert (closed.status_code, closed.json()["error"]["code"]) == (403, "admin_disabled")
+        assert "this route needs the admin key" in closed.json()["error"]["message"]
+        assert (
+            "needs the admin key"
+            in live.http.get("/openapi.json").json()["paths"][path][method.lower()]["description"].lower()
+        )
 
 
 def test_server_info_has_no_keys(served: Live) -> None:

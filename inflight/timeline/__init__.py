@@ -1,0 +1,33 @@
+"""The timeline: which request had which slot of the batch in which step, recorded while the engine runs.
+
+recorder.py   records every step in the engine, within a limit of memory
+chunks.py     what it records: consecutive steps as columns, and what each slot did as runs
+stream.py     the past and the present of an engine, for one viewer (`GET /v1/steps`)
+trace.py      the same as a Chrome trace, which Perfetto opens
+neighbours.py which other requests made one slow
+terminal.py   the same in a terminal (`inflight top`)
+"""
+
+from inflight.timeline.chunks import (
+    Chunk,
+    RecordedRequest,
+    SlotKind,
+    TimelineEvent,
+    TimelinePage,
+    TimelineQuery,
+    decode_chunk,
+)
+from inflight.timeline.recorder import NoRecorder, RecordedTimes, Recorder
+
+__all__ = [
+    "Chunk",
+    "NoRecorder",
+    "RecordedRequest",
+    "RecordedTimes",
+    "Recorder",
+    "SlotKind",
+    "TimelineEvent",
+    "TimelinePage",
+    "TimelineQuery",
+    "decode_chunk",
+]

@@ -1,0 +1,264 @@
+"""Chunks: consecutive steps of one engine, as compact data that is complete in itself.
+
+A chunk has a column of numbers for each property of its steps, and runs:
+
+    slot 0   |P|A A A A A|P|E E E|        each of |...| is a run: the steps in which a slot did
+    slot 1   |P P P|B B B|   |C C|        the same for the same request, clipped to the chunk
+
+It is encoded once, in the engine, and stays bytes until someone looks at it. Times are seconds of the engine's clock.
+`chunk_json` returns a chunk in the form of `GET /v1/steps`, which docs/timeline.md describes.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from inflight.request import RequestOrigin
+
+# The columns of 32-bit numbers, in order. The first four are microseconds.
+COLUMNS = (
+    "schedule",
+    "launch",
+    "device",
+    "update",
+    "tokens",
+    "output",
+    "running",
+    "waiting",
+    "used",
+    "cached",
+)
+RUN_LENGTH = 8  # numbers in a run
+
+
+class SlotKind(enum.IntEnum):
+    """What a slot did in the steps of a run."""
+
+    DECODE = 0
+    PREFILL = 1
+    HELD = 2  # it belongs to a request that has all its tokens
+
+
+class SlotRun(NamedTuple):
+    """Consecutive steps in which a slot did the same for one request.
+
+    In a run of decodes every step returns a token, except for the last ones if the request ended meanwhile: `outputs`
+    counts the tokens that the answer has. A prefill that returns the request's next token ends its run.
+    """
+
+    slot: int
+    request: int  # the request's number
+    kind: int
+    first_step: int
+    num_steps: int
+    tokens_per_step: int
+    first_token: int  # index, within the request, of the first token computed
+    outputs: int
+
+    def after(self, step: int) -> SlotRun | None:
+        """Return the part of the run from `step` on, or None if there is none."""
+        skipped = step - self.first_step
+        if skipped <= 0:
+            return self
+        if skipped >= self.num_steps:
+            return None
+        outputs = max(0, self.outputs - skipped) if self.kind == SlotKind.DECODE else self.outputs
+        return self._replace(
+            first_step=step,
+            num_steps=self.num_steps - skipped,
+            first_token=self.first_token + skipped * self.tokens_per_step,
+            outputs=outputs,
+        )
+
+
+class RecordedRequest(NamedTuple):
+    """A request of the timeline. Its number is never used again on its replica."""
+
+    number: int
+    request_id: str  # as the engine knows it
+    prompt_tokens: int
+    priority: int
+    arrived: float
+    origin: RequestOrigin | None = None
+
+
+class TimelineEvent(NamedTuple):
+    """Something that happened to a request: it arrived, was admitted or preempted, finished, or was aborted."""
+
+    type: str
+    at: float
+    request: int  # the request's number
+    step: int = -1  # -1: between steps
+    slot: int = -1
+    cached: int = 0  # tokens found in the prefix cache
+    reason: str = ""
+
+
+class Chunk(NamedTuple):
+    """Steps [first_step, first_step + len(at)) of an engine, and the events since the chunk before."""
+
+    slots: int  # max_num_seqs
+    budget: int  # max_num_batched_tokens
+    blocks: int
+    block_size: int
+    first_step: int
+    at: bytes  # float64: when each step was scheduled
+    columns: bytes  # uint32: each of COLUMNS
+    run_data: bytes  # int64: RUN_LENGTH for each run
+    failed: dict[int, str]  # messages of failed steps
+    requests: list[RecordedRequest]
+    events: list[TimelineEvent]
+    first_event: int  # number of events before this chunk
+    skipped: int = 0  # steps before this chunk that were left out
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.at) // 8
+
+    @property
+    def end_step(self) -> int:
+        """The number of the step after the last one."""
+        return self.first_step + self.num_steps
+
+    @property
+    def end_event(self) -> int:
+        return self.first_event + len(self.events)
+
+    @property
+    def times(self) -> array[float]:
+        return array("d", self.at)
+
+    def column(self, name: str) -> array[int]:
+        width = 4 * self.num_steps
+        begin = COLUMNS.index(name) * width
+        return array("I", self.columns[begin : begin + width])
+
+    def runs(self) -> Iterator[SlotRun]:
+        numbers = iter(array("q", self.run_data))
+        return (SlotRun(*values) for values in zip(*[numbers] * RUN_LENGTH, strict=True))
+
+    def after(self, step: int, event: int) -> Chunk:
+        """Return the part from a step and an event on; each may be beyond the chunk or before it."""
+        num_cut = min(max(0, step - self.first_step), self.num_steps)
+        num_events = min(max(0, event - self.first_event), len(self.events))
+        if not num_cut and not num_events:
+            return self
+        first_step = self.first_step + num_cut
+        parts = (self.column(name)[num_cut:].tobytes() for name in COLUMNS)
+        runs = (run.after(first_step) for run in self.runs())
+        return self._replace(
+            first_step=first_step,
+            at=self.at[8 * num_cut :],
+            columns=b"".join(parts),
+            run_data=pack_runs(run for run in runs if run is not None),
+            failed={number: text for number, text in self.failed.items() if number >= first_step},
+            events=self.events[num_events:],
+            first_event=self.first_event + num_events,
+        )
+
+
+def pack_runs(runs: Iterator[SlotRun] | Sequence[SlotRun]) -> bytes:
+    numbers = array("q")
+    for run in runs:
+        numbers.extend(run)
+    return numbers.tobytes()
+
+
+class TimelineQuery(NamedTuple):
+    """Asks for the chunks that end after `since`. `positions` is that of the page before; None asks for the first."""
+
+    since: float
+    positions: dict[str, int] | None = None  # by replica
+    replica: str | None = None  # None: all
+
+
+class TimelinePage(NamedTuple):
+    """Encoded chunks, each with its replica. There are more as long as `positions` is not empty."""
+
+    chunks: list[tuple[str, bytes]]
+    positions: dict[str, int]
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    return _codec()[0](chunk)
+
+
+def decode_chunk(data: bytes) -> Chunk:
+    return _codec()[1](data)
+
+
+@cache
+def _codec() -> tuple[Callable[[Chunk], bytes], Callable[[bytes], Chunk]]:
+    """Return functions that encode and decode. Engines that record nothing do without msgspec."""
+    import msgspec
+
+    return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Chunk).decode
+
+
+# ---- JSON ----
+
+
+def chunk_json(
+    chunk: Chunk, replica: str, to_unix: float, sees: Callable[[RecordedRequest], bool], known: set[int]
+) -> dict[str, Any]:
+    """Return a chunk as `GET /v1/steps` sends it.
+
+    `to_unix` is added to all times. Requests for which `sees` returns False keep nothing but their number. `known`
+    holds the numbers of requests that the reader has been sent, without those that have ended.
+    """
+    steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
+    steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
+    steps |= {name: chunk.column(name).tolist() for name in COLUMNS}
+    result: dict[str, Any] = {
+        "replica": replica,
+        "slots": chunk.slots,
+        "budget": chunk.budget,
+        "kv": {"blocks": chunk.blocks, "block_size": chunk.block_size},
+        "steps": steps,
+        "runs": list(chunk.runs()),
+        "requests": [
+            request_json(info, to_unix, sees(info)) for info in chunk.requests if info.number not in known
+        ],
+        "events": [_event_json(event, to_unix) for event in sorted(chunk.events, key=lambda event: event.at)],
+    }
+    if chunk.failed:
+        result["failed"] = {str(number): text for number, text in chunk.failed.items()}
+    if chunk.skipped:
+        result["skipped"] = chunk.skipped
+    known.update(info.number for info in chunk.requests)
+    known.difference_update(event.request for event in chunk.events if event.type in ("finish", "abort"))
+    return result
+
+
+def request_json(info: RecordedRequest, to_unix: float, is_visible: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"number": info.number, "arrived": round(info.arrived + to_unix, 6)}
+    if not is_visible:
+        return result
+    origin = info.origin or RequestOrigin(info.request_id)
+    result |= {
+        "id": origin.request_id,
+        "answer": origin.answer,
+        "key": origin.key,
+        "route": origin.route,
+        "prompt_tokens": info.prompt_tokens,
+        "priority": info.priority,
+    }
+    if origin.text:
+        result["text"] = origin.text
+    return result
+
+
+def _event_json(event: TimelineEvent, to_unix: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"type": event.type, "at": round(event.at + to_unix, 6)}
+    if event.step >= 0:
+        result["step"] = event.step
+    result["request"] = event.request
+    if event.type == "admit":
+        result |= {"slot": event.slot, "cached": event.cached}
+    if event.reason:
+        result["reason"] = event.reason
+    return result

@@ -1,0 +1,292 @@
+"""The recorder writes down what every slot did in every step, whatever happens, within its limit of memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import invariant
+
+from inflight.request import RequestOrigin
+from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk
+from inflight.timeline import recorder as recorder_module
+from inflight.timeline.chunks import COLUMNS, chunk_json
+from tests.scheduling.test_machine import EngineMachine
+from tests.support.requests import FakeEngine, make_request
+from tests.timeline.cells import NaiveRecorder, cells_of, chunks_of
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+def recording(engine: FakeEngine, **options: int) -> Recorder:
+    recorder = Recorder(engine.scheduler.limits, engine.num_blocks, engine.block_size, **options)
+    engine.core.recorder = recorder
+    return recorder
+
+
+class RecordedMachine(EngineMachine):
+    """The state machine of the scheduler's tests, with a recorder that is watched now and then."""
+
+    recorder: NaiveRecorder | None = None
+
+    @invariant()
+    def runs_are_the_cells(self) -> None:
+        engine = self.engine
+        if self.recorder is None:
+            self.recorder = NaiveRecorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
+            engine.core.recorder = self.recorder
+            self.num_watched = 0
+            self.watched: list[bytes] = []
+            self.watched_from = 0
+            return
+        chunks = chunks_of(self.recorder)
+        assert cells_of(run for chunk in chunks for run in chunk.runs()) == sorted(self.recorder.cells)
+        described = {info.number for chunk in chunks for info in chunk.requests}
+        assert described >= {cell.request for cell in self.recorder.cells}
+        for before, after in itertools.pairwise(chunks):
+            assert (before.end_step, before.end_event) == (after.first_step, after.first_event)
+        self._check_watched()
+
+    def _check_watched(self) -> None:
+        """Take what a viewer would get, and let others come and go."""
+        assert self.recorder is not None
+        data = self.recorder.take()
+        if data is not None:
+            self.watched.append(data)
+        runs = [run for part in self.watched for run in decode_chunk(part).runs()]
+        if self.recorder.is_watched:
+            expected = [cell for cell in self.recorder.cells if cell.step >= self.watched_from]
+            assert cells_of(runs) == sorted(expected)
+        self.num_watched += 1
+        if self.num_watched % 7 == 0:
+            is_watched = self.recorder.is_watched
+            self.recorder.watch(not is_watched)
+            self.watched = []
+            steps = [cell.step for cell in self.recorder.cells]
+            self.watched_from = max(steps, default=-1) + 1
+
+
+TestRecordedMachine = RecordedMachine.TestCase
+TestRecordedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_steady_decoding_is_one_run_per_slot() -> None:
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine)
+    for index in range(4):
+        engine.add(make_request([index, 1, 2], 40))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    runs = list(chunk.runs())
+    assert len(runs) == 8, "a prefill and a run of decodes for each"
+    decodes = [run for run in runs if run.kind == SlotKind.DECODE]
+    assert all((run.num_steps, run.outputs, run.first_token) == (39, 39, 3) for run in decodes)
+    prefills = [run for run in runs if run.kind == SlotKind.PREFILL]
+    assert all((run.num_steps, run.tokens_per_step, run.outputs) == (1, 3, 1) for run in prefills)
+
+
+def test_steady_decoding_looks_at_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine)
+    for index in range(4):
+        engine.add(make_request([index, 1, 2], 40))
+    for _ in range(3):
+        engine.step()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a step of decodes looked at its runs")
+
+    monkeypatch.setattr(recorder, "_record_runs", fail)
+    monkeypatch.setattr(recorder, "_record_events", fail)
+    for _ in range(30):
+        engine.step()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_requests_that_join_or_leave_are_looked_at(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    engine = FakeEngine(num_blocks=200, max_num_seqs=8, pipeline_depth=depth)
+    recorder = recording(engine)
+    for index in range(8):
+        engine.add(make_request([index, 1, 2], 10 + 3 * index))
+    for _ in range(4):
+        engine.step()
+    looked_at: list[str] = []
+    extend = recorder._extend
+
+    def counting(request: object, *args: object) -> None:
+        looked_at.append(request.request_id)  # type: ignore[attr-defined]
+        extend(request, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recorder, "_extend", counting)
+    while engine.core.has_work and len(engine.core.scheduler.pool.running) > 4:
+        engine.step()
+    assert looked_at == []
+    late = engine.add(make_request([9, 9], 5))
+    engine.step()
+    engine.step()
+    engine.step()
+    assert set(looked_at) == {late.request_id}
+
+
+def test_chunks_close_after_their_steps_and_join_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 8)
+    engine = FakeEngine()
+    recorder = recording(engine)
+    engine.add(make_request([1, 2], 30))
+    engine.run()
+    chunks = chunks_of(recorder)
+    assert [chunk.num_steps for chunk in chunks] == [8, 8, 8, 6]
+    assert all(len(chunk.column(name)) == chunk.num_steps for chunk in chunks for name in COLUMNS)
+    assert sum(sum(chunk.column("output")) for chunk in chunks) == 30
+    assert [chunk.requests[0].number for chunk in chunks] == [0, 0, 0, 0], "each chunk stands on its own"
+    tokens = [run.first_token for chunk in chunks for run in chunk.runs() if run.kind == SlotKind.DECODE]
+    assert tokens == [2, 9, 17, 25]
+
+
+def test_ring_drops_its_oldest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine, max_bytes=4000)
+    engine.add(make_request([1, 2], 400))
+    engine.run()
+    assert recorder.num_bytes <= 4000
+    chunks = chunks_of(recorder)
+    assert 1 < len(chunks) < 20
+    assert chunks[-1].end_step == 400
+
+
+def test_pages_are_bounded_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    monkeypatch.setattr(recorder_module, "PAGE_BYTES", 1000)
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine)
+    engine.add(make_request([1, 2], 100))
+    engine.run()
+    page = recorder.page(TimelineQuery(0.0))
+    assert sum(len(data) for _, data in page.chunks) < 2000
+    assert page.positions
+    chunks = chunks_of(recorder)
+    assert sum(chunk.num_steps for chunk in chunks) == 100
+
+
+def test_reading_since_a_moment_leaves_out_earlier_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine)
+    engine.add(make_request([1, 2], 40))
+    engine.run()
+    everything = chunks_of(recorder)
+    middle = everything[5].times[0]
+    assert next(chunk.first_step for chunk in chunks_of(recorder, middle)) <= everything[5].first_step
+    assert len(chunks_of(recorder, middle)) < len(everything)
+
+
+def test_viewer_that_takes_nothing_is_told_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_UNTAKEN_STEPS", 10)
+    engine = FakeEngine(num_blocks=200)
+    recorder = recording(engine)
+    recorder.watch(True)
+    request = engine.add(make_request([1, 2], 25))
+    engine.run()
+    data = recorder.take()
+    assert data is not None
+    chunk = decode_chunk(data)
+    assert (chunk.skipped, chunk.first_step, chunk.num_steps) == (20, 20, 5)
+    assert [info.request_id for info in chunk.requests] == [request.request_id]
+
+
+def test_events_tell_the_life_of_a_request() -> None:
+    engine = FakeEngine()
+    recorder = recording(engine)
+    first = engine.add(make_request([1, 2, 3, 4, 5], 3))
+    engine.run()
+    second = engine.add(make_request([1, 2, 3, 4, 5], 30))
+    engine.step()
+    engine.take(engine.core.abort(second.request_id)[1])
+    third = engine.add(make_request([7], 30))
+    engine.step()
+    engine.take(engine.core.abort(third.request_id, "stop")[1])
+    events = [
+        (event.type, event.request, event.reason, event.cached)
+        for chunk in chunks_of(recorder)
+        for event in chunk.events
+    ]
+    numbers = [request.record.number for request in (first, second, third)]
+    assert numbers == [0, 1, 2]
+    assert events == [
+        ("arrive", 0, "", 0),
+        ("admit", 0, "", 0),
+        ("finish", 0, "length", 0),
+        ("arrive", 1, "", 0),
+        ("admit", 1, "", 4),
+        ("abort", 1, "abort", 0),
+        ("arrive", 2, "", 0),
+        ("admit", 2, "", 0),
+        ("finish", 2, "stop", 0),
+    ]
+
+
+def test_numbers_of_a_restarted_engine_are_new() -> None:
+    engine = FakeEngine()
+    recorder = recording(engine, generation=2)
+    request = engine.add(make_request([1, 2], 3))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    assert request.record.number == chunk.first_step == 20_000_000_000
+
+
+def test_json_hides_the_requests_of_others() -> None:
+    engine = FakeEngine()
+    recorder = recording(engine)
+    origin = RequestOrigin("chatcmpl-1", 1, "team-a", "/v1/chat/completions", "Hello")
+    engine.add(make_request([1, 2], 3, origin=origin))
+    engine.add(make_request([1, 2], 3, origin=RequestOrigin("chatcmpl-2", 0, "team-b")))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    known: set[int] = set()
+    data = chunk_json(chunk, "3", 1000.0, lambda info: info.origin is origin or info.number == 0, known)
+    assert data["replica"] == "3"
+    assert data["requests"] == [
+        {
+            "number": 0,
+            "arrived": pytest.approx(1000.0, abs=0.01),
+            "id": "chatcmpl-1",
+            "answer": 1,
+            "key": "team-a",
+            "route": "/v1/chat/completions",
+            "prompt_tokens": 2,
+            "priority": 0,
+            "text": "Hello",
+        },
+        {"number": 1, "arrived": pytest.approx(1000.0, abs=0.01)},
+    ]
+    assert data["steps"]["step"] == [0, 1, 2]
+    assert known == set(), "both have ended"
+
+
+def test_failed_steps_are_recorded_with_their_message() -> None:
+    engine = FakeEngine()
+    recorder = recording(engine)
+    engine.add(make_request([1, 2], 3))
+    engine.add(make_request([3, 4], 3))
+    engine.step()
+
+    def broken(_: object) -> None:
+        raise RuntimeError("boom")
+
+    collect = engine.runner.collect
+    engine.runner.collect = broken  # type: ignore[method-assign,assignment]
+    engine.step()
+    engine.runner.collect = collect  # type: ignore[method-assign]
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    assert list(chunk.failed) == [1]
+    assert "RuntimeError" in chunk.failed[1]
+    reasons = [event.reason for event in chunk.events if event.type == "preempt"]
+    assert reasons[:2] == ["failure", "failure"]
+    assert chunk.column("output")[1] == 0
