@@ -10,8 +10,6 @@ from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.experts import (
     CLAMPED,
     Chosen,
-    GroupedTile,
-    PairTile,
     choose_experts,
     combine,
     group_pairs,
@@ -21,6 +19,7 @@ from inflight.layers.triton.experts import (
     pair_gate_up,
 )
 from inflight.layers.triton.linear_parts import NextNorm
+from inflight.layers.triton.tuning import GroupedTile, PairTile
 
 HIDDEN, INNER, EXPERTS, TOP_K = 48, 20, 6, 2
 PAIR = PairTile(block_n=8, block_k=32, num_warps=1)

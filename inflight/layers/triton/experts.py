@@ -32,6 +32,7 @@ from torch import Tensor
 
 from inflight.layers.triton.elementwise import activate
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
+from inflight.layers.triton.tuning import GroupedTile, PairTile
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
@@ -282,15 +283,6 @@ def _pair_down_kernel(
         wide = values.to(tl.float32)
         tl.store(scaled + place, (wide * next_weights).to(values.dtype), mask=live)
         tl.store(squares_left + tile * num_tokens + token, tl.sum(tl.where(live, wide * wide, 0.0), 0))
-
-
-@dataclass(frozen=True, slots=True)
-class PairTile:
-    """One program of a kernel that multiplies one pair: `block_n` outputs, `block_k` features at a time."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
 
 
 def pair_gate_up(
@@ -551,17 +543,6 @@ def _grouped_kernel(
         else:
             where = place[:, None] * num_columns + column[None, :]
             tl.store(out + where, values, mask=exists[None, :] & is_live[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedTile:
-    """One program of a grouped product: a block of pairs and `block_n` weight rows, `block_k` features at a time."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    stages: int
-    weights_left: bool  # weights, not pairs, are the left operand: for blocks of few pairs
 
 
 def grouped_gate_up(
