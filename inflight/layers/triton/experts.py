@@ -39,7 +39,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_option
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # "chosen": a softmax over the chosen experts' logits
 CLAMPED = 6  # the activation of gpt-oss, beside those of `elementwise.ACTIVATIONS`
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_GROUP_CHUNK = 1024  # pairs that a program of `group_pairs` looks at in one go
+_GROUP_CHUNK = 4096  # pairs that a program of `group_pairs` looks at in one go
 
 
 @triton.jit
@@ -245,7 +245,6 @@ def _pair_down_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_out, BLOCK_N)
@@ -261,18 +260,20 @@ def _pair_down_kernel(
     for index in tl.static_range(TOP_K):
         pair = token * TOP_K + index
         expert = tl.load(ids + pair)
-        if expert < num_experts:
-            rows = (expert.to(tl.int64) * num_out + row)[:, None] * K
-            acc = tl.zeros([BLOCK_N], tl.float32)
-            for start in tl.range(0, K, BLOCK_K):
-                inside = k < (BLOCK_K if EVEN_K else K - start)
-                features = tl.load(x + pair.to(tl.int64) * K + start + k, mask=inside, other=0.0)
-                at = weight + rows + (start + k)[None, :]
-                w = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-                acc += tl.sum(w.to(tl.float32) * features.to(tl.float32)[None, :], 1)
-            if bias is not None:
-                acc += tl.load(bias + expert.to(tl.int64) * num_out + row).to(tl.float32)
-            total += acc * tl.load(weights + pair)
+        exists = expert < num_experts
+        # No branch: the loads of one expert need not wait for the product of another.
+        end = tl.where(exists, K, 0)
+        rows = (tl.where(exists, expert, 0).to(tl.int64) * num_out + row)[:, None] * K
+        acc = tl.zeros([BLOCK_N], tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            inside = start + k < end
+            features = tl.load(x + pair.to(tl.int64) * K + start + k, mask=inside, other=0.0)
+            at = weight + rows + (start + k)[None, :]
+            w = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            acc += tl.sum(w.to(tl.float32) * features.to(tl.float32)[None, :], 1)
+        if bias is not None:
+            acc += tl.load(bias + tl.where(exists, expert, 0).to(tl.int64) * num_out + row).to(tl.float32)
+        total += tl.where(exists, acc * tl.load(weights + pair), 0.0)
     place = token.to(tl.int64) * num_out + n
     live = n < num_out
     if residual is not None:
@@ -360,7 +361,6 @@ def pair_down(
             TOP_K=top_k,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
-            EVEN_K=num_features % tile.block_k == 0,
             PDL=pdl,
             num_warps=tile.num_warps,
             **launch_options(pdl),
@@ -449,9 +449,9 @@ def group_pairs(chosen: Chosen, num_experts: int, block_m: int, pdl: bool = Fals
         BLOCK_M=block_m,
         # `tl.histogram` needs a power of two; one bin more holds the padding.
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
-        CHUNK=min(_GROUP_CHUNK, triton.next_power_of_2(max(32, num_pairs))),
+        CHUNK=min(_GROUP_CHUNK, triton.next_power_of_2(max(128, num_pairs))),
         PDL=pdl,
-        num_warps=4,
+        num_warps=4 if num_pairs <= 1024 else 8,
         **launch_options(pdl),
     )
     return Blocks(pairs, experts, num_blocks, block_m)

@@ -11,7 +11,7 @@ from triton.runtime import driver
 
 MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
-MAX_PAIRED = 2  # the most whose experts are computed pair by pair
+MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
@@ -195,9 +195,8 @@ def choose_pairs(num_tokens: int, hidden: int, inner: int, itemsize: int) -> tup
     """Return the tiles of `pair_gate_up` and `pair_down`, or None if grouping the pairs by expert pays."""
     if num_tokens > MAX_PAIRED:
         return None
-    most = 2048 // itemsize
-    gate_up = PairTile(block_n=4, block_k=min(most, _padded(hidden)), num_warps=4)
-    down = PairTile(block_n=8, block_k=min(most, _padded(inner)), num_warps=4)
+    gate_up = PairTile(block_n=2, block_k=min(4096 // itemsize, _padded(hidden)), num_warps=2)
+    down = PairTile(block_n=4, block_k=min(2048 // itemsize, _padded(inner)), num_warps=4)
     return gate_up, down
 
 
@@ -208,14 +207,12 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
         return 16, tile, tile
     average = num_pairs / num_experts
     if average <= 32:
-        block_m = 16 if average <= 10 else 32
-        tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True)
-        return block_m, tile, tile
-    if average <= 96:
-        tile = GroupedTile(block_n=128, block_k=64, num_warps=4, stages=4, weights_left=False)
-        return 64, tile, tile
-    tile = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=3, weights_left=False)
-    return 128, tile, tile
+        tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=3, weights_left=True)
+        return 16 if average <= 10 else 32, tile, tile
+    stages = 4 if average <= 128 else 3
+    gate_up = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=stages, weights_left=False)
+    down = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=4, weights_left=False)
+    return 128, gate_up, down
 
 
 def _padded(size: int) -> int:
