@@ -5,7 +5,8 @@ VENV := .venv
 # Number of test processes: `auto` is one more than there are cores, 0 runs all tests in one process.
 WORKERS ?= auto
 BIN := $(VENV)/bin
-AI_SDK := tests/server/clients/ai_sdk
+# Clients in Node, each in a folder with a package-lock.json.
+NODE_CLIENTS := $(patsubst %/package-lock.json,%/node_modules/.package-lock.json,$(wildcard tests/server/clients/*/package-lock.json))
 # Most installed files are never imported, so they are compiled on first import instead of here.
 INSTALL := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
@@ -78,15 +79,15 @@ kernels:
 	$(PYTHON) -c 'from inflight.native.library import native_library; native_library()'
 
 # Clients that tests run against the server. Without npm, the Node clients are skipped, except in CI, where their tests fail.
-clients: $(CLIENTS) $(AI_SDK)/node_modules/.package-lock.json
+clients: $(CLIENTS) $(NODE_CLIENTS)
 
 build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) --requirement $<
 	touch $@
 
-$(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
-	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
+tests/server/clients/%/node_modules/.package-lock.json: tests/server/clients/%/package-lock.json
+	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(<D); fi
 
 # One process compiles the modules that tests import. Otherwise every test process would compile all of them at the same time.
 $(VENV)/.compiled: $(VENV)/.dev
@@ -97,4 +98,4 @@ tests: $(VENV)/.compiled clients
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 clean:
-	rm -rf $(VENV) build $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build tests/server/clients/*/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -31,6 +31,11 @@ def clipped(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def as_gib(size: float) -> str:
+    """Return a number of bytes as text: in GiB, unless it is tiny."""
+    return f"{size / (1 << 30):,.2f} GiB" if size >= 10 << 20 else f"{size:,.0f} bytes"
+
+
 def shown(value: object, limit: int = 100) -> str:
     """Return a value's repr, short enough for a message."""
     try:

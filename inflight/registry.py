@@ -12,23 +12,22 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps names to `module:attribute` targets. A name with a colon is itself a target."""
+    """Maps names to `module:attribute` targets. Unless it is closed, a name with a colon is itself a target."""
 
-    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, targets: Mapping[str, str], closed: bool = False) -> None:
         self.kind = kind
         self._targets = dict(targets)
+        self._closed = closed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
 
     def get(self, name: str) -> T:
-        target = self._targets.get(name, name)
+        target = self._targets.get(name, "" if self._closed else name)
         module_name, colon, attribute = target.partition(":")
         if not colon:
-            allowed = ", ".join(self._targets)
-            raise ConfigError(
-                f"unknown {self.kind} {name!r}: choose one of {allowed}, or give module:attribute"
-            )
+            allowed = ", ".join(self._targets) + ("" if self._closed else ", or give module:attribute")
+            raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {allowed}")
         try:
             return cast(T, getattr(import_module(module_name), attribute))
         except (ImportError, AttributeError) as error:

@@ -13,6 +13,7 @@ from inflight.agents.detect import (
     shows_tools,
 )
 from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
 from inflight.agents.parser import MessageParser
 from inflight.agents.reading import (
     ArgumentsDelta,
@@ -26,6 +27,8 @@ from inflight.agents.reading import (
 )
 
 __all__ = [
+    "INPUT",
+    "INPUT_GRAMMAR",
     "REASONING_FORMATS",
     "REASONING_MARKERS",
     "TOOL_FORMATS",
@@ -33,6 +36,7 @@ __all__ = [
     "CallStyle",
     "CalledFunction",
     "ContentDelta",
+    "InputGrammar",
     "MessageParser",
     "ParsedMessage",
     "ParserEvent",

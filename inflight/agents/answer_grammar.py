@@ -19,7 +19,15 @@ from inflight.agents.formats.base import (
     ReasoningMarkers,
 )
 from inflight.agents.formats.harmony import HARMONY, harmony_answer
-from inflight.agents.grammar_writer import ANY_OBJECT, AnswerShape, CallGrammar, GrammarWriter, Tool
+from inflight.agents.grammar_writer import (
+    ANY_OBJECT,
+    INPUT_GRAMMAR,
+    AnswerShape,
+    CallGrammar,
+    GrammarWriter,
+    InputGrammar,
+    Tool,
+)
 from inflight.constraints import CONTENT, RuleSchema, literal, without_annotations
 from inflight.errors import ParameterError
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
@@ -112,7 +120,16 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             if is_strict:
                 raise ParameterError(f"{param} must be a schema of type object", param=param)
             schema = {}
-        parsed.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
+        grammar = function.get(INPUT_GRAMMAR)
+        parsed.append(
+            Tool(
+                function["name"],
+                {**without_annotations(schema), **ANY_OBJECT},
+                is_strict,
+                param,
+                grammar if isinstance(grammar, InputGrammar) else None,
+            )
+        )
     return parsed
 
 

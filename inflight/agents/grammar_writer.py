@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from inflight.agents.values import bare_text_to_json, resolve_reference, schema_types
-from inflight.constraints import AnswerRules, RuleSchema, is_annotation, literal
+from inflight.constraints import AnswerRules, RuleSchema, bare_input, is_annotation, json_quoted, literal
 from inflight.errors import ParameterError, shown
 from inflight.text import Tokenizer
 
@@ -23,6 +23,38 @@ _GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # bounded, as some models would write line br
 _DEFINITIONS = ("$defs", "definitions")
 _PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
 _STRING_KEYWORDS = {"type", "minLength", "maxLength", "enum", "const"}
+INPUT = "input"  # the only parameter of a function that stands for a tool whose input is free text
+INPUT_GRAMMAR = "input_grammar"  # the key of its `InputGrammar` in the function
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """The grammar of a tool's free text input, which models write as a string argument of a function."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+    param: str  # where the definition is in the request
+
+    def lark(self, never: str | None) -> str:
+        """Return it in Lark: for the inside of a JSON string or, with `never`, for text that does not match that regex.
+
+        Raises ParameterError.
+        """
+        grammar = self.definition if self.syntax == "lark" else f"start: {_regex(self.definition)}"
+        try:
+            return json_quoted(grammar) if never is None else bare_input(grammar, never)
+        except ValueError as error:
+            raise ParameterError(
+                f"{self.param}: {error}", param=self.param, code="invalid_constraint"
+            ) from None
+
+
+def _regex(text: str) -> str:
+    """Return a regex between slashes, without anchors: it matches the whole input."""
+    if text.startswith("^") and text.endswith("$"):
+        text = text[1:-1]
+    escaped = re.sub(r"(\\.)|/|\n", lambda match: match[1] or {"/": r"\/", "\n": r"\n"}[match[0]], text)
+    return f"/{escaped}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +65,7 @@ class Tool:
     schema: dict[str, Any]  # of its arguments, which are an object
     strict: bool
     param: str  # where the schema is in the request
+    input_grammar: InputGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +103,12 @@ class GrammarWriter:
     _tokens: dict[str, int] = field(default_factory=dict)
     _schemas: dict[str, RuleSchema] = field(default_factory=dict)
     _content: tuple[str, str] | None = None
+    _grammars: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def finish(self, start: str) -> AnswerRules:
         """Return all rules, with `start` as the expression for a whole answer."""
-        return AnswerRules((f"start: {start}", *self._rules), self._tokens, self._schemas, self._content)
+        rules = (f"start: {start}", *self._rules)
+        return AnswerRules(rules, self._tokens, self._schemas, self._content, self._grammars)
 
     def rule(self, name: str, expression: str) -> str:
         self._rules.append(f"{name}: {expression}")
@@ -111,29 +146,45 @@ class GrammarWriter:
         self._content = kind, text
         return "@content"
 
+    def json_input(self, grammar: InputGrammar) -> str:
+        """Return an expression for a tool's free text input as a JSON string."""
+        return rf'"\"" {self._input(grammar, None)} "\""'
+
+    def bare_input(self, grammar: InputGrammar, ending: str, never: Sequence[str]) -> str:
+        """Return an expression for a tool's free text input with its ending. `never` lists other endings."""
+        return (
+            f"{self._input(grammar, self._alternatives((ending.strip(), *never)))} {self.terminals(ending)}"
+        )
+
+    def _input(self, grammar: InputGrammar, never: str | None) -> str:
+        name = f"input_{len(self._grammars)}"
+        self._grammars[name] = grammar.param, grammar.lark(never)
+        return f"@{name}"
+
     def arguments(self, tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
         """Return each tool with an expression for the JSON of its arguments."""
-        return [
-            (
-                tool,
-                self.schema(
-                    f"arguments_{index}",
-                    RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT),
-                ),
-            )
-            for index, tool in enumerate(tools)
-        ]
+        return [(tool, self._arguments(f"arguments_{index}", tool)) for index, tool in enumerate(tools)]
+
+    def _arguments(self, name: str, tool: Tool) -> str:
+        if tool.input_grammar is not None:
+            return self._json_object({INPUT: self.json_input(tool.input_grammar)})
+        return self.schema(name, RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT))
+
+    def _json_object(self, members: Mapping[str, str]) -> str:
+        """Return an expression for a JSON object with these members in order."""
+        pairs = (f'{literal(json.dumps(name))} GAP ":" GAP {value}' for name, value in members.items())
+        return '"{" GAP ' + ' GAP "," GAP '.join(pairs) + ' GAP "}"'
 
     def json_call(self, tools: Sequence[Tool], key: str) -> str:
         """Return an expression for `{"name": ..., key: {...}}` with any of the tools."""
-        alternatives = [
-            self.schema(
-                f"call_{index}",
-                RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT, tool.name, key),
-            )
-            for index, tool in enumerate(tools)
-        ]
+        alternatives = [self._json_call(f"call_{index}", tool, key) for index, tool in enumerate(tools)]
         return self.rule("call", " | ".join(alternatives))
+
+    def _json_call(self, name: str, tool: Tool, key: str) -> str:
+        if tool.input_grammar is not None:
+            function = literal(json.dumps(tool.name))
+            return self._json_object({"name": function, key: self._arguments(name, tool)})
+        return self.schema(name, RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT, tool.name, key))
 
     def text(
         self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"
@@ -219,6 +270,8 @@ def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter],
 def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
     """Return an expression for a parameter's value as JSON."""
     tool, schema = parameter.tool, parameter.schema
+    if tool.input_grammar is not None:
+        return writer.json_input(tool.input_grammar)
     for reference in _references(schema):
         if not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)):
             _reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
@@ -235,6 +288,8 @@ def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
 def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: tuple[str, ...] = ()) -> str:
     """Return an expression for a parameter's value as bare text with its ending. `never` lists other endings."""
     schema = parameter.schema
+    if parameter.tool.input_grammar is not None:
+        return writer.bare_input(parameter.tool.input_grammar, ending, never)
     types = schema_types(schema)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):

@@ -76,6 +76,9 @@ class AttentionBackend(Protocol[InputsT]):
         """Normalise and rotate queries and keys, write this step's keys and values for all entries, then attend. So an
         entry may read blocks that another entry of the same step fills."""
 
+    def live(self, inputs: InputsT) -> Tensor | None:
+        """Return a tensor [T] that is negative for padding tokens; None if there are none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sequences:

@@ -76,6 +76,9 @@ class ComposedAttention:
         out = self._heads.attend(query, key, value, cache, inputs, layer.scale, layer.window)
         return out.reshape(len(qkv), -1)
 
+    def live(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
+        return None  # steps are not padded
+
 
 def cpu_attention() -> HeadAttention:
     """Return the compiled attention, or plain torch if it is not available."""

@@ -9,6 +9,7 @@ The grammar engine is llguidance, which is imported when the first constraint is
 from inflight.constraints.answer_rules import CONTENT, AnswerRules, RuleSchema
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
+from inflight.constraints.input_lark import bare_input, json_quoted
 from inflight.constraints.matcher import MaskFiller, Matcher
 from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.validator import GrammarValidator
@@ -24,7 +25,9 @@ __all__ = [
     "Matcher",
     "RuleSchema",
     "Vocabulary",
+    "bare_input",
     "is_annotation",
+    "json_quoted",
     "literal",
     "without_annotations",
 ]

@@ -56,11 +56,15 @@ class AnswerRules:
     schemas: Mapping[str, RuleSchema] = field(default_factory=dict)
     # Kind and text of a user's constraint in another language, which the rules refer to as @content.
     content: tuple[str, str] | None = None
+    # Users' grammars in Lark, by the name that the rules refer to, each with the parameter that it comes from.
+    grammars: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def param(self) -> str:
         """The parameter to blame if every schema is usable but the whole is not."""
-        return next((schema.param.partition("[")[0] for schema in self.schemas.values()), PARAM)
+        params = [schema.param for schema in self.schemas.values()]
+        params += [param for param, _ in self.grammars.values()]
+        return params[0].partition("[")[0] if params else PARAM
 
     @property
     def name(self) -> str:
@@ -70,14 +74,15 @@ class AnswerRules:
         """Serialize the rules for `StructuredOutputs.answer`."""
         schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
         data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
-        return json.dumps(data, separators=(",", ":"))
+        return json.dumps({**data, "grammars": self.grammars}, separators=(",", ":"))
 
     @classmethod
     def read(cls, text: str) -> AnswerRules:
         data = json.loads(text)
         schemas = {name: RuleSchema(*schema) for name, schema in data["schemas"].items()}
         content = data["content"] and tuple(data["content"])
-        return cls(tuple(data["rules"]), data["tokens"], schemas, content)
+        grammars = {name: (param, lark) for name, (param, lark) in data["grammars"].items()}
+        return cls(tuple(data["rules"]), data["tokens"], schemas, content, grammars)
 
     def unsupported(self) -> frozenset[str]:
         """Return the names of the schemas to loosen. Raises ParameterError if one of these is strict."""

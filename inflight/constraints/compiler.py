@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from inflight.constraints.answer_rules import AnswerRules
-from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar
+from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
 from inflight.constraints.matcher import Matcher, is_lexer_full
 from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
@@ -269,7 +269,12 @@ def _attempt_answer(answer: AnswerRules, special_texts: Collection[str], attempt
 
 
 def _unusable(answer: AnswerRules, loosened: frozenset[str], attempt: Attempt[T]) -> frozenset[str]:
-    """Return the schemas that do not even compile alone. Raises ParameterError if one of these is strict."""
+    """Return the schemas that do not even compile alone.
+
+    Raises ParameterError if one of these is strict, or if a user's grammar does not compile alone.
+    """
+    for param, lark in answer.grammars.values():
+        _checked(param, param, attempt(with_options(lark)))
     names = set()
     for name, whole in answer.whole_schemas(loosened).items():
         outcome, schema = attempt(f"start: {json_rule(whole)}"), answer.schemas[name]

@@ -52,7 +52,7 @@ def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str])
         "grammar": _user_grammar,
         "structural_tag": lambda text: _structural_tag(text, special_tokens),
     }
-    return f"{makers[constraint.kind](constraint.text)}\n{_OPTIONS}"
+    return with_options(makers[constraint.kind](constraint.text))
 
 
 def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str]) -> str:
@@ -61,11 +61,18 @@ def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: 
     for name, schema in answer.whole_schemas(loosened).items():
         rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
     grammar = "\n".join([*rules, _OPTIONS])
-    constraint = answer.user_content
-    if constraint is None:
+    parts = {name: with_options(lark) for name, (_, lark) in answer.grammars.items()}
+    if answer.user_content is not None:
+        parts[CONTENT] = lark_grammar(answer.user_content, special_tokens)
+    if not parts:
         return grammar
-    content = lark_grammar(constraint, special_tokens)
-    return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": CONTENT, "lark_grammar": content}]})
+    named = [{"name": name, "lark_grammar": lark} for name, lark in parts.items()]
+    return json.dumps({"grammars": [{"lark_grammar": grammar}, *named]})
+
+
+def with_options(lark: str) -> str:
+    """Return a user's grammar with the options of all grammars."""
+    return f"{lark}\n{_OPTIONS}"
 
 
 def json_rule(schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None) -> str:

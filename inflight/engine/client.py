@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.engine.stats import EngineStats
-from inflight.errors import EngineError, RequestError
+from inflight.errors import EngineError, RequestError, shown
 from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
@@ -110,7 +110,7 @@ def check_only_replica(replica: str) -> None:
     """Raise RequestError unless this names the engine of a client that has only one."""
     if replica != "0":
         raise RequestError(
-            f"there is no replica {replica!r:.100}: there is 0", param="replica", code="replica_not_found"
+            f"there is no replica {shown(replica)}: there is 0", param="replica", code="replica_not_found"
         )
 
 

@@ -18,10 +18,10 @@ from inflight.attention.cpu import ComposedAttention, cpu_attention, cpu_sequenc
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
-from inflight.errors import ConfigError, KVBudgetError
+from inflight.errors import ConfigError, KVBudgetError, as_gib
 from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.runner import ModelRunner, StageLinks
-from inflight.kv.budget import blocks_for_memory
+from inflight.kv.budget import blocks_for_memory, requested_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
@@ -127,8 +127,8 @@ class CpuPlatform:
         requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
         if requested is not None and requested > available:
             raise KVBudgetError(
-                f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
-                f"{requested:,} bytes of KV memory, but only {available:,} are available"
+                f"{requested_memory(cache)}: that is {as_gib(requested)} of KV memory, but only "
+                f"{as_gib(available)} are free"
             )
         return blocks_for_memory(
             memory=requested

@@ -1,6 +1,6 @@
 """Between text and token ids: prompts become requests, and deltas become outputs."""
 
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, tool_choice_of
+from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, selected_tools
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.frontend import Frontend
 from inflight.frontend.input_processor import (
@@ -46,6 +46,6 @@ __all__ = [
     "checked_tools",
     "context_length_error",
     "ranked",
+    "selected_tools",
     "split_prompts",
-    "tool_choice_of",
 ]

@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from inflight.agents import (
+    INPUT_GRAMMAR,
     REASONING_MARKERS,
     CallStyle,
     MessageParser,
@@ -20,7 +21,7 @@ from inflight.agents import (
     shows_tools,
 )
 from inflight.config import ModelConfig
-from inflight.errors import ParameterError, shown
+from inflight.errors import ParameterError, clipped, shown
 from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,11 @@ class ChatRequest:
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
+        selected, choice = selected_tools(checked_tools(tools), tool_choice)
         return cls(
             _dumped(messages),
-            checked_tools(tools),
-            tool_choice_of(tool_choice),
+            selected,
+            choice,
             parallel_tool_calls,
             reasoning_effort,
             max_reasoning_tokens,
@@ -119,7 +121,31 @@ def _dumped(messages: Any) -> Any:
     return [message.model_dump() if hasattr(message, "model_dump") else message for message in messages]
 
 
-def tool_choice_of(choice: Any) -> ToolChoice:
+def selected_tools(
+    tools: Sequence[Mapping[str, Any]], choice: Any
+) -> tuple[Sequence[Mapping[str, Any]], ToolChoice]:
+    """Return the tools that a request's tool_choice allows, and its choice among them. Raises ParameterError."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, _tool_choice(choice)
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    chosen = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(chosen, list):
+        raise _invalid(
+            "tool_choice",
+            f"tool_choice.allowed_tools is {shown(allowed)}: it must have a mode, which is auto or required, and tools",
+        )
+    names = {_tool_choice(tool) for tool in chosen}
+    unknown = names - {NamedTool(tool["function"]["name"]) for tool in tools}
+    if unknown:
+        texts = sorted(tool.name if isinstance(tool, NamedTool) else tool for tool in unknown)
+        raise _invalid(
+            "tool_choice", f"tool_choice allows {clipped(', '.join(texts), 200)}: no tool has this name"
+        )
+    return [tool for tool in tools if NamedTool(tool["function"]["name"]) in names], mode
+
+
+def _tool_choice(choice: Any) -> ToolChoice:
     """Parse a request's tool_choice: a word, or an object that names a function."""
     if choice is None or choice == "auto":
         return "auto"
@@ -134,16 +160,10 @@ def tool_choice_of(choice: Any) -> ToolChoice:
         name = function.get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str):
             return NamedTool(name)
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
     raise _invalid(
         "tool_choice",
-        f"tool_choice is {shown(choice)}: "
-        + (
-            f"{kind} is not supported; send only the tools that may be called"
-            if kind in ("allowed_tools", "custom")
-            else "it must be none, auto, required, or name a function: "
-            '{"type": "function", "function": {"name": ...}}'
-        ),
+        f"tool_choice is {shown(choice)}: it must be none, auto, required, allowed_tools, or name a function: "
+        '{"type": "function", "function": {"name": ...}}',
     )
 
 
@@ -210,12 +230,12 @@ def _invalid(param: str, message: str, where: str | None = None) -> ParameterErr
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as a template reads them: with a schema, and without `strict`, which models are not trained on."""
+    """Return tools as a template reads them: with a schema, and without the fields that only constrain the answer."""
     return [{**tool, "function": _shown_function(tool["function"])} for tool in tools]
 
 
 def _shown_function(function: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {key: value for key, value in function.items() if key != "strict"}
+    fields = {key: value for key, value in function.items() if key not in ("strict", INPUT_GRAMMAR)}
     fields.setdefault("parameters", {"type": "object", "properties": {}})
     return fields
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.config import CacheConfig
-from inflight.errors import KVBudgetError
+from inflight.errors import KVBudgetError, as_gib
 
 # The most GPU memory that a process is charged for outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT_MEMORY = 768 << 20
@@ -52,18 +52,25 @@ def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_bl
         kv_memory = int(memory.total * cache.gpu_memory_utilization) - memory.own - step
         if kv_memory < bytes_per_block:
             raise KVBudgetError(
-                f"{share}: of {memory.total:,} bytes on {memory.device}, this process holds {memory.own:,} and its "
-                f"largest step takes {step:,}; none are left for KV blocks"
+                f"{share}: of {as_gib(memory.total)} on {memory.device}, this process holds {as_gib(memory.own)} and "
+                f"its largest step takes {as_gib(step)}; nothing is left for KV blocks ({as_gib(memory.free)} are free)"
             )
     else:
         kv_memory = requested
-        share = f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}"
+        share = requested_memory(cache)
     if kv_memory + step > memory.free:
         raise KVBudgetError(
-            f"{share}: that needs {kv_memory:,} bytes for KV blocks and {step:,} for the largest step, but only "
-            f"{memory.free:,} are free on {memory.device}; other processes hold {memory.others:,}"
+            f"{share}: that needs {as_gib(kv_memory)} for KV blocks and {as_gib(step)} for the largest step, but only "
+            f"{as_gib(memory.free)} are free on {memory.device}; other processes hold {as_gib(memory.others)}"
         )
     return kv_memory
+
+
+def requested_memory(cache: CacheConfig) -> str:
+    """Return the option that sets the KV memory, for messages."""
+    if cache.num_blocks is not None:
+        return f"num_blocks is {cache.num_blocks}"
+    return f"kv_cache_memory is {cache.kv_cache_memory}"
 
 
 def blocks_for_memory(
@@ -75,7 +82,7 @@ def blocks_for_memory(
         num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
     if num_blocks < 1:
         raise KVBudgetError(
-            f"the KV memory is {memory:,} bytes: one block of {block_size} tokens needs {bytes_per_block:,}"
+            f"the KV memory is {as_gib(memory)}: one block of {block_size} tokens needs {as_gib(bytes_per_block)}"
         )
     return num_blocks
 

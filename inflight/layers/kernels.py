@@ -1,10 +1,10 @@
 """The interface between models and the arithmetic of one device, and its implementation in plain torch.
 
 Decoders and encoders are written once, in terms of these operations; each is as large as some device can do in one
-kernel. Everything that reads a weight matrix is a method of a `Linear`, which owns how the matrix is stored, multiplied
-and loaded: another storage format is another `Linear`. `Kernels` creates them and does what needs no matrix.
-`TorchKernels` runs anywhere and is the reference and the fallback of devices without kernels. `NativeKernels` is for
-CPUs, `TritonKernels` for GPUs.
+kernel. Everything that reads a weight matrix is a method of a `Linear` or of a layer's `Experts`, which own how their
+matrices are stored, multiplied and loaded: another storage format is another `Linear`. `Kernels` creates them and does
+what needs no matrix. `TorchKernels` runs anywhere and is the reference and the fallback of devices without kernels.
+`NativeKernels` is for CPUs, `TritonKernels` for GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from inflight.errors import ConfigError
 
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
+# The gate of gpt-oss: gate = min(gate, limit), up = clamp(up, -limit, limit), (up + 1) * gate * sigmoid(1.702 * gate).
+CLAMPED_SILU = "clamped_silu"
+CLAMPED_SILU_SLOPE = 1.702
 
 
 class Reduce(Protocol):
@@ -81,6 +84,46 @@ class Linear(Protocol):
         """Return the product of rms_norm(x) in float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRouting:
+    """How a router chooses a token's experts and weighs them."""
+
+    num_experts: int
+    top_k: int
+    # Softmax over all experts, a sigmoid of each logit, or a softmax over the logits of the chosen experts.
+    scores: Literal["softmax", "sigmoid", "chosen"]
+    normalise: bool = False  # divide the chosen weights by their sum
+    scale: float = 1.0  # multiplies the weights
+    # Experts are chosen from the `top_groups` groups whose two best have the highest sum.
+    num_groups: int = 1
+    top_groups: int = 1
+    has_bias: bool = False  # whether the router has one
+    has_correction: bool = False  # whether the scores have a bias that affects only which experts are chosen
+
+
+class Experts(Protocol):
+    """The router and the gated experts of one layer. A rank may hold only some of the experts."""
+
+    router: Linear  # [num_experts, hidden]
+    correction: Tensor | None  # [num_experts] float32
+
+    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Copy rows and columns of the "gate" or "up" matrix [inner, hidden], or of the "down" matrix [hidden, inner],
+        of one expert that is held here."""
+
+    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
+        """Copy part of a bias of one expert. Biases are 0 until they are loaded."""
+
+    def add_to(
+        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+    ) -> Residual:
+        """Return the residual plus the weighted sum of each token's experts, which read it through its norm. The sum
+        is reduced first if the layer has a `Reduce`.
+
+        `live` [T] is negative for padding tokens, which have no experts. May overwrite the residual.
+        """
+
+
 class Kernels(Protocol):
     """The operations of one device. Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm
     weights and biases are float32."""
@@ -99,6 +142,23 @@ class Kernels(Protocol):
 
         `reduce` is for a layer that holds only some columns of its matrix (a sharded output or down projection); it is
         applied between the product and the residual. Only one of these layers has the bias.
+        """
+
+    def experts(
+        self,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool = False,
+        limit: float = 0.0,
+        reduce: Reduce | None = None,
+        held: range | None = None,
+    ) -> Experts:
+        """Return an empty router with empty experts. The activation is one of GATES, or CLAMPED_SILU with its `limit`.
+
+        `reduce` is for experts of which each rank holds some inner features, or only those in `held`.
         """
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -122,19 +182,29 @@ class Kernels(Protocol):
         """Return residual + x. May overwrite the residual."""
 
 
-def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: int) -> None:
-    """Raise unless the weight fits into `linear` at this row and column."""
+def check_fits(weight: Tensor, first_row: int, first_column: int, num_rows: int, num_columns: int) -> None:
+    """Raise unless the weight fits at this row and column of a matrix [num_rows, num_columns]."""
     fits = weight.dim() == 2 and first_row >= 0 and first_column >= 0
     if fits:
-        num_rows, num_columns = weight.shape
-        fits = (
-            first_row + num_rows <= linear.out_features and first_column + num_columns <= linear.in_features
-        )
+        fits = first_row + weight.shape[0] <= num_rows and first_column + weight.shape[1] <= num_columns
     if not fits:
         raise ConfigError(
             f"a weight of shape {list(weight.shape)} does not fit at row {first_row}, column {first_column}: "
-            f"the layer is [{linear.out_features}, {linear.in_features}]"
+            f"the layer is [{num_rows}, {num_columns}]"
         )
+
+
+def check_bias_fits(bias: Tensor, first_row: int, num_rows: int) -> None:
+    if bias.dim() != 1 or not 0 <= first_row <= first_row + len(bias) <= num_rows:
+        raise ConfigError(
+            f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
+            f"the layer has {num_rows} outputs"
+        )
+
+
+def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: int) -> None:
+    """Raise unless the weight fits into `linear` at this row and column."""
+    check_fits(weight, first_row, first_column, linear.out_features, linear.in_features)
 
 
 def copy_weight(linear: Linear, to: Tensor, weight: Tensor, first_row: int, first_column: int) -> None:
@@ -148,11 +218,7 @@ def copy_bias(linear: Linear, to: Tensor | None, bias: Tensor, first_row: int) -
     """Copy part of a bias into `to`, the bias of `linear`."""
     if to is None:
         raise ConfigError("cannot load a bias into a linear layer that was created without one")
-    if bias.dim() != 1 or not 0 <= first_row <= first_row + len(bias) <= linear.out_features:
-        raise ConfigError(
-            f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
-            f"the layer has {linear.out_features} outputs"
-        )
+    check_bias_fits(bias, first_row, linear.out_features)
     to[first_row : first_row + len(bias)].copy_(bias)
 
 
@@ -164,6 +230,44 @@ def check_gate(activation: str) -> None:
 def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ConfigError(f"activation is {activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
+
+
+def check_expert(experts: range, expert: int, part: str) -> None:
+    """Raise unless the expert is one of those held, and the part is one of its matrices."""
+    if expert not in experts:
+        raise ConfigError(
+            f"cannot load expert {expert}: experts {experts.start} to {experts.stop - 1} are held here"
+        )
+    if part not in ("gate", "up", "down"):
+        raise ConfigError(f"cannot load {part!r} of an expert: it must be gate, up or down")
+
+
+def choose_experts(
+    logits: Tensor, routing: ExpertRouting, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the ids [T, top_k] int64 and weights [T, top_k] float32 of each token's experts, best first."""
+    logits = logits.float()
+    if routing.scores == "chosen":
+        values, ids = logits.topk(routing.top_k, dim=-1)
+        weights = values.softmax(dim=-1)
+    else:
+        scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+        ranking = scores if correction is None else scores + correction
+        if routing.top_groups < routing.num_groups:
+            ranking = _only_best_groups(ranking, routing)
+        ids = ranking.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+    if routing.normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # all sigmoids may be 0
+    return ids, weights * routing.scale
+
+
+def _only_best_groups(ranking: Tensor, routing: ExpertRouting) -> Tensor:
+    """Return the ranking with -inf in all but the best groups."""
+    groups = ranking.view(len(ranking), routing.num_groups, -1)  # [T, num_groups, experts of a group]
+    best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
+    outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranking.device).scatter_(1, best, False)
+    return groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -266,6 +370,98 @@ class TorchLinear(ComposedLinear):
         return F.linear(x, self._weight.to(self._compute_dtype), self._bias)
 
 
+class TorchExperts:
+    """Implements `Experts` expert by expert, over row-major weights."""
+
+    def __init__(
+        self,
+        kernels: TorchKernels,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool,
+        limit: float,
+        reduce: Reduce | None,
+        held: range | None,
+        device: torch.device,
+    ) -> None:
+        if activation != CLAMPED_SILU:
+            check_gate(activation)
+        self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
+        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self._kernels = kernels
+        self._inner = inner
+        self._routing = routing
+        self._activation = activation
+        self._limit = limit
+        self._reduce = reduce
+        self._held = range(routing.num_experts) if held is None else held
+        count = len(self._held)
+        stored, compute = torch.promote_types(dtype, kernels.compute_dtype), kernels.compute_dtype
+        # The rows of gate, then those of up.
+        self._gate_up = torch.empty(count, 2 * inner, hidden, dtype=stored, device=device)
+        self._down = torch.empty(count, hidden, inner, dtype=stored, device=device)
+        self._gate_up_bias = torch.zeros(count, 2 * inner, dtype=compute, device=device) if bias else None
+        self._down_bias = torch.zeros(count, hidden, dtype=compute, device=device) if bias else None
+
+    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        check_expert(self._held, expert, part)
+        to = self._part(part, self._gate_up, self._down)[expert - self._held.start]
+        check_fits(weight, first_row, first_column, *to.shape)
+        num_rows, num_columns = weight.shape
+        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+
+    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
+        check_expert(self._held, expert, part)
+        if self._gate_up_bias is None or self._down_bias is None:
+            raise ConfigError("cannot load a bias into experts that were created without one")
+        to = self._part(part, self._gate_up_bias, self._down_bias)[expert - self._held.start]
+        check_bias_fits(bias, first_row, len(to))
+        to[first_row : first_row + len(bias)].copy_(bias)
+
+    def add_to(
+        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+    ) -> Residual:
+        x = residual.x
+        if residual.norm is not None:
+            x = self._kernels.rms_norm(x, residual.norm, eps)
+        ids, weights = choose_experts(self.router(x), self._routing, self.correction)
+        if live is not None:
+            ids = ids.masked_fill(live[:, None] < 0, -1)
+        # One row per token and expert, added below in the order of a token's experts.
+        products = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
+        for expert in self._held:
+            tokens, ranks = torch.nonzero(ids == expert, as_tuple=True)
+            y = self._product(expert - self._held.start, x[tokens])
+            products[tokens, ranks] = y * weights[tokens, ranks, None].to(y.dtype)
+        y = products[:, 0]
+        for rank in range(1, self._routing.top_k):
+            y = y + products[:, rank]
+        if self._reduce is not None:
+            y = self._reduce.sum(y.contiguous())
+        return Residual(self._kernels.add(residual.x, y), next_norm)
+
+    def _product(self, index: int, x: Tensor) -> Tensor:
+        gate_up_bias = None if self._gate_up_bias is None else self._gate_up_bias[index]
+        down_bias = None if self._down_bias is None else self._down_bias[index]
+        gate_up = F.linear(x, self._gate_up[index].to(x.dtype), gate_up_bias)
+        if self._activation == CLAMPED_SILU:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+            inner = (up + 1) * gate * torch.sigmoid(CLAMPED_SILU_SLOPE * gate)
+        else:
+            inner = self._kernels.gate(gate_up, self._activation)
+        return F.linear(inner, self._down[index].to(x.dtype), down_bias)
+
+    def _part(self, part: str, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Return the rows of a part, of all experts, in the packed weights or in the packed biases."""
+        if part == "down":
+            return down
+        return gate_up[:, : self._inner] if part == "gate" else gate_up[:, self._inner :]
+
+
 class TorchKernels:
     """Implements `Kernels`."""
 
@@ -284,6 +480,22 @@ class TorchKernels:
         reduce: Reduce | None = None,
     ) -> Linear:
         return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
+
+    def experts(
+        self,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool = False,
+        limit: float = 0.0,
+        reduce: Reduce | None = None,
+        held: range | None = None,
+    ) -> Experts:
+        return TorchExperts(
+            self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device
+        )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)

@@ -11,6 +11,8 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.kernels import (
     ComposedLinear,
+    ExpertRouting,
+    Experts,
     Kernels,
     Linear,
     Reduce,
@@ -125,6 +127,21 @@ class NativeKernels:
         reduce: Reduce | None = None,
     ) -> Linear:
         return NativeLinear(self, self._library, in_features, out_features, dtype, bias, reduce, self._device)
+
+    def experts(
+        self,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool = False,
+        limit: float = 0.0,
+        reduce: Reduce | None = None,
+        held: range | None = None,
+    ) -> Experts:
+        plain = TorchKernels(device=self._device)
+        return plain.experts(hidden, inner, routing, dtype, activation, bias, limit, reduce, held)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)

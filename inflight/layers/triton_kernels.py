@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.kernels import (
+    ExpertRouting,
+    Experts,
     Linear,
     Reduce,
     Residual,
+    TorchKernels,
     check_activation,
     check_gate,
     copy_bias,
@@ -71,6 +74,21 @@ class TritonKernels:
         reduce: Reduce | None = None,
     ) -> Linear:
         return TritonLinear(self, in_features, out_features, bias, reduce)
+
+    def experts(
+        self,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool = False,
+        limit: float = 0.0,
+        reduce: Reduce | None = None,
+        held: range | None = None,
+    ) -> Experts:
+        plain = TorchKernels(self.compute_dtype, self.device)
+        return plain.experts(hidden, inner, routing, dtype, activation, bias, limit, reduce, held)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return embed(table, ids, self.pdl)

@@ -16,7 +16,7 @@ from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import ReplicaClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import engine_host
-from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError
+from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError, as_gib
 from inflight.models.checkpoint import fingerprint_now
 from inflight.native.library import num_threads
 from inflight.native.memory import available_memory, used_memory
@@ -160,7 +160,7 @@ class MachineShares:
             check_gpu_memory(host.environment[DEVICES], config.cache.gpu_memory_utilization)
         elif process_id is not None and (used := used_memory(process_id)) > (available := available_memory()):
             raise ProcessNotStartedError(
-                f"the engine uses {used:,} bytes, but only {available:,} are available"
+                f"the engine uses {as_gib(used)}, but only {as_gib(available)} are free"
             )
         return config, host
 
@@ -186,7 +186,8 @@ def check_gpu_memory(names: str, share: float) -> None:
     for free, total in rows:
         if free < share * total:
             raise ProcessNotStartedError(
-                f"an engine needs {share:.0%} of a GPU's {total} MiB, but only {free} MiB are free on GPU {names}"
+                f"an engine needs {share:.0%} of a GPU's {as_gib(total << 20)}, but only {as_gib(free << 20)} are free "
+                f"on GPU {names}"
             )
 
 

@@ -16,9 +16,8 @@ from inflight.frontend import (
     OutputProcessor,
     checked_tools,
     context_length_error,
-    tool_choice_of,
 )
-from inflight.frontend.chat import num_characters
+from inflight.frontend.chat import num_characters, selected_tools
 from inflight.sampling_params import SamplingParams
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
@@ -347,9 +346,12 @@ def chat_request(body: ChatBody) -> ChatRequest:
             message = "max_reasoning_tokens and thinking_token_budget are both given: they mean the same"
             raise ApiError(400, message, param="thinking_token_budget")
         budget = body.thinking_token_budget
+    chat = tokenized_chat(body)
+    tools, choice = selected_tools(chat.tools, body.tool_choice)
     return replace(
-        tokenized_chat(body),
-        tool_choice=tool_choice_of(body.tool_choice),
+        chat,
+        tools=tools,
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning_effort,
         max_reasoning_tokens=budget,

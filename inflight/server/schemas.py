@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -229,15 +230,19 @@ def images_as(text_type: str) -> BeforeValidator:
     return BeforeValidator(replaced)
 
 
-def by_type(allowed: str, default: str | None = None) -> Discriminator:
+def by_type(
+    allowed: str, default: str | None = None, others: Mapping[str, str] | None = None
+) -> Discriminator:
     """Return what tells the members of a union apart by their `type`, which is `default` if it is not given.
+
+    `others` has types that share a member with another, whose tag they get.
 
     Tags are types in angle brackets. No parameter has such a name, so error messages can leave tags out.
     """
 
     def tag(part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        return f"<{kind or default}>"
+        return f"<{(others or {}).get(kind, kind) if isinstance(kind, str) else default}>"
 
     return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=allowed)
 

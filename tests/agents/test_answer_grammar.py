@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from inflight import StructuredOutputs
-from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
+from inflight.agents import TOOL_FORMATS, InputGrammar, MessageParser, ParsedMessage, answer_grammar
 from inflight.agents.formats.base import REASONING_MARKERS
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
@@ -118,6 +118,60 @@ def test_named_tool_choice_yields_one_call_of_that_tool(
         message = model.answer(seed, tool_format, reasoning, TOOLS, tool_choice=NAMED, parallel=False)
         assert [call.name for call in message.tool_calls] == ["get_weather"]
         check_calls(message)
+
+
+PATCH = """start: begin hunk{1,3} end
+begin: "*** Begin" LF
+hunk: ("+" | "-") /(.{0,9})/ LF -> line
+end: "*** End" LF?
+%import common.LF
+"""
+INPUTS = {
+    "lark": (InputGrammar("lark", PATCH, "tools[0]"), r"\*\*\* Begin\n([+-].*\n)+\*\*\* End\n?"),
+    "recursive": (
+        InputGrammar("lark", 'start: e\ne: /[a-z"]/ | "(" e " + " e ")"', "tools[0]"),
+        r'[a-z"]|\([a-z"() +]+\)',
+    ),
+    "regex": (
+        InputGrammar("regex", r'^[a-z]{1,9} = "[^"\n]{0,9}"\n;/$', "tools[0]"),
+        r'[a-z]+ = "[^"\n]{0,9}"\n;/',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
+def test_free_text_input_matches_its_grammar(
+    tool_format: str, reasoning: str | None, special: bool, kind: str
+) -> None:
+    grammar, pattern = INPUTS[kind]
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    function = {"name": "edit", "parameters": schema, "strict": True, "input_grammar": grammar}
+    tools = [*TOOLS, {"type": "function", "function": function}]
+    model = make_model(tool_format, reasoning, special)
+    named = type("NamedTool", (), {"name": "edit"})()
+    for seed in range(6):
+        message = model.answer(seed, tool_format, reasoning, tools, tool_choice=named, parallel=False)
+        (call,) = message.tool_calls
+        assert call.complete
+        assert re.fullmatch(pattern, json.loads(call.arguments)["input"]), call.arguments
+    both = model.answer(1, tool_format, reasoning, tools, tool_choice="required")
+    assert {call.name for call in both.tool_calls} <= {*SCHEMAS, "edit"}
+
+
+def test_unusable_input_grammar_is_rejected() -> None:
+    model = make_model("hermes", None, False)
+    for definition, message in (
+        ("start: %json {}", "%json is not supported"),
+        ("start: x", "edit.definition"),
+    ):
+        grammar = InputGrammar("lark", definition, "edit.definition")
+        function = {"name": "edit", "strict": True, "input_grammar": grammar}
+        with pytest.raises(ParameterError, match=message) as error:
+            model.answer(
+                1, "hermes", None, [{"type": "function", "function": function}], tool_choice="required"
+            )
+        assert error.value.param == "edit.definition"
 
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)

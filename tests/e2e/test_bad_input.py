@@ -57,7 +57,9 @@ def refused(error: type[InflightError], *words: str, **options: Any) -> None:
 
 def test_unknown_architecture_is_rejected(copy: Path) -> None:
     change_config(copy, architectures=["MambaForCausalLM"], model_type="mamba")
-    refused(UnknownArchitectureError, "MambaForCausalLM", "LlamaForCausalLM", model=copy)
+    families = "supported families are Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Gemma3"
+    encoders = "and the encoders Bert, Roberta, XLMRoberta, DistilBert, ModernBert"
+    refused(UnknownArchitectureError, "cannot serve MambaForCausalLM", families, encoders, model=copy)
 
 
 def test_missing_folder_is_rejected(tmp_path: Path) -> None:
@@ -132,8 +134,11 @@ def test_options_out_of_range_are_rejected(
         ({"num_blocks": 1, "block_size": 1}, ("1 token", "at least 2")),
         ({"num_blocks": 2, "max_model_len": 40}, ("max_model_len is 40", "32 tokens", "2 blocks of 16")),
         ({"max_kv_tokens": 20, "max_model_len": 40}, ("max_model_len is 40", "20 tokens")),
-        ({"num_blocks": 10**12}, ("num_blocks is 1000000000000", "available")),
-        ({"kv_cache_memory": 10**16}, ("10,000,000,000,000,000 bytes", "available")),
+        ({"num_blocks": 10**12}, ("num_blocks is 1000000000000", "GiB are free")),
+        (
+            {"kv_cache_memory": 10**16},
+            ("kv_cache_memory is 10000000000000000", "9,313,225.75 GiB", "GiB are free"),
+        ),
     ],
 )
 def test_too_small_kv_budgets_are_rejected(

@@ -422,7 +422,7 @@ def test_free_gpu_memory_is_read_from_the_driver(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     check_gpu_memory("3,5", 0.5)
     with pytest.raises(
-        ProcessNotStartedError, match="needs 51% of a GPU's 80000 MiB, but only 40000 MiB are free"
+        ProcessNotStartedError, match=r"needs 51% of a GPU's 78.12 GiB, but only 39.06 GiB are free"
     ):
         check_gpu_memory("3,5", 0.51)
     with pytest.raises(ProcessNotStartedError, match="free memory of GPU 7 is unknown"):

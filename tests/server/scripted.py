@@ -119,6 +119,8 @@ class ScriptedClient(NoTimeline):
 class ScriptedBackend(Backend):
     """Over a `ScriptedClient`."""
 
+    max_model_len = 4096
+
     def __init__(self, folder: Path, **options: Any) -> None:
         self._folder = folder
         super().__init__(**options)
@@ -129,7 +131,7 @@ class ScriptedBackend(Backend):
         size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|im_end|>")
         assert end is not None
         facts = ModelFacts(
-            "scripted", size, 4096, (end,), {}, str(self._folder), "none", "none", 64, 16, 8, 64
+            "scripted", size, self.max_model_len, (end,), {}, str(self._folder), "none", "none", 64, 16, 8, 64
         )
         self.client = ScriptedClient(facts)
         self.client.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids

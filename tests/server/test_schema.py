@@ -37,7 +37,10 @@ ADMIN_CHANGES = (  # the server has no admin key
 OPERATIONS = [
     *(("POST", path, 12) for path in GENERATING),
     *(("POST", path, 4 if path in FEW else 10) for path in (*SCORING, *CLASSIFYING)),
-    *(("POST", path, 8) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
+    *(
+        ("POST", path, 8)
+        for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
+    ),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
     ("GET", f"{RESPONSE}/input_items", 8),
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
@@ -62,6 +65,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     },
     "/v1/responses": {"input": "Hello.", "max_output_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4},
+    "/v1/responses/input_tokens": {"input": "Hello."},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello."}]},
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), PAIRS),
     **dict.fromkeys(("/score", "/v1/score"), SCORES),

@@ -44,7 +44,8 @@ class ToolFormat:
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry(
     "tool call parser",
-    {
+    closed=True,
+    targets={
         "hermes": "inflight.agents.formats.json_calls:HERMES",
         "qwen3_coder": "inflight.agents.formats.tagged:QWEN3_CODER",
         "glm45": "inflight.agents.formats.tagged:GLM45",

@@ -56,6 +56,9 @@ class TritonAttention:
             for _ in range(shape.num_layers)
         ]
 
+    def live(self, inputs: TritonStep) -> Tensor:
+        return inputs.slot_mapping
+
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
         step, tuning = inputs, self.tuning

@@ -26,8 +26,9 @@ class Mlp(Protocol):
 
     in_norm: Tensor | None  # applied to the residual it reads
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
-        """Return the residual plus the MLP's output, to be read through `next_norm`."""
+    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
+        """Return the residual plus the MLP's output, to be read through `next_norm`. `live` [T] is negative for padding
+        tokens, whose output is not used."""
 
     def targets(self) -> Mapping[str, Target]:
         """Return all load targets by name, packed weights both whole and in the parts that checkpoints hold."""
@@ -47,7 +48,12 @@ class DenseMlp:
         self.in_norm = _norm(spec.norm_placement.before, hidden, device)
         self.out_norm = _norm(spec.norm_placement.after, hidden, device)
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
+    def __call__(
+        self,
+        residual: Residual,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,  # noqa: ARG002
+    ) -> Residual:
         eps = self._spec.norm_eps
         inner = self.gate_up.gated(residual, eps, self._spec.activation)
         return self.down.add_to(residual, inner, self.out_norm, eps, next_norm)
@@ -269,13 +275,14 @@ class Decoder:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten."""
         in_norms = [layer.attention.in_norm for layer in self.layers]
         residual = Residual(x, in_norms[0])
-        last = self.layers[-1]
+        last, live = self.layers[-1], self.attention.live(inputs)
         for layer, cache, next_norm in zip(self.layers, caches, [*in_norms[1:], None], strict=True):
             tokens = output_tokens if layer is last else None
             residual = layer.attention(residual, cache, inputs, layer.mlp.in_norm, tokens)
             if tokens is not None and not len(tokens):
                 break
-            residual = layer.mlp(residual, next_norm)
+            # The rows of output tokens are not those of the step, and none of them is padding.
+            residual = layer.mlp(residual, next_norm, live if tokens is None else None)
         return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.models.decoders.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
-from inflight.models.encoders.families import ENCODER_ARCHITECTURES
+from inflight.models.encoders.families import ENCODERS
 from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context, read_rope
 
@@ -190,9 +190,10 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     for name in names:
         if name in FAMILIES:
             return name
-    known = (*FAMILIES, *ENCODER_ARCHITECTURES)
+    decoders = [name.removesuffix("Text") for name in _FAMILY_NAMES]
     raise UnknownArchitectureError(
-        f"cannot serve {', '.join(names)}: supported architectures are {', '.join(known)}"
+        f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
+        f"{', '.join(ENCODERS)}"
     )
 
 

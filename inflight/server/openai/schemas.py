@@ -12,6 +12,7 @@ from inflight.server.schemas import (
     Body,
     ConstrainedBody,
     FinishReason,
+    Ignored,
     Items,
     TextsOrIds,
     Unset,
@@ -132,7 +133,9 @@ class ChatBody(ConstrainedBody):
 
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description='none, auto, required, or {"type": "function", "function": {"name": ...}}.'
+        None,
+        description='none, auto, required, {"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
     )
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = Field(
@@ -145,12 +148,12 @@ class ChatBody(ConstrainedBody):
         None, ge=-1, description="vLLM's name for max_reasoning_tokens; -1 is no limit."
     )
     include_reasoning: bool | None = Field(None, description="Return the reasoning; true by default.")
+    verbosity: Ignored = None  # chat templates do not support it
 
     # Only values without effect are accepted.
     modalities: Items[Literal["text"]] | None = missing("only text output is supported")
     functions: Nothing | None = missing("send them as tools")
     function_call: Literal["none", "auto"] | None = missing("use tool_choice")
-    verbosity: Literal["medium"] | None = missing("say so in a message")
     audio: None = missing("only text input and output are supported")
     web_search_options: None = missing("put search results into a message")
     moderation: None = missing("content is not moderated")

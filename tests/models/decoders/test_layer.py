@@ -63,7 +63,12 @@ class NoMlp:
         self.in_norm = in_norm
         self.calls = 0
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
+    def __call__(
+        self,
+        residual: Residual,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,  # noqa: ARG002
+    ) -> Residual:
         self.calls += 1
         return Residual(residual.x, next_norm)
 

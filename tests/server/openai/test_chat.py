@@ -136,6 +136,7 @@ def test_parameters_without_effect_are_accepted(live: Live) -> None:
         "response_format": {"type": "text"},
         "store": False,
         "service_tier": "auto",
+        "verbosity": "low",
         "modalities": ["text"],
         "parallel_tool_calls": True,
         "metadata": None,

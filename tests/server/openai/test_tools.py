@@ -23,6 +23,11 @@ def tool(name: str = "add", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **function}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def call(name: str = "add", arguments: str = '{"a": 1, "b": 2}') -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
@@ -182,6 +187,15 @@ def test_call_markers_are_content_without_tools(live: Live, model: ScriptedClien
         assert (choice["message"]["content"], choice["finish_reason"]) == (call(), "stop")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_offered(live: Live, model: ScriptedClient, mode: str) -> None:
+    model.script = call()
+    prompt = prompt_of(live, model, tools=[tool(), tool("mul")], tool_choice=allowed(mode, "add"))
+    assert '"name": "add"' in prompt
+    assert '"name": "mul"' not in prompt
+    assert (model.requests[-1].params.structured_outputs is not None) == (mode == "required")
+
+
 def test_only_one_call_without_parallel_tool_calls(live: Live, model: ScriptedClient) -> None:
     model.script = f"{call()}\n{call()}"
     body: dict[str, Any] = {"tools": [tool()], "parallel_tool_calls": False}
@@ -329,7 +343,12 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
         "tool_choice",
-        "allowed_tools is not supported; send only the tools",
+        "it must have a mode, which is auto or required, and tools",
+    ),
+    (
+        {"tools": [tool()], "tool_choice": allowed("required", "mul")},
+        "tool_choice",
+        "allows mul: no tool has this",
     ),
     ({"functions": [{"name": "add"}]}, "functions", "send them as tools"),
     ({"function_call": {"name": "add"}}, "function_call", "use tool_choice"),

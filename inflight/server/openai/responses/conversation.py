@@ -6,19 +6,19 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from inflight.errors import clipped, shown
+from inflight.agents import INPUT
+from inflight.errors import shown
 from inflight.frontend import OutputProcessor
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, num_characters
+from inflight.frontend.chat import ChatRequest, num_characters
 from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
 from inflight.server.openai.responses.schemas import (
-    AllowedTools,
-    ChosenFunction,
     InputItem,
     InputMessage,
     ItemReference,
+    ResponseConversationBody,
     ResponsesBody,
     TextObjectFormat,
     TextSchemaFormat,
@@ -32,22 +32,24 @@ from inflight.server.openai.responses.store import (
     StoredText,
     check_conversation,
 )
+from inflight.server.openai.responses.tools import ResponseTools, shown_name
 from inflight.server.prepare import ContentConstraint, GenerationParams, prepare_chat
 from inflight.server.state import ServedModel, ServerState
 
 MAX_REPEATED_CHARACTERS = 1 << 20
 
 
-def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
+def chat_of(body: ResponseConversationBody, items: Iterable[ConversationItem]) -> ChatRequest:
     """Return the conversation of all items, earlier responses first. Raise ApiError if it is not valid."""
-    tools, choice = _tools(body)
+    tools = ResponseTools.of(body)
     return ChatRequest(
         messages=_messages(body.instructions, items),
-        tools=tools,
-        tool_choice=choice,
+        tools=tools.functions,
+        tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         max_reasoning_tokens=body.max_reasoning_tokens,
+        template_kwargs=body.chat_template_kwargs or {},
     )
 
 
@@ -62,7 +64,7 @@ def check_repeated(body: ResponsesBody) -> None:
         raise ApiError(400, message, code="invalid_value", param="tools")
 
 
-def input_items(body: ResponsesBody) -> list[InputItem]:
+def input_items(body: ResponseConversationBody) -> list[InputItem]:
     if isinstance(body.input, str):
         return [InputMessage(role="user", content=body.input)]
     return body.input
@@ -73,7 +75,7 @@ def user_of(body: ResponsesBody) -> str | None:
     return body.user or body.safety_identifier
 
 
-def text_constraint(body: ResponsesBody) -> ContentConstraint | None:
+def text_constraint(body: ResponseConversationBody) -> ContentConstraint | None:
     """Return the constraint that `text.format` puts on the answer."""
     text_format = None if body.text is None else body.text.format
     if isinstance(text_format, TextObjectFormat):
@@ -105,8 +107,11 @@ def _add(conversation: Conversation, item: ConversationItem) -> None:
             if parts:
                 conversation.reasoning("\n\n".join(map(_part_text, parts)))
         case "function_call":
-            conversation.call(item.call_id or "", item.name or "", item.arguments)
-        case "function_call_output":
+            conversation.call(item.call_id or "", shown_name(item.name or "", item.namespace), item.arguments)
+        case "custom_tool_call":
+            name = shown_name(item.name or "", item.namespace)
+            conversation.call(item.call_id or "", name, {INPUT: item.input or ""})
+        case "function_call_output" | "custom_tool_call_output":
             conversation.result(item.call_id or "", _text(item.output), "input.call_id")
 
 
@@ -118,36 +123,15 @@ def _part_text(part: StoredText) -> str:
     return part.text or part.refusal or ""
 
 
-def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:
-    """Return the tools in the format of chats, and which of them may be called."""
-    choice, fields = body.tool_choice, {"name", "description", "parameters", "strict"}
-    functions = [tool.model_dump(include=fields) for tool in body.tools or ()]
-    tools = checked_tools([{"type": "function", "function": function} for function in functions])
-    if isinstance(choice, ChosenFunction):
-        return tools, NamedTool(choice.name)
-    if not isinstance(choice, AllowedTools):
-        return tools, choice or "auto"
-    allowed = {tool.name for tool in choice.tools}
-    unknown = allowed - {function["name"] for function in functions}
-    if unknown:
-        message = f"tool_choice names {clipped(', '.join(sorted(unknown)), 200)}: there are no such tools"
-        raise ApiError(400, message, code="invalid_value", param="tool_choice")
-    return [tool for tool in tools if tool["function"]["name"] in allowed], choice.mode
+class ResponseInput:
+    """The conversation of a body, with the stored items that it refers to. Call `look_up` before `chat`."""
 
-
-class ResponseTurn:
-    """One request: its conversation, and what is stored of it.
-
-    Call `look_up` once it is admitted, then `prepare`, and after the answer `set_ended` and `store`.
-    """
-
-    def __init__(self, state: ServerState, model: ServedModel, caller: Caller, body: ResponsesBody) -> None:
-        self._state, self._model, self._caller, self._body = state, model, caller, body
+    def __init__(self, state: ServerState, caller: Caller, body: ResponseConversationBody) -> None:
+        self._state, self._caller, self._body = state, caller, body
         self._input = input_items(body)
         self._earlier: Sequence[StoredItem] = ()  # the conversation that this request continues
         self._referenced: dict[str, StoredItem] = {}
-        self._conversation: list[StoredItem] = []  # all items before the answer, if they will be stored
-        self._ended: StoredResponse | None = None
+        self.items: list[StoredItem] = []  # all of them
 
     async def look_up(self) -> None:
         """Fetch the stored items that the body refers to. Raise ApiError if they are not stored."""
@@ -167,30 +151,46 @@ class ResponseTurn:
                     raise ApiError(400, message, code="item_not_found", param="input")
                 self._referenced[item_id] = item
 
-    def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
-        """Render the conversation. Takes long: call it in a thread."""
-        body = self._body
-        check_repeated(body)
-        items = [*self._earlier, *self._own_items()]
+    def chat(self) -> ChatRequest:
+        """Return the conversation. Takes long: call it in a thread."""
+        self.items = [*self._earlier, *self._own_items()]
         if self._earlier or self._referenced:  # otherwise it is the body, whose size is checked
             param = "previous_response_id" if self._earlier else "input"
-            check_conversation(items, self._state.options.max_body_size, param)
-        if body.store is not False:
-            self._conversation = items
+            check_conversation(self.items, self._state.options.max_body_size, param)
         # Items are decoded one by one, so that no other thread waits long for the GIL.
-        chat = chat_of(body, (item.read() for item in items))
-        return prepare_chat(self._model, self._caller, body, chat, params, user_of(body))
+        return chat_of(self._body, (item.read() for item in self.items))
 
     def _own_items(self) -> Iterator[StoredItem]:
         """Yield the items of the body, with references replaced by the items that they refer to."""
         for item in self._input:
             yield self._referenced[item.id] if isinstance(item, ItemReference) else StoredItem.of_input(item)
 
+
+class ResponseTurn(ResponseInput):
+    """One request: its conversation, and what is stored of it.
+
+    Call `look_up` once it is admitted, then `prepare`, and after the answer `set_ended` and `store`.
+    """
+
+    def __init__(self, state: ServerState, model: ServedModel, caller: Caller, body: ResponsesBody) -> None:
+        super().__init__(state, caller, body)
+        self._model, self._sampled = model, body
+        self._ended: StoredResponse | None = None
+
+    def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
+        """Render the conversation. Takes long: call it in a thread."""
+        body = self._sampled
+        check_repeated(body)
+        chat = self.chat()
+        if body.store is False:
+            self.items = []
+        return prepare_chat(self._model, self._caller, body, chat, params, user_of(body))
+
     def set_ended(self, response: dict[str, Any]) -> None:
         """Set the finished response, for `store`."""
         outputs = tuple(map(StoredItem.of_output, response["output"]))
         content = ResponseContent(encode(response), secrets.token_hex(8))
-        items = (*self._conversation, *outputs)
+        items = (*self.items, *outputs)
         self._ended = StoredResponse(response["id"], content, items, len(outputs))
 
     async def store(self) -> None:

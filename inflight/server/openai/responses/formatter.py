@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from inflight.events import PositionLogprobs
 from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError
-from inflight.server.formatters import Choice, PartKind, PartWriter, ResponseFormatter, encode, usage_of
+from inflight.server.formatters import (
+    Choice,
+    PartKind,
+    PartWriter,
+    ResponseFormatter,
+    encode,
+    json_pieces,
+    usage_of,
+)
+from inflight.server.openai.formatters import chat_logprobs
 from inflight.server.openai.responses.schemas import ResponsesBody
-
-_PREFIXES: dict[PartKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+from inflight.server.openai.responses.tools import CallableTool, InputDecoder
+from inflight.text import Tokenizer
 
 
 class EventNumbers:
@@ -27,14 +39,67 @@ class EventNumbers:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
 
 
+class TextLogprobs:
+    """The logprobs of the tokens of an answer's text, without those of reasoning, markers and calls."""
+
+    def __init__(self, choice: Choice, count: int, tokenizer: Tokenizer | None) -> None:
+        self._choice, self._count, self._tokenizer = choice, count, tokenizer
+        self._next = 0  # the first token that was not looked at yet
+        self._num_ahead = 0  # characters that earlier tokens have beyond the text so far
+        self._is_aligned = False  # the next token continues the text
+
+    def begin(self) -> None:
+        """Start another text: there may be white space, markers and calls before it."""
+        self._is_aligned, self._num_ahead = False, 0
+
+    def take(self, text: str) -> list[PositionLogprobs]:
+        """Return the positions of the tokens of a text, which continues the previous one."""
+        output, positions = self._choice.answer.output, self._choice.answer.positions
+        reader = self._choice.reader
+        self._next = max(self._next, 0 if reader is None else reader.num_reasoning_tokens)
+        taken: list[PositionLogprobs] = []
+        while self._num_ahead < len(text) and self._next < len(positions):
+            token_id = output.token_ids[self._next]
+            token = "" if self._tokenizer is None else self._tokenizer.text_of(token_id)
+            self._next += 1
+            self._is_aligned = self._is_aligned or _can_start(token, text)
+            if not self._is_aligned:
+                continue
+            taken.append(positions[self._next - 1])
+            self._num_ahead += len(token)
+        self._num_ahead = max(0, self._num_ahead - len(text))
+        return taken
+
+    def write(self, positions: Sequence[PositionLogprobs]) -> msgspec.Raw:
+        content = chat_logprobs(positions, self._count, self._tokenizer)["content"]
+        return msgspec.Raw(b"".join(json_pieces(content)))
+
+
+def _can_start(token: str, text: str) -> bool:
+    """Return whether a token may be the first of a text. The text of one that is part of a character is not known."""
+    return bool(token) and (text.startswith(token) or token.startswith(text) or "\ufffd" in token)
+
+
 class ResponseItems(PartWriter):
     """Writes each part as an item, with the same id in every event and in the final response."""
 
-    def __init__(self, numbers: EventNumbers) -> None:
+    logprobs: TextLogprobs | None = None  # if they were requested
+
+    def __init__(
+        self,
+        numbers: EventNumbers,
+        tools: Mapping[str, CallableTool] | None = None,
+        with_summary: bool = False,
+    ) -> None:
+        """`tools` has what stands behind a function's name. `with_summary` makes the reasoning a summary."""
         super().__init__()
         self.items: list[dict[str, Any]] = []
         self._event = numbers.event
+        self._tools = tools or {}
+        self._with_summary = with_summary
         self._position: dict[str, Any] = {}  # the fields that locate the open item in its events
+        self._input: InputDecoder | None = None  # of an open call of a custom tool
+        self._positions: list[PositionLogprobs] = []  # of an open text
 
     def finish(self, complete: bool) -> bytes:
         """Return the events that end the last item. An empty answer gets an empty message, which clients look for."""
@@ -42,78 +107,130 @@ class ResponseItems(PartWriter):
         return start + super().finish(complete)
 
     def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
-        item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
-        item = _item(kind, item_id, name, call_id)
-        self._position = {"item_id": item_id, "output_index": len(self.items)}
+        item = self._new_item(kind, name, call_id)
+        self._position = {"item_id": item["id"], "output_index": len(self.items)}
+        self._positions = []
         self.items.append(item)
         added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if kind == "call":
             return added
-        self._position["content_index"] = 0
-        return added + self._event("response.content_part.added", **self._position, part=_part(kind, ""))
+        if self.logprobs is not None:
+            self.logprobs.begin()
+        index, event = self._part_names(kind)
+        self._position[index] = 0
+        return added + self._event(f"response.{event}.added", **self._position, part=self._part(kind, ""))
+
+    def _part_names(self, kind: PartKind) -> tuple[str, str]:
+        """Return the name of a part's index, and that of its events."""
+        if kind == "reasoning" and self._with_summary:
+            return "summary_index", "reasoning_summary_part"
+        return "content_index", "content_part"
+
+    def _new_item(self, kind: PartKind, name: str, call_id: str) -> dict[str, Any]:
+        number, status = secrets.token_hex(16), "in_progress"
+        self._input = None
+        if kind == "reasoning":
+            return {"type": "reasoning", "id": f"rs_{number}", "status": status, "summary": [], "content": []}
+        if kind == "text":
+            item = {"type": "message", "id": f"msg_{number}", "status": status}
+            return {**item, "role": "assistant", "content": []}
+        tool = self._tools.get(name, CallableTool(name))
+        call = {"call_id": call_id, "name": tool.name}
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if tool.is_custom:
+            self._input = InputDecoder()
+            return {"type": "custom_tool_call", "id": f"ctc_{number}", "status": status, **call, "input": ""}
+        return {"type": "function_call", "id": f"fc_{number}", "status": status, **call, "arguments": ""}
 
     def _delta(self, kind: PartKind, text: str) -> bytes:
         if kind == "text":
-            return self._event("response.output_text.delta", **self._position, delta=text, logprobs=[])
-        name = "reasoning_text" if kind == "reasoning" else "function_call_arguments"
-        return self._event(f"response.{name}.delta", **self._position, delta=text)
+            logprobs: Any = []
+            if self.logprobs is not None:
+                positions = self.logprobs.take(text)
+                self._positions += positions
+                logprobs = self.logprobs.write(positions)
+            return self._event("response.output_text.delta", **self._position, delta=text, logprobs=logprobs)
+        if kind == "reasoning":
+            name = "reasoning_summary_text" if self._with_summary else "reasoning_text"
+        elif self._input is not None:
+            name, text = "custom_tool_call_input", self._input.feed(text)
+        else:
+            name = "function_call_arguments"
+        return self._event(f"response.{name}.delta", **self._position, delta=text) if text else b""
 
     def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:
         item = self.items[-1]
         item["status"] = "completed" if complete else "incomplete"
+        item |= self._content(kind, text)
         if kind == "call":
-            item["arguments"] = text
-            done = self._event(
-                "response.function_call_arguments.done", **self._position, name=item["name"], arguments=text
-            )
+            done = self._call_done(item)
         else:
-            item["content"] = [part] = [_part(kind, text)]
-            if kind == "text":
-                done = self._event("response.output_text.done", **self._position, text=text, logprobs=[])
-            else:
-                done = self._event("response.reasoning_text.done", **self._position, text=text)
-            done += self._event("response.content_part.done", **self._position, part=part)
+            part, (_, event) = self._part(kind, text), self._part_names(kind)
+            name, more = "output_text", {"logprobs": part["logprobs"]} if kind == "text" else {}
+            if kind == "reasoning":
+                name = "reasoning_summary_text" if self._with_summary else "reasoning_text"
+            done = self._event(f"response.{name}.done", **self._position, text=text, **more)
+            done += self._event(f"response.{event}.done", **self._position, part=part)
         return done + self._event(
             "response.output_item.done", output_index=self._position["output_index"], item=item
         )
+
+    def _call_done(self, item: dict[str, Any]) -> bytes:
+        if self._input is not None:
+            return self._event("response.custom_tool_call_input.done", **self._position, input=item["input"])
+        fields = {"name": item["name"], "arguments": item["arguments"]}
+        return self._event("response.function_call_arguments.done", **self._position, **fields)
 
     def so_far(self) -> list[dict[str, Any]]:
         """Return the items, the open one with its content so far."""
         if self._open is None:
             return self.items
         *items, last = self.items
-        text = "".join(self._pieces)
-        if self._open == "call":
-            return [*items, {**last, "arguments": text}]
-        return [*items, {**last, "content": [_part(self._open, text)]}]
+        return [*items, {**last, **self._content(self._open, "".join(self._pieces))}]
 
+    def _content(self, kind: PartKind, text: str) -> dict[str, Any]:
+        """Return the fields of the open item that grow."""
+        if kind != "call":
+            name = "summary" if kind == "reasoning" and self._with_summary else "content"
+            return {name: [self._part(kind, text)]}
+        return {"arguments": text} if self._input is None else {"input": self._input.text}
 
-def _item(kind: PartKind, item_id: str, name: str, call_id: str) -> dict[str, Any]:
-    head = {"id": item_id, "status": "in_progress"}
-    if kind == "reasoning":
-        return {"type": "reasoning", **head, "summary": [], "content": []}
-    if kind == "call":
-        return {"type": "function_call", **head, "call_id": call_id, "name": name, "arguments": ""}
-    return {"type": "message", **head, "role": "assistant", "content": []}
-
-
-def _part(kind: PartKind, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self, kind: PartKind, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "summary_text" if self._with_summary else "reasoning_text", "text": text}
+        logprobs = [] if self.logprobs is None else self.logprobs.write(self._positions)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 class ResponsesFormatter(ResponseFormatter):
     """Writes one answer: this API has no `n`."""
 
-    def __init__(self, head: dict[str, Any], on_end: Callable[[dict[str, Any]], None] | None) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        on_end: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        tools: Mapping[str, CallableTool] | None = None,
+        with_summary: bool = False,
+        num_logprobs: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         """`head` has the fields that are known from the start. `on_end` is called with the finished response."""
         self._head = head
         self._on_end = on_end
+        self._num_logprobs, self._tokenizer = num_logprobs, tokenizer
         self._numbers = EventNumbers()
-        self._items = ResponseItems(self._numbers)
+        self._items = ResponseItems(self._numbers, tools, with_summary)
 
-    def opening(self, choices: list[Choice]) -> bytes:  # noqa: ARG002
+    def _begin(self, choices: list[Choice]) -> Choice:
+        (choice,) = choices
+        if self._num_logprobs is not None:
+            self._items.logprobs = TextLogprobs(choice, self._num_logprobs, self._tokenizer)
+        return choice
+
+    def opening(self, choices: list[Choice]) -> bytes:
+        self._begin(choices)
         response, events = self.so_far(), ("response.created", "response.in_progress")
         return b"".join([self._numbers.event(event, response=response) for event in events])
 
@@ -131,7 +248,7 @@ class ResponsesFormatter(ResponseFormatter):
         return self._numbers.event(f"response.{kind}", response=response)
 
     def whole(self, choices: list[Choice]) -> Iterator[bytes]:
-        (choice,) = choices
+        choice = self._begin(choices)
         self.end(choice)
         yield encode(self._end(choice))
 
@@ -182,7 +299,7 @@ def head_of(
     text, reasoning = body.text, body.reasoning
     text_format: dict[str, Any] = {"type": "text"}
     if text is not None and text.format is not None:
-        text_format = text.format.model_dump(by_alias=True, exclude_none=True)
+        text_format = text.format.model_dump(by_alias=True)
     choice = body.tool_choice or "auto"
     return {
         "id": response_id,
@@ -206,6 +323,8 @@ def head_of(
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "truncation": "disabled",
         "background": False,
         "store": body.store is not False,
@@ -214,5 +333,5 @@ def head_of(
         "user": body.user,
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
     }

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import counted
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
 from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.openai.responses.conversation import ResponseTurn, text_constraint, user_of
+from inflight.server.openai.responses.conversation import (
+    ResponseInput,
+    ResponseTurn,
+    text_constraint,
+    user_of,
+)
 from inflight.server.openai.responses.formatter import ResponsesFormatter, head_of
 from inflight.server.openai.responses.schemas import (
+    TEXT_LOGPROBS,
     DeletedResponse,
     InputItemList,
+    InputTokenCount,
+    InputTokensBody,
     ResponseEvent,
     ResponseObject,
     ResponsesBody,
 )
 from inflight.server.openai.responses.store import PageQuery, ResponseContent, not_stored
+from inflight.server.openai.responses.tools import ResponseTools
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import conversation_params
+from inflight.server.prepare import check_tokenizer, conversation_params
+from inflight.server.routes.service import check_size, text_limit
 from inflight.server.state import caller_of, state_of
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 
 ROUTE = "/v1/responses"
@@ -42,6 +56,7 @@ async def create_response(request: Request) -> Response:
     state, caller = state_of(request), caller_of(request)
     body = await read_json(request, ResponsesBody, state.options)
     model, name = state.find_model(body.model, "generate")
+    num_logprobs = _num_logprobs(body)
     params = await state.in_thread_if(
         body.is_large,
         caller,
@@ -50,11 +65,15 @@ async def create_response(request: Request) -> Response:
             body,
             max_tokens=body.max_output_tokens,
             max_tokens_name="max_output_tokens",
+            num_logprobs=num_logprobs,
             constraint=text_constraint(body),
         ),
     )
+    tools = ResponseTools.of(body)
+    if tools.dropped:
+        logger.info("ignoring tools that this server does not run: %s", ", ".join(tools.dropped))
     turn = ResponseTurn(state, model, caller, body)
-    response_id = body.request_id or f"resp_{secrets.token_hex(24)}"
+    response_id, reasoning = body.request_id or f"resp_{secrets.token_hex(24)}", body.reasoning
     head = head_of(response_id, int(time.time()), name, body, params.sampling)
 
     async def answer(response: EngineResponse) -> None:
@@ -71,8 +90,45 @@ async def create_response(request: Request) -> Response:
         stream=bool(body.stream),
         priority=body.priority,
         user=user_of(body),
-        formatter=ResponsesFormatter(head, turn.set_ended if body.store is not False else None),
+        formatter=ResponsesFormatter(
+            head,
+            turn.set_ended if body.store is not False else None,
+            tools=tools.by_name,
+            with_summary=bool(reasoning and (reasoning.summary or reasoning.generate_summary)),
+            num_logprobs=num_logprobs,
+            tokenizer=model.frontend.tokenizer,
+        ),
     )
+
+
+def _num_logprobs(body: ResponsesBody) -> int | None:
+    """Return how many candidates each token is returned with, or None if there are no logprobs."""
+    if TEXT_LOGPROBS in (body.include or ()):
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        message = f"top_logprobs is given: it needs include to have {TEXT_LOGPROBS}"
+        raise ApiError(400, message, param="top_logprobs")
+    return None
+
+
+@router.post(f"{ROUTE}/input_tokens", **documented(InputTokensBody, InputTokenCount, 429))
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation's prompt."""
+    state, caller = state_of(request), caller_of(request)
+    body = await read_json(request, InputTokensBody, state.options)
+    model, _ = state.find_model(body.model, "generate")
+    check_tokenizer(model)
+    conversation = ResponseInput(state, caller, body)
+
+    def answer() -> Response:
+        chat = conversation.chat()
+        check_size(state, "input", num_characters([*chat.messages, *chat.offered_tools]), "characters")
+        _, token_ids = model.frontend.encode_chat(chat, text_limit(state))
+        return respond(InputTokenCount(input_tokens=len(token_ids)))
+
+    async with counted(state.admission, caller):
+        await conversation.look_up()
+        return await state.in_service_thread(answer)
 
 
 @router.get(f"{ROUTE}/{{response_id}}", **documented(None, ResponseObject, 400, 404, 429))
@@ -106,15 +162,28 @@ async def delete_response(request: Request) -> Response:
     return respond(DeletedResponse(id=response_id))
 
 
-@router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 429, 503))
+@router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 400, 404, 429, 503))
 async def cancel_response(request: Request) -> Response:
-    """Cancel one of your responses; one that has ended stays as it is."""
+    """Cancel one of your responses. One that was cancelled before is returned as it is."""
     running = _running(request)
     if running is not None:
         logged, formatter = running
         await state_of(request).request_log.cancel(logged)
         return Response(encode(formatter.so_far("cancelled")), media_type="application/json")
-    return CountedResponse(request, lambda: _content(request))
+    return CountedResponse(request, lambda: _cancelled_content(request))
+
+
+class _StatusOnly(msgspec.Struct):
+    status: str
+
+
+async def _cancelled_content(request: Request) -> ResponseContent:
+    content = await _content(request)
+    status = msgspec.json.decode(content.data, type=_StatusOnly).status
+    if status != "cancelled":
+        message = f"the response is {status}: only a response that is in progress can be cancelled"
+        raise ApiError(400, message, code="response_ended")
+    return content
 
 
 def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
+from inflight.sampling_params import MAX_LOGPROBS
+from inflight.server.openai.schemas import Effort, TemplateArguments
 from inflight.server.schemas import (
     Body,
     Ignored,
@@ -74,24 +76,46 @@ class DirectCaller(Body):
     type: Literal["direct"]
 
 
-class FunctionCallItem(ReturnedPart):
+class CallPart(ReturnedPart):
+    """The fields of calls and their outputs."""
+
+    call_id: str
+    id: str | None = None
+    status: ItemStatus | None = None
+    caller: DirectCaller | None = None
+
+
+class FunctionCallItem(CallPart):
     type: Literal["function_call"]
-    call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
-    id: str | None = None
-    status: ItemStatus | None = None
-    caller: DirectCaller | None = None
 
 
-class FunctionCallOutput(ReturnedPart):
-    type: Literal["function_call_output"]
-    call_id: str
+class CustomCallItem(CallPart):
+    type: Literal["custom_tool_call"]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class CallOutput(CallPart):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     output: str | Items[OutputPart]
-    id: str | None = None
     name: str | None = None
-    status: ItemStatus | None = None
-    caller: DirectCaller | None = None
+
+
+class PastCallItem(ReturnedPart):
+    """What a tool that is not offered here has done earlier in the conversation. The model reads it as text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["local_shell_call", "local_shell_call_output", "web_search_call"]
+    id: str | None = None
+    call_id: str | None = None
+    status: str | None = None
+    action: dict[str, Any] | None = None
+    output: str | None = None
 
 
 class SummaryText(ReturnedPart):
@@ -121,12 +145,20 @@ class ItemReference(ReturnedPart):
 InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CallOutput, Tag("<function_call_output>")]
+    | Annotated[PastCallItem, Tag("<local_shell_call>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[ItemReference, Tag("<item_reference>")],
     by_type(
-        "its type must be message, function_call, function_call_output, reasoning or item_reference",
+        "its type must be message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
+        "local_shell_call, local_shell_call_output, web_search_call, reasoning or item_reference",
         "message",
+        {
+            "custom_tool_call_output": "function_call_output",
+            "local_shell_call_output": "local_shell_call",
+            "web_search_call": "local_shell_call",
+        },
     ),
 ]
 
@@ -144,15 +176,87 @@ class FunctionTool(ReturnedPart):
     output_schema: dict[str, Any] | None = None
 
 
+class TextInput(Body):
+    type: Literal["text"]
+
+
+class GrammarFormat(Body):
+    """A grammar that the input of a custom tool must match."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class FreeTextTool(ReturnedPart):
+    """A tool whose input is free text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: Annotated[TextInput | GrammarFormat, Field(discriminator="type")] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
+
+
+class NamespaceTool(ReturnedPart):
+    """A group of tools."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Items[
+        Annotated[
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[FreeTextTool, Tag("<custom>")],
+            by_type("only functions and custom tools can be in a namespace"),
+        ]
+    ]
+
+
+ServerToolType = Literal[
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+_SERVER_TOOLS = dict.fromkeys(get_args(ServerToolType), "server")
+
+
+class ServerTool(Body):
+    """A tool that OpenAI's own servers run, or that OpenAI's own models know. It is dropped here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: ServerToolType
+
+
 ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")],
-    by_type("only tools of type function can be called; the server runs none of its own"),
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[FreeTextTool, Tag("<custom>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[ServerTool, Tag("<server>")],
+    by_type("its type must be function, custom or namespace", others=_SERVER_TOOLS),
 ]
 
 
-class ChosenFunction(Body):
-    type: Literal["function"]
+class ChosenTool(Body):
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
+
+
+_CHOSEN = {"custom": "function", **_SERVER_TOOLS}
 
 
 class AllowedTools(Body):
@@ -160,14 +264,23 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Items[ChosenFunction]
+    tools: Items[
+        Annotated[
+            Annotated[ChosenTool, Tag("<function>")] | Annotated[ServerTool, Tag("<server>")],
+            by_type("its type must be function or custom", others=_CHOSEN),
+        ]
+    ]
 
 
 ResponseToolChoice = (
     Literal["none", "auto", "required"]
     | Annotated[
-        Annotated[ChosenFunction, Tag("<function>")] | Annotated[AllowedTools, Tag("<allowed_tools>")],
-        by_type("it must be none, auto, required, a function, or allowed_tools"),
+        Annotated[ChosenTool, Tag("<function>")]
+        | Annotated[AllowedTools, Tag("<allowed_tools>")]
+        | Annotated[ServerTool, Tag("<server>")],
+        by_type(
+            "it must be none, auto, required, a function, a custom tool, or allowed_tools", others=_CHOSEN
+        ),
     ]
 )
 
@@ -204,9 +317,9 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Ignored: the answer has the reasoning itself."
+        None, description="Return the whole reasoning as its summary."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -215,7 +328,9 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+TEXT_LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -229,25 +344,45 @@ Metadata = Annotated[
 ]
 
 
-class ResponsesBody(SampledBody):
+class ResponseConversationBody(Body):
+    """The parameters of responses and of counting their input tokens."""
+
+    model: str | None = Field(None, description="A name from /v1/models; optional.")
     input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
-    store: bool | None = Field(
-        None, description="Store the response so that it can be read and continued later; true by default."
-    )
-    max_output_tokens: int | None = ranged(minimum=1)
-    max_reasoning_tokens: int | None = ranged(minimum=0)
     tools: Items[ResponseTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    max_reasoning_tokens: int | None = ranged(minimum=0)
+    chat_template_kwargs: TemplateArguments | None = None
+
+    # Only values without effect are accepted.
+    truncation: Literal["disabled"] | None = missing(
+        "remove old items from the input; a conversation that does not fit is refused"
+    )
+    conversation: Unset = missing("use previous_response_id")
+
+
+class InputTokensBody(ResponseConversationBody):
+    pass
+
+
+class ResponsesBody(ResponseConversationBody, SampledBody):
+    store: bool | None = Field(
+        None, description="Store the response so that it can be read and continued later; true by default."
+    )
+    max_output_tokens: int | None = ranged(minimum=1)
     metadata: Metadata | None = None
     stream_options: ResponseStreamOptions | None = None
+    include: Items[Included] | None = Field(
+        None, description=f"{TEXT_LOGPROBS} returns logprobs; the others have no effect."
+    )
+    top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
     # These have no effect on the answer.
-    include: Items[Included] | None = None
     safety_identifier: str | None = Field(
         None, max_length=256, description="Used in place of a missing user."
     )
@@ -256,14 +391,10 @@ class ResponsesBody(SampledBody):
     max_tool_calls: int | None = Field(None, description="Ignored: the server runs no tools.")
 
     service_tier: Ignored = None
+    client_metadata: Ignored = None
 
     # Only values without effect are accepted.
     background: Unset = missing("leave it out, and stream the answer")
-    truncation: Literal["disabled"] | None = missing(
-        "remove old items from the input; a conversation that does not fit is refused"
-    )
-    top_logprobs: Unset = missing("use /v1/chat/completions, which returns them")
-    conversation: Unset = missing("use previous_response_id")
     prompt: Unset = missing("put it into instructions and input")
     context_management: Unset = missing("remove old items from the input")
     moderation: None = missing("content is not moderated")
@@ -281,9 +412,9 @@ class OutputTextPart(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message, a function call, or the reasoning before them."""
+    """A message, a call of a function or of a custom tool, or the reasoning before them."""
 
-    type: Literal["message", "function_call", "reasoning"]
+    type: Literal["message", "function_call", "custom_tool_call", "reasoning"]
     id: str
     status: ItemStatus
     role: Literal["assistant"] | None = None
@@ -291,7 +422,9 @@ class OutputItem(BaseModel):
     summary: list[Any] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
 
 
 class CachedDetails(BaseModel):
@@ -335,6 +468,8 @@ class ResponseObject(BaseModel):
     reasoning: dict[str, Any]
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     store: bool
@@ -361,6 +496,11 @@ class InputItemList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputTokenCount(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DeletedResponse(BaseModel):

@@ -15,18 +15,27 @@ from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import MAX_PARTS
 from inflight.server.openai.responses.schemas import (
+    CallOutput,
+    CustomCallItem,
     FunctionCallItem,
-    FunctionCallOutput,
     InputItem,
     InputMessage,
     ItemReference,
     OutputText,
+    PastCallItem,
     ReasoningItem,
     Refusal,
 )
 
 NOT_STORED = "it was never stored, or has been deleted or evicted"
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 class StoredText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -39,13 +48,22 @@ class StoredText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class ConversationItem(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """An item without the fields that no template renders (annotations, logprobs, encrypted content)."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ]
     id: str
     status: str
     role: Literal["user", "assistant", "system", "developer"] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[StoredText] | None = None
     summary: list[StoredText] | None = None
     content: list[StoredText] | None = None
@@ -97,6 +115,8 @@ def conversation_too_large(size: str, limit: str, param: str) -> ApiError:
 def _reduced(item: InputItem) -> ConversationItem:
     """Return the item with an id, and without the fields that are never rendered."""
     assert not isinstance(item, ItemReference)  # references are resolved before
+    if isinstance(item, PastCallItem):
+        item = _as_message(item)
     item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(24)}" if item.id is None else item.id
     common: Any = {"type": item.type, "id": item_id, "status": item.status or "completed"}
     match item:
@@ -105,17 +125,30 @@ def _reduced(item: InputItem) -> ConversationItem:
             return ConversationItem(**common, role=role, content=[part])
         case InputMessage():
             return ConversationItem(**common, role=item.role, content=list(map(_part, item.content)))
-        case FunctionCallItem():
-            call_id, name, arguments = item.call_id, item.name, item.arguments
-            return ConversationItem(**common, call_id=call_id, name=name, arguments=arguments)
-        case FunctionCallOutput(call_id=call_id, output=str(text)):
+        case FunctionCallItem() | CustomCallItem():
+            fields = item.model_dump(include={"call_id", "name", "namespace", "arguments", "input"})
+            return ConversationItem(**common, **fields)
+        case CallOutput(call_id=call_id, output=str(text)):
             return ConversationItem(**common, call_id=call_id, output=text)
-        case FunctionCallOutput(call_id=call_id):
+        case CallOutput(call_id=call_id):
             return ConversationItem(**common, call_id=call_id, output=list(map(_part, item.output)))
         case ReasoningItem(content=[_, *_] as parts):
             return ConversationItem(**common, summary=[], content=list(map(_part, parts)))
         case ReasoningItem():  # a summary is rendered only where there is nothing else
             return ConversationItem(**common, summary=list(map(_part, item.summary or ())))
+
+
+def _as_message(item: PastCallItem) -> InputMessage:
+    """Return a text in place of what a tool that is not offered here has done."""
+    action = item.action or {}
+    if item.type == "local_shell_call_output":
+        return InputMessage(role="user", content=f"Output of the shell command:\n{item.output or ''}")
+    if item.type == "local_shell_call":
+        command = action.get("command", "")
+        words = " ".join(map(str, command)) if isinstance(command, list) else str(command)
+        return InputMessage(role="assistant", content=f"I ran the shell command: {words}")
+    query = action.get("query") or action.get("url") or action.get("pattern") or ""
+    return InputMessage(role="assistant", content=f"I searched the web: {query}")
 
 
 def _part(part: Any) -> StoredText:

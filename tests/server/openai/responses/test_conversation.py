@@ -13,6 +13,7 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
+from inflight.agents import InputGrammar
 from inflight.frontend.chat import NamedTool
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import parse_body
@@ -110,6 +111,81 @@ def test_only_allowed_tools_are_offered() -> None:
         chat(input="x", tool_choice=choice)
 
 
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "d",
+    "tools": [TOOL, {**PATCH, "name": "edit"}],
+}
+
+
+def test_namespaces_are_flattened_into_functions() -> None:
+    request = chat(input="x", tools=[AGENTS, TOOL])
+    assert [tool["function"]["name"] for tool in request.tools] == ["agents__add", "agents__edit", "add"]
+    call = {**CALL, "namespace": "agents"}
+    assistant, result = chat(input=[call, RESULT], tools=[AGENTS]).messages
+    assert assistant["tool_calls"][0]["function"]["name"] == result["name"] == "agents__add"
+
+
+def test_custom_tools_are_functions_with_an_input() -> None:
+    request = chat(input="x", tools=[PATCH, {"type": "custom", "name": "note"}])
+    patch, note = (tool["function"] for tool in request.tools)
+    assert patch["parameters"]["required"] == note["parameters"]["required"] == ["input"]
+    assert patch["description"] == 'Edits files.\n\nThe input must match this Lark grammar:\nstart: "x"'
+    assert patch["input_grammar"] == InputGrammar("lark", 'start: "x"', "tools[0].format.definition")
+    assert patch["strict"]
+    assert note["strict"]
+    assert "input_grammar" not in note
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "note", "input": "a\nb"}
+    assistant, result = chat(input=[call, {**RESULT, "type": "custom_tool_call_output"}]).messages
+    assert assistant["tool_calls"][0]["function"] == {"name": "note", "arguments": {"input": "a\nb"}}
+    assert result == {"role": "tool", "tool_call_id": "c1", "name": "note", "content": "3"}
+    named = chat(input="x", tools=[PATCH], tool_choice={"type": "custom", "name": "apply_patch"})
+    assert named.tool_choice == NamedTool("apply_patch")
+
+
+def test_server_side_tools_are_dropped_unless_they_are_required() -> None:
+    search = {"type": "web_search", "external_web_access": False}
+    assert [tool["function"]["name"] for tool in chat(input="x", tools=[search, TOOL]).tools] == ["add"]
+    assert chat(input="x", tools=[search]).tools == []
+    assert chat(input="x", tools=[search, TOOL], tool_choice="required").tool_choice == "required"
+    for choice in ("required", {"type": "web_search"}):
+        with pytest.raises(ApiError, match=r"requires web_search: the server runs no tools") as error:
+            chat(input="x", tools=[search], tool_choice=choice)
+        assert error.value.param == "tool_choice"
+
+
+def test_past_calls_of_unavailable_tools_become_text() -> None:
+    action = {"type": "exec", "command": ["ls", "-l"], "env": {}, "timeout_ms": 100}
+    items = [
+        {"type": "local_shell_call", "id": "l1", "call_id": "c", "action": action, "status": "completed"},
+        {"type": "local_shell_call_output", "id": "c", "output": "a.py"},
+        {
+            "type": "web_search_call",
+            "id": "w",
+            "status": "completed",
+            "action": {"type": "search", "query": "rain"},
+        },
+    ]
+    assert chat(input=items).messages == [
+        {"role": "assistant", "content": "I ran the shell command: ls -l"},
+        {"role": "user", "content": "Output of the shell command:\na.py"},
+        {"role": "assistant", "content": "I searched the web: rain"},
+    ]
+
+
+def test_template_arguments_reach_the_template() -> None:
+    assert chat(input="x", chat_template_kwargs={"enable_thinking": False}).template_kwargs == {
+        "enable_thinking": False
+    }
+
+
 def test_text_format_becomes_a_constraint() -> None:
     assert text_constraint(body_of(input="x")) is None
     assert text_constraint(body_of(input="x", text={"format": {"type": "text"}})) is None
@@ -126,7 +202,11 @@ def test_text_format_becomes_a_constraint() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search.*only tools of type function"),
+        (
+            {"tools": [{"type": "browser"}]},
+            "tools[0]",
+            "browser.*its type must be function, custom or namespace",
+        ),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call.*its type must be message"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -137,7 +217,7 @@ def test_text_format_becomes_a_constraint() -> None:
         ({"input": [{**CALL, "colour": 1}]}, "input[0].colour", "unknown parameter"),
         ({"background": True}, "background", "stream the answer"),
         ({"truncation": "auto"}, "truncation", "does not fit is refused"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]", "input should be"),
+        ({"include": ["everything"]}, "include[0]", "input should be"),
         ({"prompt": {"id": "p"}}, "prompt", "put it into instructions"),
         ({"nonsense": 1}, "nonsense", "unknown parameter"),
     ],
@@ -164,4 +244,5 @@ def test_parameters_without_effect_are_accepted() -> None:
         stream_options={"include_obfuscation": False},
         metadata={"a": "b"},
         max_tool_calls=3,
+        client_metadata={"turn_id": "1", "nested": {"a": 1}},
     )

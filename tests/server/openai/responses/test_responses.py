@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from inflight.server.access.keys import Caller
 from inflight.server.openai.responses.store import LocalResponses, ResponseStore, StoredResponse
-from tests.server.calling import CALLS, CallingBackend
+from tests.server.calling import CALLS, CallingBackend, call
 from tests.server.live import Backend, Live, live_server
 
 MODEL = "inflight-builtin"
@@ -103,6 +103,85 @@ def test_reasoning_and_calls_are_items_that_can_be_sent_back(
     )
     assert scripted.prompt == prompt
     assert by_items.output_text == by_id.output_text == "3 and 7."
+
+
+def test_response_echoes_tools_and_penalties_as_openai_does(
+    client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    scripted.say("Well.")
+    schema: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    tool: Any = {"type": "function", "name": "add"}
+    body: Any = {"tools": [tool], "text": {"format": schema}}
+    response = client.responses.create(model="m", input="x", **body, extra_body={"presence_penalty": 0.5})
+    fields = response.to_dict()
+    assert (fields["presence_penalty"], fields["frequency_penalty"]) == (0.5, 0.0)
+    nulls = {"description": None, "parameters": None, "strict": None}
+    assert response.tools[0].model_dump().items() >= nulls.items()
+    text: Any = fields["text"]
+    assert text["format"] == {**schema, "description": None, "strict": None}
+
+
+def test_custom_tool_is_called_with_text_and_answered(
+    client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    patch: Any = {"type": "custom", "name": "apply_patch", "description": "Edits."}
+    scripted.say("Let me edit." + call("apply_patch", input="*** Begin\n+a\n"))
+    with client.responses.stream(model="m", input="Edit.", tools=[patch]) as stream:
+        kinds = {event.type for event in stream}
+        response = validated(stream.get_final_response())
+    assert {"response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"} <= kinds
+    called = response.output[1]
+    assert called.type == "custom_tool_call"
+    assert (called.name, called.input) == ("apply_patch", "*** Begin\n+a\n")
+    result: Any = {"type": "custom_tool_call_output", "call_id": called.call_id, "output": "Done"}
+    sent: Any = [{"role": "user", "content": "Edit."}, *response.output, result]
+    scripted.say("Edited.")
+    client.responses.create(model="m", input=sent, tools=[patch])
+    prompt = scripted.prompt
+    assert '"arguments": {"input": "*** Begin\\n+a\\n"}' in prompt
+    client.responses.create(model="m", input=[result], tools=[patch], previous_response_id=response.id)
+    assert scripted.prompt == prompt
+
+
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say(CALLS)
+    body: Any = {"model": "m", "input": "1 + 2?", "tools": [TOOL], "top_logprobs": 1}
+    body["include"] = ["message.output_text.logprobs"]
+    whole = validated(client.responses.create(**body))
+    with client.responses.stream(**body) as stream:
+        events = list(stream)
+        streamed = validated(stream.get_final_response())
+    deltas: Any = [event for event in events if event.type == "response.output_text.delta"]
+    tokens = [item.token for event in deltas for item in event.logprobs]
+    assert "".join(tokens) == "Let me add."
+    for response in (whole, streamed):
+        message: Any = response.output[1]
+        assert [item.token for item in message.content[0].logprobs] == tokens
+        assert all(len(item.top_logprobs) == 1 for item in message.content[0].logprobs)
+    with pytest.raises(openai.BadRequestError, match="needs include to have message"):
+        client.responses.create(model="m", input="x", top_logprobs=2)
+
+
+def test_input_tokens_are_those_of_the_response(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Well.")
+    first = client.responses.create(model="m", input="Hello", instructions="Be short.", tools=[TOOL])
+    assert first.usage is not None
+    count = client.responses.input_tokens.count(
+        model="m", input="Hello", instructions="Be short.", tools=[TOOL]
+    )
+    assert (count.object, count.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    second = client.responses.create(model="m", input="And?", previous_response_id=first.id)
+    assert second.usage is not None
+    again = client.responses.input_tokens.count(model="m", input="And?", previous_response_id=first.id)
+    assert again.input_tokens == second.usage.input_tokens
+
+
+def test_completed_response_cannot_be_cancelled(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Well.")
+    response = client.responses.create(model="m", input="Hello")
+    with pytest.raises(openai.BadRequestError, match="the response is completed") as refused:
+        client.responses.cancel(response.id)
+    assert refused.value.code == "response_ended"
 
 
 def test_stream_adds_up_to_the_response(client: openai.OpenAI, scripted: CallingBackend) -> None:
@@ -361,9 +440,10 @@ def test_request_can_be_cancelled_while_it_looks_up_items(
 def test_errors_name_model_and_key(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.responses.create(model="gpt", input="x")
-    with pytest.raises(openai.BadRequestError, match="web_search") as refused:
-        client.responses.create(model="m", input="x", tools=[{"type": "web_search"}])
-    assert refused.value.param == "tools[0]"
+    search: Any = {"tools": [{"type": "web_search"}], "tool_choice": "required"}
+    with pytest.raises(openai.BadRequestError, match="requires web_search") as refused:
+        client.responses.create(model="m", input="x", **search)
+    assert refused.value.param == "tool_choice"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").responses.create(model="m", input="x")
 

@@ -1,0 +1,258 @@
+"""Rewrites the Lark grammar of a tool's free text input, to be used inside the grammar of a call.
+
+Most models write that text as a JSON string, in which a line break of the grammar is the two characters \\n. Strings
+and regexes of the grammar are rewritten one character matcher at a time: a character that JSON escapes is replaced by
+its escape. Every text has only one spelling, and some matchers (of control characters, or nested classes) allow fewer
+texts than before, but none allows more.
+
+The lexer decides where a terminal ends by looking one character ahead, which is too little to tell \\" from \\n. So
+rules that do not refer to themselves become terminals, which have no ends inside. Where a rule does refer to itself, a
+terminal that may continue with an escape cannot be followed by one that starts with an escape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Characters that JSON writes as a backslash and a letter. Other control characters are never generated.
+_ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_PLAIN = r'[^"\\\x00-\x1F]'
+_ESCAPED_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+# Terminals of Lark's library that match characters with escapes; the others are imported as they are.
+_COMMON = {
+    "LF": r"\n",
+    "CR": r"\r",
+    "NEWLINE": r"(\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "ESCAPED_STRING": r'"([^"\\\n]|\\[^\n])*"',
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "C_COMMENT": r"\/\*([^*]|\*[^\/])*\*\/",
+    "SQL_COMMENT": r"--[^\n]*",
+}
+_STRING = r'"(?:\\.|[^"\\\n])*+"i?'
+_TOKEN = re.compile(
+    rf"""(?P<comment>//[^\n]*|\#[^\n]*)
+    | (?P<range>{_STRING}\s*+\.\.\s*+{_STRING})
+    | (?P<string>{_STRING})
+    | /(?P<regex>(?:\\.|[^/\\\n])++)/(?P<flags>[a-z]*)
+    | (?P<import>%import\s++common\.(?P<common>\w++)(?:\s*+->\s*+(?P<alias>\w++))?)
+    | (?P<unsupported>%json\b|%regex\b|%lark\b|%llguidance\b|<[^>\s]*>|~(?!\s*\d))""",
+    re.VERBOSE,
+)
+_RULE = re.compile(r"^[ \t]*+[?!]*+([a-z_]\w*+)(\[[^\]]*\])?[ \t]*+:", re.MULTILINE)
+_STATEMENT = re.compile(r"^[ \t]*+(?:[?!]*+\w++(?:\[[^\]]*\])?[ \t]*+:|%)", re.MULTILINE)
+# A reference to a rule, or a string or regex that may contain what looks like one.
+_REFERENCE = re.compile(rf"{_STRING}|/(?:\\.|[^/\\\n])++/|(?<!\w)(?P<name>[a-z_]\w*+)")
+_ALIAS = re.compile(r"->[ \t]*+\w++[ \t]*+(?=\||\n|\Z)")
+_GROUP = re.compile(r"\?(?:P?<\w+>|(?P<flags>[a-z]*)(?:-(?P<off>[a-z]*))?(?P<end>[:)]))")
+_CODE_POINT = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{([0-9A-Fa-f]{1,8})\}")
+_SET_OPERATION = re.compile(r"\[|&&|--|~~|\|\|")
+_PROPERTY = re.compile(r"[pP](?:\{[^}]*\}|.)")
+
+
+def json_quoted(grammar: str) -> str:
+    """Return the grammar of the JSON strings, without their quotes, whose texts a grammar matches.
+
+    Raises ValueError if it uses something that cannot be rewritten.
+    """
+    parts, at = [], 0
+    for token in _TOKEN.finditer(grammar):
+        parts += [grammar[at : token.start()], _rewritten(token)]
+        at = token.end()
+    return _with_terminals("".join([*parts, grammar[at:]]))
+
+
+def bare_input(grammar: str, never: str) -> str:
+    """Return a grammar for text between markers, without the texts that contain a match of the regex `never`.
+
+    They cannot be left out of a grammar whose first rule refers to itself.
+    """
+    json_quoted(grammar)  # the same grammars are supported in all formats
+    return _with_terminals(grammar, never)
+
+
+def _with_terminals(grammar: str, never: str = "") -> str:
+    """Turn the rules that do not refer to themselves, directly or through others, into terminals."""
+    if "%ignore" in grammar:  # applies between terminals, and not inside them
+        return grammar
+    rules = [_Rule.read(grammar, head) for head in _RULE.finditer(grammar)]
+    terminals: dict[str, str] = {}
+    num_known = -1
+    while len(terminals) > num_known:
+        num_known = len(terminals)
+        for rule in rules:
+            if not rule.has_attributes and rule.references() <= terminals.keys():
+                terminals.setdefault(rule.name, f"TERMINAL_{len(terminals)}")
+
+    def renamed(match: re.Match[str]) -> str:
+        return terminals.get(match["name"] or "", match[0])
+
+    parts, at = [], 0
+    for rule in rules:
+        body = _REFERENCE.sub(renamed, rule.body)
+        if rule.name in terminals:
+            body, rule.head = _ALIAS.sub("", body), f"{terminals[rule.name]}:"
+        parts += [grammar[at : rule.start], rule.head, body]
+        at = rule.end
+    if "start" in terminals:
+        limits = f" & ~/(?s:.*)({never})(?s:.*)/" if never else ""
+        parts.append(f"\nstart: INPUT\nINPUT: {terminals['start']}{limits}\n")
+    return "".join([*parts, grammar[at:]])
+
+
+@dataclass(slots=True)
+class _Rule:
+    name: str
+    head: str  # up to its colon
+    body: str
+    start: int  # where it is in the grammar
+    end: int
+    has_attributes: bool
+
+    @classmethod
+    def read(cls, grammar: str, head: re.Match[str]) -> _Rule:
+        next_statement = _STATEMENT.search(grammar, head.end())
+        end = len(grammar) if next_statement is None else next_statement.start()
+        return cls(
+            head[1], head[0], grammar[head.end() : end], head.start(), end, has_attributes=head[2] is not None
+        )
+
+    def references(self) -> set[str]:
+        """Return the names of the rules that it refers to."""
+        return {match["name"] for match in _REFERENCE.finditer(_ALIAS.sub("", self.body)) if match["name"]}
+
+
+def _rewritten(token: re.Match[str]) -> str:
+    if token["unsupported"] is not None:
+        raise ValueError(f"{token[0]} is not supported in the grammar of a tool's input")
+    if token["range"] is not None:
+        first, last = (_value(text) for text in re.findall(_STRING, token["range"]))
+        return f"/{_class(f'[{re.escape(first)}-{re.escape(last)}]')}/"
+    if token["string"] is not None:
+        text, is_caseless = _value(token["string"]), token["string"].endswith("i")
+        quoted = json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)
+        # Letters of escapes have only one case.
+        return f"/{_quoted_regex(_escaped(text), 'i')}/" if is_caseless else quoted
+    if token["regex"] is not None:
+        return f"/{_quoted_regex(token['regex'], token['flags'])}/"
+    if token["common"] in _COMMON:
+        return f"{token['alias'] or token['common']}: /{_quoted_regex(_COMMON[token['common']])}/"
+    return token[0]
+
+
+def _value(string: str) -> str:
+    value: str = json.loads(re.sub(r"\\x(..)", r"\\u00\1", string.removesuffix("i")))
+    return value
+
+
+def _escaped(text: str) -> str:
+    """Return a regex for a text, without slashes that end it."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def _quoted_regex(regex: str, flags: str = "") -> str:
+    if "x" in flags:
+        raise ValueError("the regex flag x is not supported in the grammar of a tool's input")
+    text = "".join(_quoted_parts(regex, "s" in flags))
+    inline = "".join(flag for flag in flags if flag in "imu")
+    return f"(?{inline}:{text})" if inline else text
+
+
+def _quoted_parts(regex: str, matches_all: bool) -> Iterator[str]:
+    """Yield a regex piece by piece. `matches_all` says that a dot matches line breaks."""
+    at, groups = 0, [matches_all]  # the flag inside each open group
+    while at < len(regex):
+        character = regex[at]
+        end = at + 1
+        if character == "\\":
+            end, piece = _escape(regex, at)
+        elif character == "[":
+            end = _end_of_class(regex, at)
+            piece = _class(regex[at:end])
+        elif character == ".":
+            piece = _any(set(_ESCAPES) if groups[-1] else set(_ESCAPES) - {"\n"})
+        elif character == "(":
+            group = _GROUP.match(regex, end)
+            piece = character
+            if group is not None:
+                end, piece = group.end(), f"({group[0]}"
+                if "x" in (group["flags"] or ""):
+                    raise ValueError("the regex flag x is not supported in the grammar of a tool's input")
+                flag = ("s" in (group["flags"] or "") or groups[-1]) and "s" not in (group["off"] or "")
+                if group["end"] == ")":
+                    groups[-1] = flag
+                else:
+                    groups.append(flag)
+            else:
+                groups.append(groups[-1])
+        else:
+            if character == ")" and len(groups) > 1:
+                groups.pop()
+            piece = _literal(character) if character in _ESCAPES else character
+        yield piece
+        at = end
+
+
+def _escape(regex: str, at: int) -> tuple[int, str]:
+    """Return the end of the escape at a position, and its replacement."""
+    code = _CODE_POINT.match(regex, at + 1)
+    if code is not None:
+        number = int(next(filter(None, code.groups())), 16)
+        character = chr(number) if number <= 0x10FFFF else ""
+        is_special = character < " " or character in _ESCAPES
+        return code.end(), _literal(character) if is_special else f"\\{code[0]}"
+    named = _PROPERTY.match(regex, at + 1)
+    if named is not None:
+        return named.end(), f"[\\{named[0]}&&{_PLAIN}]"
+    letter = regex[at + 1 : at + 2]
+    if letter in _ESCAPED_LETTERS or letter in _ESCAPES:
+        return at + 2, _literal(_ESCAPED_LETTERS.get(letter, letter))
+    if letter in "sSDW":
+        return at + 2, _class(f"[\\{letter}]")
+    return at + 2, f"\\{letter}"
+
+
+def _literal(character: str) -> str:
+    """Return a regex for a character that JSON escapes, or one that matches nothing if it has no short escape."""
+    return _any({character}, plain="") if character in _ESCAPES else f"[a&&{_PLAIN}&&b]"
+
+
+def _any(escaped: set[str], plain: str = _PLAIN) -> str:
+    """Return a regex for any of the characters that are written `plain`, or as an escape."""
+    letters = "".join(re.escape(letter) for character, letter in _ESCAPES.items() if character in escaped)
+    # A surrounding i flag must not allow \N for \n.
+    alternatives = filter(None, (plain, rf"\\(?-i:[{letters}])" if letters else ""))
+    return f"(?:{'|'.join(alternatives)})"
+
+
+def _class(text: str) -> str:
+    """Return a regex for a character class. Escapes are left out of classes that Python reads differently."""
+    escaped: set[str] = set()
+    with contextlib.suppress(re.error):
+        if not _SET_OPERATION.search(re.sub(r"\\.", "", text[1:])):
+            contains = re.compile(text.replace(r"\/", "/")).fullmatch
+            escaped = {character for character in _ESCAPES if contains(character)}
+    return _any(escaped, f"[{text}&&{_PLAIN}]")
+
+
+def _end_of_class(regex: str, start: int) -> int:
+    depth, at = 0, start
+    while at < len(regex):
+        if regex[at] == "\\":
+            at += 1
+        elif regex[at] == "[":
+            depth += 1
+            at += regex[at + 1 : at + 2] == "^"
+            at += regex[at + 1 : at + 2] == "]"  # a literal one
+        elif regex[at] == "]":
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    raise ValueError(f"the regex {regex[:100]!r} has a character class that is not closed")
