@@ -59,9 +59,11 @@ def _choose_kernel(
     logits,  # [T, E] float32
     correction,  # [E] float32, or None: added to the scores that experts are chosen by
     live,  # [T] int32, negative: padding; or None
-    ids,  # [T, TOP_K] int32; E: none
+    ids,  # [T, TOP_K] int32; num_held: none
     weights,  # [T, TOP_K] float32
     num_experts,
+    first_held,
+    num_held,
     scale,
     SCORES: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -74,12 +76,16 @@ def _choose_kernel(
 ):
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
-    exists = expert < num_experts
     launch_dependents_then_wait(PDL)
-    values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=exists, other=-float("inf"))
     is_live = True
+    num_logits = num_experts
     if live is not None:
         is_live = tl.load(live + token) >= 0
+        num_logits = tl.where(is_live, num_experts, 0)
+    exists = expert < num_experts
+    # Whatever is in a padding token's logits is not read.
+    values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=expert < num_logits, other=0.0)
+    values = tl.where(exists, values, -float("inf"))
     if SCORES == 0:
         powers = tl.exp(values - tl.max(values, 0))
         scores = powers / tl.sum(powers, 0)
@@ -109,7 +115,9 @@ def _choose_kernel(
         total = tl.sum(tl.where(inside, chosen, 0.0), 0)
         chosen = chosen / (total + 1e-20)
     place = token.to(tl.int64) * TOP_K + slot
-    tl.store(ids + place, tl.where(is_live, chosen_ids, num_experts), mask=inside)
+    own = chosen_ids - first_held
+    is_held = (own >= 0) & (own < num_held) & is_live
+    tl.store(ids + place, tl.where(is_held, own, num_held), mask=inside)
     tl.store(weights + place, chosen * scale, mask=inside)
 
 
@@ -134,9 +142,9 @@ def _only_best_groups(ranking, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexp
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The experts of each token."""
+    """The experts of each token, as indices of those that are held here."""
 
-    ids: Tensor  # [T, top_k] int32; the number of experts for padding
+    ids: Tensor  # [T, top_k] int32; the number of experts held for padding, and for experts held by other ranks
     weights: Tensor  # [T, top_k] float32
 
 
@@ -151,9 +159,11 @@ def choose_experts(
     num_groups: int = 1,
     top_groups: int = 1,
     live: Tensor | None = None,
+    held: range | None = None,
     pdl: bool = False,
 ) -> Chosen:
     num_tokens, num_experts = logits.shape
+    held = range(num_experts) if held is None else held
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     if num_tokens:
@@ -164,12 +174,14 @@ def choose_experts(
             ids,
             weights,
             num_experts,
+            held.start,
+            len(held),
             scale,
             SCORES=SCORES[scores],
             NORMALISE=normalise,
             TOP_K=top_k,
             PADDED_K=triton.next_power_of_2(max(2, top_k)),
-            BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_E=triton.next_power_of_2(max(2, num_experts)),
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,
             PDL=pdl,
