@@ -17,7 +17,7 @@ CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.insta
 # Tests start many processes, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test docs setup clients kernels lint types layering tests clean
+.PHONY: demo serve test docs setup clients kernels web lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
@@ -27,7 +27,7 @@ serve: $(VENV)/.server
 
 # Each of these steps keeps one core busy, so two run at a time, the longest first. The tests use all cores.
 test:
-	$(MAKE) --no-print-directory --jobs=2 setup clients kernels lint $(VENV)/.compiled types layering
+	$(MAKE) --no-print-directory --jobs=2 setup clients kernels web lint $(VENV)/.compiled types layering
 	$(MAKE) --no-print-directory tests
 
 # Builds the site in build/site, with reference pages generated from the code. A broken link is an error.
@@ -89,6 +89,14 @@ build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
 tests/server/clients/%/node_modules/.package-lock.json: tests/server/clients/%/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(<D); fi
 
+# Test the web application, and check that the built files in inflight/web match its sources (`make web BUILD=1` writes them).
+# Without npm this is skipped, except in CI.
+web: web/node_modules/.package-lock.json
+	if command -v npm >/dev/null; then web/build $(BUILD); else test -z "$$CI"; fi
+
+web/node_modules/.package-lock.json: web/package-lock.json
+	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix web; fi
+
 # One process compiles the modules that tests import. Otherwise every test process would compile all of them at the same time.
 $(VENV)/.compiled: $(VENV)/.dev
 	$(BIN)/pytest --collect-only -qq >/dev/null || true  # the tests will report any errors
@@ -98,4 +106,4 @@ tests: $(VENV)/.compiled clients
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 clean:
-	rm -rf $(VENV) build tests/server/clients/*/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build tests/server/clients/*/node_modules web/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

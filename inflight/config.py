@@ -56,14 +56,13 @@ class ModelConfig:
     tool_call_parser: str | None = option(
         None,
         MODEL,
-        "Format of the model's tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, kimi_k2, harmony, "
-        "llama3_json, pythonic, or none.",
+        "Format of the model's tool calls, one of those in docs/agents.md (hermes, mistral, ...), or none.",
         unset="detected from the chat template",
     )
     reasoning_parser: str | None = option(
         None,
         MODEL,
-        "Format of the model's reasoning: think, mistral, seed_oss, kimi_vl, harmony, or none.",
+        "Format of the model's reasoning, one of those in docs/agents.md (think, mistral, harmony, ...), or none.",
         unset="detected from the chat template",
     )
     start_timeout: float = option(
@@ -182,6 +181,11 @@ class ParallelConfig:
         at_least=1,
         at_most=MAX_RANKS,
         short="-pp",
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        MODEL,
+        "Give each tensor parallel rank some of the experts, instead of a part of each expert.",
     )
 
     def __post_init__(self) -> None:

@@ -95,7 +95,7 @@ def test_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
     package = ROOT / "inflight"
     files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
-    for suffix in (".py", ".cpp", ".h", ".html", ".js", ".css", ".safetensors", "py.typed"):
+    for suffix in (".py", ".cpp", ".h", ".js", ".css", ".safetensors", "py.typed"):
         assert any(name.endswith(suffix) for name in names), suffix
 
 

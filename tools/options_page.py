@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 _INTRO = """\
 # Options
 
-Made from the declarations in `inflight/config.py`, `inflight/config.py` and `inflight/server/config.py` by
+Made from the declarations in `inflight/config.py` and `inflight/server/config.py` by
 `python -m tools.options_page`.
 
 Options with **E** are the engine's: `LLM(...)` and `AsyncEngine.start(...)` take them as arguments. `inflight generate`

@@ -6,13 +6,20 @@ Text and token ids go in, events come out. This package knows nothing about requ
 from inflight.agents.answer_grammar import answer_grammar
 from inflight.agents.detect import (
     CallStyle,
+    call_marker_ids,
     detect_calls,
     detect_reasoning_format,
     detect_tool_format,
     opens_reasoning,
     shows_tools,
 )
-from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.formats.base import (
+    REASONING_FORMATS,
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    reasoning_format_name,
+    tool_format_name,
+)
 from inflight.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
 from inflight.agents.parser import MessageParser
 from inflight.agents.reading import (
@@ -44,9 +51,12 @@ __all__ = [
     "ToolCallBegun",
     "ToolCallEnded",
     "answer_grammar",
+    "call_marker_ids",
     "detect_calls",
     "detect_reasoning_format",
     "detect_tool_format",
     "opens_reasoning",
+    "reasoning_format_name",
     "shows_tools",
+    "tool_format_name",
 ]

@@ -17,6 +17,9 @@ from inflight.agents.formats.base import (
     REASONING_MARKERS,
     TOOL_FORMATS,
     ReasoningMarkers,
+    ToolFormat,
+    reasoning_format_name,
+    tool_format_name,
 )
 from inflight.agents.formats.harmony import HARMONY, harmony_answer
 from inflight.agents.grammar_writer import (
@@ -58,6 +61,7 @@ def answer_grammar(
     Formats, tools, tokenizer and prompt are those of `MessageParser`. With `tool_choice` "none" there are no tools.
     Raises ParameterError.
     """
+    tool_format, reasoning_format = tool_format_name(tool_format), reasoning_format_name(reasoning_format)
     try:
         allowed = [] if tool_choice == "none" else read_tools(tools)
         if not isinstance(tool_choice, str):
@@ -69,7 +73,7 @@ def answer_grammar(
             return content
 
         def write(tools: Sequence[Tool]) -> str:
-            writer = GrammarWriter(tokenizer)
+            writer = GrammarWriter(tokenizer, _markers(tool_format, reasoning_format))
             expression = None if content is None else _content(writer, content)
             shape = AnswerShape(tools, is_required, parallel, expression, max_reasoning_tokens)
             return writer.finish(_start(writer, shape, tool_format, reasoning_format, prompt)).text()
@@ -88,6 +92,14 @@ def answer_grammar(
             code="constraint_too_complex",
         )
     return StructuredOutputs(answer=text)
+
+
+def _markers(tool_format: str | None, reasoning_format: str | None) -> tuple[str, ...]:
+    tools = HARMONY if reasoning_format == HARMONY_REASONING else ToolFormat()
+    if tool_format is not None:
+        tools = TOOL_FORMATS.get(tool_format)
+    reasoning = REASONING_MARKERS.get(reasoning_format or "")
+    return (*tools.markers, *(reasoning.markers if reasoning else ()))
 
 
 def _start(
@@ -173,31 +185,51 @@ def marker_answer(
             )
     # Constrained content has no leading white space, so white space before it belongs to the reasoning.
     gap = "GAP" if shape.content is not None and not shape.is_required else ""
-    block = _reasoning(writer, reasoning, opened, shape.max_reasoning_tokens, gap) if reasoning else ""
+    block = ""
+    if reasoning:
+        # Calls are read in reasoning too, but constrained only after it.
+        never = (calls.opening, *calls.forbidden) if calls and shape.tools else ()
+        block = _reasoning(writer, reasoning, opened, shape.max_reasoning_tokens, gap, never)
     # Text that starts with the opening marker would be parsed as reasoning.
-    never_first = (reasoning.open,) if reasoning else ()
-    if shape.tools and calls is not None:
-        after = writer.rule("calls", calls.write(writer, shape.tools, shape.parallel))
-        if shape.is_required:
-            body = f"GAP {_calls_only(writer, calls, after, shape.parallel)}"
-        elif shape.content is not None:
-            body = f"({_calls_only(writer, calls, after, shape.parallel)} | {shape.content})"
-        elif calls.bare_start:
-            body = _bare_calls_or_text(writer, calls, after)
-        else:
-            body = _text_and_calls(writer, calls, after, shape.parallel, never_first)
+    never_first = reasoning.opens if reasoning else ()
+    if not shape.tools or calls is None:
+        content = shape.content or writer.text("TEXT", never_first=never_first)
+        return f"{block} {_marked_answer(writer, reasoning, content)}"
+    after = writer.rule("calls", calls.write(writer, shape.tools, shape.parallel))
+    only_calls = _calls_only(writer, calls, after, shape.parallel)
+    if shape.is_required:
+        body = f"GAP {only_calls}"
     elif shape.content is not None:
-        body = shape.content
+        body = f"({only_calls} | {_marked_answer(writer, reasoning, shape.content)})"
+    elif calls.bare_start:
+        body = _bare_calls_or_text(writer, calls, after)
+    elif reasoning and reasoning.answer and writer.is_special(reasoning.answer[0]):
+        text = writer.text("TEXT", (calls.opening, *calls.forbidden), never_first)
+        body = f"({_marked_answer(writer, reasoning, text)})? ({only_calls})?"
     else:
-        body = writer.text("TEXT", never_first=never_first)
+        body = _text_and_calls(writer, calls, after, shape.parallel, never_first)
     return f"{block} {body}"
 
 
+def _marked_answer(writer: GrammarWriter, reasoning: ReasoningMarkers | None, content: str) -> str:
+    """Return the content, and the markers around it if there are special tokens for them."""
+    if reasoning is None or not reasoning.answer or not writer.is_special(reasoning.answer[0]):
+        return content
+    before, after = map(writer.terminals, reasoning.answer[:2])
+    return f"({before})? {content} ({after})?"
+
+
 def _reasoning(
-    writer: GrammarWriter, markers: ReasoningMarkers, opened: bool, limit: int | None, gap: str
+    writer: GrammarWriter,
+    markers: ReasoningMarkers,
+    opened: bool,
+    limit: int | None,
+    gap: str,
+    never: Sequence[str],
 ) -> str:
     if limit == 0:
         return f"{writer.terminals(markers.close)} {gap}" if opened else ""
+    never = (*never, *filter(None, markers.other))
     close_id = writer.token_id(markers.close)
     if limit is not None and close_id is None:
         raise ParameterError(
@@ -206,14 +238,11 @@ def _reasoning(
             param="max_reasoning_tokens",
             code="unsupported",
         )
-    if close_id is not None and (limit is not None or writer.is_special(markers.close)):
-        name = "reasoning" if limit is None else f"reasoning[max_tokens={limit}]"
-        text = writer.rule(name, writer.text("REASONING", never=(markers.close,)))
-        block = f"{text} {writer.token(close_id)}"
+    if limit is None or close_id is None:
+        block = writer.text_until("reasoning", markers.close, never)
     else:
-        block = writer.rule(
-            "reasoning[lazy]", f"{writer.text('REASONING')} {writer.terminals(markers.close)}"
-        )
+        text = writer.text("REASONING", (markers.close, *never))
+        block = f"{writer.rule(f'reasoning[max_tokens={limit}]', text)} {writer.token(close_id)}"
     return f"{block} {gap}" if opened else f"({writer.terminals(markers.open)} {block} {gap})?"
 
 
@@ -227,7 +256,8 @@ def _calls_only(writer: GrammarWriter, calls: CallGrammar, after: str, parallel:
 
 def _bare_calls_or_text(writer: GrammarWriter, calls: CallGrammar, after: str) -> str:
     """Allow a call at the start or after its token, and text that does not start like a call."""
-    text = writer.rule("text", f"/[^{calls.bare_start} \\t\\r\\n](?s:.*)/")
+    never = (calls.opening, *calls.forbidden)
+    text = writer.rule("text", writer.text("TEXT", never, first=f"[^{calls.bare_start} \\t\\r\\n]"))
     if not writer.is_special(calls.opening):
         return f"({after} GAP | {text})?"
     return f"({after} GAP | {text}? ({writer.terminals(calls.opening)} {after} GAP)?)"
@@ -236,11 +266,7 @@ def _bare_calls_or_text(writer: GrammarWriter, calls: CallGrammar, after: str) -
 def _text_and_calls(
     writer: GrammarWriter, calls: CallGrammar, after: str, parallel: bool, never_first: Sequence[str]
 ) -> str:
-    text = writer.text("TEXT", calls.forbidden, never_first)
     many = "*" if parallel else "?"
-    if writer.is_special(calls.opening):
-        rest = writer.rule("rest", text)
-        return f"({rest} {writer.terminals(calls.opening)} {after}){many} {rest}"
-    before = writer.rule("before[lazy]", f"{text} {writer.terminals(calls.opening)}")
+    before = writer.text_until("before", calls.opening, calls.forbidden, never_first)
     rest = writer.rule("rest", writer.text("REST", (calls.opening, *calls.forbidden), never_first))
     return f"({before} {after}){many} {rest}"

@@ -1,25 +1,33 @@
 """Detection of a checkpoint's formats from its chat template.
 
 A template writes the calls of earlier turns just as the model should write new ones. So detection renders a call, and
-the format whose parser reads exactly that call is the model's.
+the format whose parser reads exactly that call is the model's. Of the styles in which it can be rendered, the one is
+chosen in which the template also renders a whole conversation, without words such as "None" for missing content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from inflight.agents.formats.base import HARMONY_REASONING, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.formats.base import (
+    HARMONY_REASONING,
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    tool_format_name,
+)
 from inflight.agents.parser import MessageParser
 from inflight.agents.values import parse_json
 from inflight.errors import RequestError, TemplateError
 from inflight.text import ChatTemplate, Tokenizer
 
 _NAME = "count_zebras"
-_ARGUMENTS = {"park": "Etosha", "days": 7}
+_PARK = "Etosha"
+_ARGUMENTS = {"park": _PARK, "days": 7}
 _TOOL = {
     "type": "function",
     "function": {
@@ -36,8 +44,16 @@ _TOOL = {
     },
 }
 _QUESTION = {"role": "user", "content": "How many zebras are there?"}
+_RESULT = {"role": "tool", "name": _NAME, "content": "It counted 42."}
+_LATER = (
+    {"role": "assistant", "content": "There are 42."},
+    {"role": "user", "content": "And how many lions?"},
+)
 _ARGUMENT_FORMS: tuple[Any, ...] = (_ARGUMENTS, json.dumps(_ARGUMENTS))
 _IDS = (f"functions.{_NAME}:0", "a1B2c3D4e")
+_STRAY = re.compile(r"\b(None|null|undefined)\b")
+# Formats whose templates only describe calls in words, and how they do so.
+_DESCRIBED = {"granite": "<|tool_call|>", "phi4_mini": "functools", "internlm2": "<|action_start|>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +88,24 @@ def detect_calls(template: ChatTemplate, reasoning_format: str | None = None) ->
         renderings = list(_render_calls(template))
     except RequestError:  # the template rejects tools, or all messages
         return None
+    candidates = []
     for (style, text), name in product(renderings, TOOL_FORMATS):
         message = MessageParser(name, reasoning_format, tools=[_TOOL]).parse(text)
         if [call.name for call in message.tool_calls] != [_NAME]:
             continue
         if parse_json(message.tool_calls[0].arguments) == _ARGUMENTS:
-            return DetectedCalls(name, style)
-    return None
+            candidates.append((len(message.content), style, name))
+    if not candidates and not any(_PARK in text for _, text in renderings):
+        described = (name for name, words in _DESCRIBED.items() if template.mentions(words))
+        candidates = [(0, style, name) for name in described for style, _ in renderings]
+    if not candidates:
+        return None
+    # A format that leaves the least text unread is the most specific one.
+    flaws = {
+        style: _count_flaws(template, style) for style in dict.fromkeys(style for _, style, _ in candidates)
+    }
+    _, style, name = min(candidates, key=lambda candidate: (flaws[candidate[1]], candidate[0]))
+    return DetectedCalls(name, style)
 
 
 def detect_tool_format(template: ChatTemplate, reasoning_format: str | None = None) -> str | None:
@@ -106,14 +133,24 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     """
     if template.mentions("<|channel|>") and template.mentions("analysis"):
         return HARMONY_REASONING
-    for name, markers in REASONING_MARKERS.items():
-        if template.mentions(markers.close):
+    # Some formats have the markers of another one, and more: these come first.
+    formats = sorted(REASONING_MARKERS.items(), key=lambda item: -len(item[1].markers))
+    for name, markers in formats:
+        if all(map(template.mentions, markers.mentions or (markers.close,))):
             return name
-    for name, markers in REASONING_MARKERS.items():
-        ids = [tokenizer and tokenizer.token_id(text) for text in (markers.open, markers.close)]
+    for name, markers in formats:
+        ids = [tokenizer and tokenizer.token_id(text) for text in markers.markers]
         if None not in ids:
             return name
     return None
+
+
+def call_marker_ids(tool_format: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that start a call, where the format has tokens of its own for that."""
+    if tool_format is None or tokenizer is None:
+        return frozenset()
+    openings = TOOL_FORMATS.get(tool_format_name(tool_format) or "").openings.texts
+    return tokenizer.added_ids.intersection(map(tokenizer.token_id, openings))
 
 
 def opens_reasoning(template: ChatTemplate, reasoning_format: str | None) -> bool:
@@ -133,11 +170,8 @@ def _render_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
     question = template.render([_QUESTION], tools=tools, add_generation_prompt=False)
     prompt = template.render([_QUESTION], tools=tools)
     for style in _STYLES:
-        function = {"name": _NAME, "arguments": _ARGUMENT_FORMS[style.arguments_as_text]}
-        call = {"id": _IDS[style.short_ids], "type": "function", "function": function}
-        message = {"role": "assistant", "content": style.empty_content, "tool_calls": [call]}
         try:
-            text = template.render([_QUESTION, message], tools=tools, add_generation_prompt=False)
+            text = template.render([_QUESTION, _call(style)], tools=tools, add_generation_prompt=False)
         except TemplateError:
             continue
         # A prompt may end with the start of only some answers, such as an opened block of reasoning.
@@ -145,3 +179,20 @@ def _render_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
             yield style, text[len(prompt) :]
         differing = (at for at, pair in enumerate(zip(question, text, strict=False)) if pair[0] != pair[1])
         yield style, text[next(differing, min(len(question), len(text))) :]
+
+
+def _call(style: CallStyle) -> dict[str, Any]:
+    function = {"name": _NAME, "arguments": _ARGUMENT_FORMS[style.arguments_as_text]}
+    call = {"id": _IDS[style.short_ids], "type": "function", "function": function}
+    return {"role": "assistant", "content": style.empty_content, "tool_calls": [call]}
+
+
+def _count_flaws(template: ChatTemplate, style: CallStyle) -> int:
+    """Return how many parts of a whole conversation the template loses in this style, or adds to it."""
+    messages = [_QUESTION, _call(style), {**_RESULT, "tool_call_id": _IDS[style.short_ids]}, *_LATER]
+    try:
+        text = template.render(messages, tools=[_TOOL])
+    except TemplateError:
+        return len(messages)
+    lost = sum(message["content"] not in text for message in (_RESULT, *_LATER))
+    return lost + len(_STRAY.findall(text))

@@ -20,8 +20,8 @@ from inflight.text import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 _GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # bounded, as some models would write line breaks forever
-_DEFINITIONS = ("$defs", "definitions")
-_PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+DEFINITIONS = ("$defs", "definitions")
+_PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 _STRING_KEYWORDS = {"type", "minLength", "maxLength", "enum", "const"}
 INPUT = "input"  # the only parameter of a function that stands for a tool whose input is free text
 INPUT_GRAMMAR = "input_grammar"  # the key of its `InputGrammar` in the function
@@ -99,6 +99,7 @@ class GrammarWriter:
     """Collects the rules of a grammar. Its methods return expressions that other rules can use."""
 
     tokenizer: Tokenizer | None
+    markers: tuple[str, ...] = ()  # of the formats, which may be special tokens
     _rules: list[str] = field(default_factory=lambda: [_GAP])
     _tokens: dict[str, int] = field(default_factory=dict)
     _schemas: dict[str, RuleSchema] = field(default_factory=dict)
@@ -115,9 +116,16 @@ class GrammarWriter:
         return name.partition("[")[0]
 
     def is_special(self, marker: str) -> bool:
-        """Return whether a marker is a special token, which plain text never produces."""
-        token_id = self.token_id(marker)
-        return token_id is not None and self.tokenizer is not None and token_id in self.tokenizer.special_ids
+        """Return whether a marker has a special token, which plain text never produces."""
+        return any(token_id is not None for _, token_id in self._pieces(marker))
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Split a text at the markers that are special tokens. Yield each piece with the id of its token, if any."""
+        pattern = "|".join(re.escape(marker) for marker in self.markers) or "(?!)"
+        for piece in filter(None, re.split(f"({pattern})", text)):
+            token_id = self.token_id(piece) if piece in self.markers else None
+            special = self.tokenizer is not None and token_id in self.tokenizer.special_ids
+            yield piece, token_id if special else None
 
     def token_id(self, marker: str) -> int | None:
         return self.tokenizer.token_id(marker) if self.tokenizer and marker else None
@@ -130,12 +138,11 @@ class GrammarWriter:
 
     def terminals(self, *parts: str) -> str:
         """Return an expression for markers and texts in sequence; special tokens become tokens, the rest literals."""
-        expressions = []
-        for part in filter(None, parts):
-            token_id = self.token_id(part)
-            special = token_id is not None and self.is_special(part)
-            expressions.append(self.token(token_id) if special and token_id is not None else literal(part))
-        return " ".join(expressions)
+        return " ".join(
+            literal(piece) if token_id is None else self.token(token_id)
+            for part in parts
+            for piece, token_id in self._pieces(part)
+        )
 
     def schema(self, name: str, schema: RuleSchema) -> str:
         self._schemas[name] = schema
@@ -152,9 +159,9 @@ class GrammarWriter:
 
     def bare_input(self, grammar: InputGrammar, ending: str, never: Sequence[str]) -> str:
         """Return an expression for a tool's free text input with its ending. `never` lists other endings."""
-        return (
-            f"{self._input(grammar, self._alternatives((ending.strip(), *never)))} {self.terminals(ending)}"
-        )
+        special = next((piece for piece, token_id in self._pieces(ending) if token_id is not None), "")
+        end_of_text = ending.partition(special)[0] if special else ending.strip()
+        return f"{self._input(grammar, self._alternatives((end_of_text, *never)))} {self.terminals(ending)}"
 
     def _input(self, grammar: InputGrammar, never: str | None) -> str:
         name = f"input_{len(self._grammars)}"
@@ -187,18 +194,43 @@ class GrammarWriter:
         return self.schema(name, RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT, tool.name, key))
 
     def text(
-        self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"
+        self,
+        name: str,
+        never: Sequence[str] = (),
+        never_first: Sequence[str] = (),
+        length: str = "*",
+        first: str = "",
+        last: str = "",
     ) -> str:
         """Return a terminal for free text that does not contain `never` or start with `never_first`.
 
-        `length` is a regex quantifier for the number of characters.
+        `length` is a regex quantifier for the number of characters, between those that match the regex `first` and the
+        text `last`.
         """
-        parts = [f"/(?s:.){length}/"]
+        parts = [f"/{first}(?s:.){length}{escape_regex(last)}/"]
         if inside := self._alternatives(never):
             parts.append(f"~/(?s:.*)({inside})(?s:.*)/")
         if first := self._alternatives(never_first):
             parts.append(f"~/[ \\t\\r\\n]*({first})(?s:.*)/")
         return self.rule(name, " & ".join(parts))
+
+    def text_until(
+        self,
+        name: str,
+        ending: str,
+        never: Sequence[str] = (),
+        never_first: Sequence[str] = (),
+        length: str = "*",
+    ) -> str:
+        """Return an expression for free text up to the first ending, and the ending."""
+        special = next((piece for piece, token_id in self._pieces(ending) if token_id is not None), "")
+        if not special:
+            text = self.text(name.upper(), never, never_first, length)
+            return self.rule(f"{name}[lazy]", f"{text} {self.terminals(ending)}")
+        # The text ends where a special token comes, so it includes what precedes that token.
+        before, _, after = ending.partition(special)
+        text = self.text(name.upper(), never, never_first, length, last=before)
+        return f"{text} {self.terminals(special, after)}"
 
     def _alternatives(self, texts: Sequence[str]) -> str:
         """Return a regex for any of the texts, without special tokens, which are never text."""
@@ -231,7 +263,7 @@ def tool_parameters(tools: Sequence[Tool], readable: re.Pattern[str]) -> list[li
 def _parameters(rule: str, tool: Tool, readable: re.Pattern[str]) -> list[Parameter]:
     for keyword in tool.schema:
         if keyword not in _PER_PARAMETER and not is_annotation(keyword):
-            _reject_if_strict(tool, keyword, "#")
+            reject_if_strict(tool, keyword, "#")
     properties, required = tool.schema.get("properties"), tool.schema.get("required")
     properties = properties if isinstance(properties, dict) else {}
     required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
@@ -251,7 +283,7 @@ def _parameters(rule: str, tool: Tool, readable: re.Pattern[str]) -> list[Parame
     return parameters
 
 
-def _reject_if_strict(tool: Tool, keyword: str, path: str) -> None:
+def reject_if_strict(tool: Tool, keyword: str, path: str) -> None:
     """Raise for a keyword that the format cannot guarantee, if the tool is strict."""
     if tool.strict:
         raise ParameterError(
@@ -267,17 +299,37 @@ def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter],
     return " ".join(expressions)
 
 
+def separated_parameters(
+    writer: GrammarWriter, parameters: list[Parameter], write: Callable[[Parameter], str], separator: str
+) -> str:
+    """Return an expression for the parameters in order, with separators between those that are present."""
+    tail = ""  # what may follow the current parameter
+    alternatives: list[str] = []  # to start with
+    for parameter in reversed(parameters):
+        argument = write(parameter)
+        if parameter.required:
+            alternatives.clear()
+        alternatives.append(f"{argument} {tail}")
+        next_argument = f"{separator} {argument}"
+        tail = writer.rule(
+            f"{parameter.rule}_tail",
+            f"{next_argument if parameter.required else f'({next_argument})?'} {tail}",
+        )
+    optional = "" if any(parameter.required for parameter in parameters) else "?"
+    return f"({' | '.join(alternatives)}){optional}" if alternatives else ""
+
+
 def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
     """Return an expression for a parameter's value as JSON."""
     tool, schema = parameter.tool, parameter.schema
     if tool.input_grammar is not None:
         return writer.json_input(tool.input_grammar)
     for reference in _references(schema):
-        if not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)):
-            _reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
+        if not reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
+            reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
             schema = {}
             break
-    definitions = {name: tool.schema[name] for name in _DEFINITIONS if name in tool.schema}
+    definitions = {name: tool.schema[name] for name in DEFINITIONS if name in tool.schema}
     types = sorted(schema_types(schema))
     loose: Any = {"type": types} if types else True
     return writer.schema(
@@ -299,7 +351,7 @@ def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: 
         if texts:
             alternatives = " | ".join(f"/{escape_regex(text)}/" for text in texts if text)
             return f"({alternatives}) {writer.terminals(ending)}"
-        _reject_if_strict(parameter.tool, "enum", f"#/properties/{parameter.name}")
+        reject_if_strict(parameter.tool, "enum", f"#/properties/{parameter.name}")
     elif types and "string" not in types:
         return f"GAP {json_value(writer, parameter)} GAP {writer.terminals(ending.strip())}"
     return _bare_text(writer, parameter, types, ending, never)
@@ -316,18 +368,12 @@ def _bare_text(
             continue
         if keyword in ("anyOf", "oneOf") and all(map(_only_types, alternatives)):
             continue
-        _reject_if_strict(parameter.tool, keyword, f"#/properties/{parameter.name}")
-    text = writer.text(
-        parameter.rule.upper(),
-        (ending.strip(), *never),
-        length=_length_quantifier(schema) if types == {"string"} else "*",
-    )
-    if writer.is_special(ending):
-        return f"{text} {writer.terminals(ending)}"
-    return writer.rule(f"{parameter.rule}[lazy]", f"{text} {writer.terminals(ending)}")
+        reject_if_strict(parameter.tool, keyword, f"#/properties/{parameter.name}")
+    length = length_quantifier(schema) if types == {"string"} else "*"
+    return writer.text_until(parameter.rule, ending, (ending.strip(), *never), length=length)
 
 
-def _length_quantifier(schema: dict[str, Any]) -> str:
+def length_quantifier(schema: dict[str, Any]) -> str:
     """Return the regex quantifier for the allowed lengths of a string."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     numbers = [value for value in (least, most) if type(value) is int and value >= 0]

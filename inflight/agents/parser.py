@@ -13,6 +13,8 @@ from inflight.agents.formats.base import (
     CallEmitter,
     ReasoningMarkers,
     ToolFormat,
+    reasoning_format_name,
+    tool_format_name,
 )
 from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
 from inflight.agents.reading import (
@@ -54,7 +56,7 @@ class MessageParser:
         format, reasoning = _tool_format(tool_format, reasoning_format), _reasoning_markers(reasoning_format)
         markers, opened = format.markers, format.opened_by(prompt)
         if reasoning is not None:
-            markers = (*markers, reasoning.open, reasoning.close)
+            markers = (*markers, *reasoning.markers)
             opened = reasoning.opened_by(prompt) or opened
         self._special = _special_tokens(markers, tokenizer)
         self._source = Source(self._special)
@@ -120,53 +122,96 @@ def _read(
     shaped_content: bool,
 ) -> Reading[None]:
     """Read a whole output."""
+    called = False
     if reasoning is not None:
-        yield from _read_reasoning(source, reasoning, tool_format.ends_reasoning)
+        called = yield from _read_reasoning(source, calls, tool_format, reasoning)
     if tool_format.read_message is not None:
         yield from tool_format.read_message(source, calls)
         return
-    openings, grammar = tool_format.openings, tool_format.grammar
-    if grammar is not None and grammar.bare_start:
-        yield from tool_format.read_calls(source, calls, "")
+    openings, grammar = tool_format.openings.texts, tool_format.grammar
+    if grammar is not None and grammar.bare_start and not called:
+        yield from _read_calls(source, calls, tool_format, "")
     elif grammar is not None and shaped_content:
         opening = yield from source.accept_after_space(grammar.opening)
         source.unread(len(opening or ""))
         if opening is None:
-            openings = Markers()
-    while (opening := (yield from source.emit_until(openings, ContentDelta, trim=True))) is not None:
-        if not (yield from tool_format.read_calls(source, calls, opening.lstrip())):
-            yield ContentDelta(opening)
+            openings = ()
+    # A special token is never meant to be read, unlike text that spells a marker.
+    stray = source.special_spellings.intersection(tool_format.endings)
+    around_answer = reasoning.answer if reasoning is not None else ()
+    markers = Markers(*openings, *stray.difference(around_answer), *around_answer)
+    while (marker := (yield from source.emit_until(markers, ContentDelta, trim=True))) is not None:
+        text = marker.lstrip()
+        if text in around_answer:
+            yield from source.skip_space()
+            continue
+        if text in stray:
+            marker = marker[: -len(text)]
+        elif (yield from _read_calls(source, calls, tool_format, text)):
+            continue
+        if marker:
+            yield ContentDelta(marker)
 
 
-def _read_reasoning(source: Source, markers: ReasoningMarkers, also_ends: tuple[str, ...]) -> Reading[None]:
+def _read_calls(source: Source, calls: CallEmitter, tool_format: ToolFormat, opening: str) -> Reading[bool]:
+    """Read calls and the markers that end them. Return False, and read nothing, if there are none."""
+    if not (yield from tool_format.read_calls(source, calls, opening)):
+        return False
+    while tool_format.endings and (yield from source.accept_after_space(*tool_format.endings)):
+        pass
+    yield from source.skip_trailing_space()
+    return True
+
+
+def _read_reasoning(
+    source: Source, calls: CallEmitter, tool_format: ToolFormat, markers: ReasoningMarkers
+) -> Reading[bool]:
     """Read the block of reasoning at the start of an output, if there is one, without surrounding white space.
 
-    Later in the output the markers are text: an answer may be about them. The markers in `also_ends` end the block too,
-    and are left for the next reader.
+    Later in the output the markers are text: an answer may be about them. Models may also call tools without ending the
+    block: then the calls end it. Return whether they did.
     """
     source.hold()
     yield from source.skip_space()
-    if not (yield from source.accept(markers.open)):
+    if not (yield from source.accept(*markers.opens)):
         source.rewind()
-        return
+        return False
     source.release()
     source.in_reasoning = True
-    yield from source.accept_after_space(markers.open)  # some models repeat the opening marker of the prompt
+    yield from source.accept_after_space(
+        *markers.opens
+    )  # some models repeat the opening marker of the prompt
     yield from source.skip_space()
-    ending = yield from source.emit_until(Markers(markers.close, *also_ends), ReasoningDelta, trim=True)
+    if markers.label and (yield from source.accept(markers.label)):
+        yield from source.skip_space()
+    endings = Markers(*markers.closes, *tool_format.openings.texts)
+    called = False
+    while not called:
+        ending = yield from source.emit_until(endings, ReasoningDelta, trim=True)
+        if ending is None or ending.endswith(markers.closes):
+            break
+        for event in _read_calls(source, calls, tool_format, ending.lstrip()):
+            if event is not None:
+                called, source.in_reasoning = True, False
+            yield event
+        if not called:
+            yield ReasoningDelta(ending)
     source.in_reasoning = False
-    if ending is not None and not ending.endswith(markers.close):
-        source.unread(len(ending.lstrip()))
-    yield from source.skip_space()
+    if not called or (yield from source.accept_after_space(*markers.closes)):
+        yield from source.skip_space()
+    return called
 
 
 def _tool_format(name: str | None, reasoning_format: str | None) -> ToolFormat:
-    if name is not None:
-        return TOOL_FORMATS.get(name)
-    return HARMONY_WITHOUT_CALLS if reasoning_format == HARMONY_REASONING else ToolFormat()
+    format_name = tool_format_name(name)
+    if format_name is not None:
+        return TOOL_FORMATS.get(format_name)
+    is_harmony = reasoning_format_name(reasoning_format) == HARMONY_REASONING
+    return HARMONY_WITHOUT_CALLS if is_harmony else ToolFormat()
 
 
 def _reasoning_markers(name: str | None) -> ReasoningMarkers | None:
+    name = reasoning_format_name(name)
     if name is not None and name not in REASONING_FORMATS:
         allowed = ", ".join(REASONING_FORMATS)
         raise ConfigError(f"unknown reasoning parser {name!r}: choose one of {allowed}")

@@ -118,6 +118,7 @@ class Markers:
     """Texts that are searched for together. None of them may be a prefix of another."""
 
     def __init__(self, *texts: str) -> None:
+        self.texts = texts
         self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._first = re.compile("|".join(re.escape(text[0]) for text in texts) or "(?!)")
         self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
@@ -140,6 +141,7 @@ class Source:
 
     def __init__(self, special: Mapping[int, str] | None = None) -> None:
         self._special = dict(special or {})
+        self.special_spellings = frozenset(self._special.values())
         self._text = ""
         self._at = 0  # index into the text
         # Characters dropped before the text. The positions below count from the start of the output.

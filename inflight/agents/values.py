@@ -23,6 +23,16 @@ _JSON_TYPES = {
     list: "array",
     type(None): "null",
 }
+# Names of types in schemas that were written by hand or derived from a programming language.
+_TYPE_NAMES = {
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "long", "short"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal", "num"), "number"),
+    **dict.fromkeys(("bool", "binary"), "boolean"),
+    **dict.fromkeys(("list", "arr", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map", "struct", "json"), "object"),
+    **dict.fromkeys(("none", "nil"), "null"),
+}
 _TOKEN = re.compile(
     r"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"|(?P<word>[A-Za-z]+)"
@@ -67,10 +77,9 @@ def schema_types(schema: object, depth: int = _MAX_DEPTH) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return frozenset()
     types = schema.get("type")
-    if isinstance(types, str):
-        return frozenset({types})
-    if isinstance(types, list):
-        return frozenset(name for name in types if isinstance(name, str))
+    if isinstance(types, str | list):
+        names = [types] if isinstance(types, str) else types
+        return frozenset(_TYPE_NAMES.get(name.lower(), name) for name in names if isinstance(name, str))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             alternatives = [schema_types(choice, depth - 1) for choice in schema[key]]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from inflight.bench.load_generator import LoadResult, Record
+from inflight.errors import ParameterError, shown
 
 LATE = 0.010  # seconds: with more lag, the client rather than the server may be what is measured
 BUSY = 0.9  # share of a core
@@ -24,6 +25,7 @@ class Spread:
     p90: float
     p99: float
     max: float
+    std: float = 0.0
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
@@ -31,12 +33,14 @@ class Spread:
         if not values:
             return None
         ordered = sorted(values)
+        mean = math.fsum(ordered) / len(ordered)
         return cls(
-            math.fsum(ordered) / len(ordered),
+            mean,
             percentile(ordered, 0.5),
             percentile(ordered, 0.9),
             percentile(ordered, 0.99),
             ordered[-1],
+            math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
         )
 
     def to_ms(self) -> dict[str, float]:
@@ -79,6 +83,12 @@ class Run:
     loop_lag: Spread | None  # lag of the client's event loop
     cpu_share: float
     problems: dict[str, Problem]
+    num_good: int | None = None  # completed requests that met all objectives; None: there are none
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests per second that met all objectives."""
+        return None if self.num_good is None else self.num_good / self.seconds
 
     @property
     def requests_per_s(self) -> float:
@@ -117,6 +127,7 @@ class Run:
             "seconds": self.seconds,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
+            "goodput": self.goodput,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
             "num_output_tokens": self.num_output_tokens,
@@ -126,8 +137,59 @@ class Run:
             "warnings": self.warnings(),
         }
 
+    def to_vllm_json(self) -> dict[str, Any]:
+        """Return the figures under the names of the file that `vllm bench serve --save-result` writes."""
+        fields: dict[str, Any] = {
+            "duration": self.seconds,
+            "completed": self.num_complete,
+            "failed": self.num_failed,
+            "total_input_tokens": self.num_prompt_tokens,
+            "total_output_tokens": self.num_output_tokens,
+            "request_throughput": self.requests_per_s,
+            "request_goodput": self.goodput,
+            "output_throughput": self.output_tokens_per_s,
+            "total_token_throughput": (self.num_prompt_tokens + self.num_output_tokens) / self.seconds,
+        }
+        for name, spread in (("ttft", self.ttft), ("tpot", self.tpot), ("itl", self.itl), ("e2el", self.e2e)):
+            for key, field in (
+                ("mean", "mean"),
+                ("median", "p50"),
+                ("std", "std"),
+                ("p90", "p90"),
+                ("p99", "p99"),
+            ):
+                fields[f"{key}_{name}_ms"] = None if spread is None else getattr(spread, field) * 1e3
+        return fields
 
-def summarise(rate: float, result: LoadResult) -> Run:
+
+def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
+    """Parse objectives such as "ttft:200": the most seconds that a request may take, by metric."""
+    objectives = {}
+    for text in texts:
+        name, _, value = text.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name not in ("ttft", "tpot", "e2el") or not limit > 0:
+            raise ParameterError(
+                f"goodput is {shown(text)}: it must be NAME:MILLISECONDS, and the names are ttft, tpot and e2el"
+            )
+        objectives[name] = limit / 1e3
+    return objectives
+
+
+def _is_good(record: Record, objectives: Mapping[str, float]) -> bool:
+    took = {
+        "ttft": record.first - record.sent,
+        "tpot": (record.last - record.first) / max(1, record.num_tokens - 1),
+        "e2el": record.ended - record.sent,
+    }
+    return all(took[name] <= limit for name, limit in objectives.items())
+
+
+def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] | None = None) -> Run:
+    """Return the figures of a run. `objectives` are the most seconds that a good request takes, by metric."""
     records = result.records
     complete = [record for record in records if record.error is None]
     start = min(record.sent for record in records)
@@ -148,6 +210,7 @@ def summarise(rate: float, result: LoadResult) -> Run:
         loop_lag=Spread.of(result.loop_lags),
         cpu_share=result.cpu_share,
         problems=_problems(records),
+        num_good=sum(_is_good(record, objectives) for record in complete) if objectives else None,
     )
 
 

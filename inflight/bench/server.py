@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +20,9 @@ from inflight.errors import ConfigError, EngineError
 TIMEOUT_SECONDS = 60.0
 POLL_SECONDS = 0.2
 SMALLEST_VOCABULARY = 64
+CHARACTERS_PER_TOKEN = 4  # of English text, roughly
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,22 @@ class ServerAddress:
                     f"{self.url} does not accept token ids as a prompt ({message}): use --endpoint chat"
                 )
             size //= 2
+
+    def token_counter(self, model: str) -> Callable[[str], int]:
+        """Return a function that counts the tokens of a text: by the server's /tokenize, or else by its length."""
+
+        def ask(text: str) -> int | None:
+            status, answer = self._request("/tokenize", {"model": model, "prompt": text})
+            count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
+            return count if isinstance(count, int) else None
+
+        def estimate(text: str) -> int:
+            return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+        if ask("a text") is None:
+            logger.warning("%s has no /tokenize: the lengths of answers are estimated", self.url)
+            return estimate
+        return lambda text: ask(text) or estimate(text)
 
     def _request(self, path: str, body: Any = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}

@@ -48,6 +48,7 @@ def _print_one(run: Run, console: Console) -> None:
         ("completed requests", f"{run.num_complete:,} of {run.num_requests:,}"),
         ("time", f"{run.seconds:,.2f} s"),
         ("requests/s", f"{run.requests_per_s:,.2f}"),
+        *(() if run.goodput is None else (("goodput, requests/s", f"{run.goodput:,.2f}"),)),
         ("output tokens/s", f"{run.output_tokens_per_s:,.0f}"),
         ("prompt tokens", f"{run.num_prompt_tokens:,} ({run.num_cached_tokens:,} cached)"),
         ("output tokens", f"{run.num_output_tokens:,} in {run.num_events:,} events"),
@@ -70,12 +71,14 @@ def _side_by_side(runs: list[Run]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("rate", no_wrap=True)
     spreads = ("TTFT ms\np50 / p99", "ITL ms\np50 / p99", "E2E ms\np50 / p99")
-    for name in ("req/s", "out\ntok/s", *spreads):
+    has_goodput = any(run.goodput is not None for run in runs)
+    for name in ("req/s", *(("good\nreq/s",) if has_goodput else ()), "out\ntok/s", *spreads):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
             rate_name(run.rate),
             f"{run.requests_per_s:,.1f}",
+            *(() if run.goodput is None else (f"{run.goodput:,.1f}",)),
             f"{run.output_tokens_per_s:,.0f}",
             *(_pair(spread) for spread in (run.ttft, run.itl, run.e2e)),
         )

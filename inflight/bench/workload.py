@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -45,6 +46,14 @@ class Range:
             )
         return lengths
 
+    def widened(self, name: str, ratio: float) -> Range:
+        """Return the range of `--random-range-ratio`: a single length, up to `ratio` of it shorter or longer."""
+        if not 0 <= ratio < 1:
+            raise ParameterError(f"random_range_ratio is {ratio}: it must be at least 0 and below 1")
+        if self.low != self.high:
+            raise ParameterError(f"{name} is {self}: with random_range_ratio it must be a single length")
+        return Range(max(1, math.floor(self.low * (1 - ratio))), math.ceil(self.low * (1 + ratio)))
+
     def draw(self, rng: Random) -> int:
         return rng.randint(self.low, self.high)
 
@@ -72,6 +81,7 @@ class ServingWorkload:
     vocab_size: int = 10_000  # token ids are below this
     seed: int = 0
     ramp: float = 0.0  # seconds over which the rate grows from zero
+    burstiness: float = 1.0  # shape of the gamma distribution of gaps; 1: a Poisson process
     ignore_eos: bool = True
     parameters: dict[str, Any] = field(default_factory=dict)  # additional parameters of every request
     dataset: tuple[dict[str, Any], ...] = ()
@@ -81,7 +91,7 @@ class ServingWorkload:
 
         Lengths are the same for every label. Prompts are not, so that no run hits the prefix cache of an earlier one.
         """
-        times = arrival_times(self.num_requests, rate, self.seed, self.ramp)
+        times = arrival_times(self.num_requests, rate, self.seed, self.ramp, self.burstiness)
         bodies = self.bodies(self.num_requests, label)
         return [
             PlannedRequest(index, at, body)
@@ -116,16 +126,22 @@ class ServingWorkload:
         }
 
 
-def arrival_times(count: int, rate: float, seed: int, ramp: float = 0.0) -> list[float]:
+def arrival_times(
+    count: int, rate: float, seed: int, ramp: float = 0.0, burstiness: float = 1.0
+) -> list[float]:
     """Return the arrival times of a Poisson process, in seconds after the start and in ascending order.
 
-    With an infinite rate all requests arrive at once or, with a ramp, evenly spread over it.
+    Gaps have a gamma distribution: with a burstiness below 1 requests come in bursts, above 1 more evenly. With an
+    infinite rate all requests arrive at once or, with a ramp, evenly spread over it.
     """
+    if not 0 < burstiness < math.inf:
+        raise ParameterError(f"burstiness is {burstiness}: it must be a positive number")
     if math.isinf(rate):
         return [ramp * index / count for index in range(count)]
     rng, expected, times = Random(f"{seed}/arrivals"), 0.0, []
     for _ in range(count):
-        expected += rng.expovariate(1.0)  # expected number of arrivals at this point, for a unit rate
+        # Expected number of arrivals at this point, for a unit rate.
+        expected += rng.expovariate(1.0) if burstiness == 1 else rng.gammavariate(burstiness, 1 / burstiness)
         times.append(_moment(expected, rate, ramp))
     return times
 
@@ -157,12 +173,16 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
 
 
-def read_dataset(path: Path, endpoint: Endpoint) -> tuple[dict[str, Any], ...]:
-    """Read requests from a JSON Lines file: each has a prompt or messages, and optionally max_tokens."""
+def _read(path: Path) -> bytes:
     try:
-        lines = path.read_bytes().splitlines()
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the dataset {str(path)!r}: {error.strerror}") from error
+
+
+def read_dataset(path: Path, endpoint: Endpoint) -> tuple[dict[str, Any], ...]:
+    """Read requests from a JSON Lines file: each has a prompt or messages, and optionally max_tokens."""
+    lines = _read(path).splitlines()
     requests = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -189,3 +209,65 @@ def _read_line(where: str, line: bytes, endpoint: Endpoint) -> dict[str, Any]:
             f"{where}: messages are missing: --endpoint chat needs them, or a prompt that is a string"
         )
     return {**limit, "messages": [{"role": "user", "content": item.prompt}]}
+
+
+# ---- ShareGPT ----
+
+# Conversations outside these limits are skipped, as by vLLM: tokens of a prompt or answer, of a prompt, of both.
+MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
+MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS  # a longer text is not worth counting its tokens
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _ShareGptItem(msgspec.Struct):
+    conversations: list[_Turn]
+
+
+def is_sharegpt(path: Path) -> bool:
+    """Return whether a dataset is one JSON list, as ShareGPT's files are, instead of JSON Lines."""
+    return _read(path).lstrip()[:1] == b"["
+
+
+def read_sharegpt(
+    path: Path,
+    endpoint: Endpoint,
+    num_requests: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    keep_lengths: bool = True,
+) -> tuple[dict[str, Any], ...]:
+    """Read up to `num_requests` prompts from a ShareGPT file, in random order: the first turns of its conversations.
+
+    If `keep_lengths`, an answer is as long as the second turn.
+    """
+    try:
+        conversations = msgspec.json.decode(_read(path), type=list[_ShareGptItem])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not a ShareGPT file: {error}") from None
+    turns = [item.conversations[:2] for item in conversations if len(item.conversations) > 1]
+    Random(f"{seed}/dataset").shuffle(turns)
+    requests: list[dict[str, Any]] = []
+    for prompt, answer in turns:
+        if len(requests) == num_requests:
+            break
+        if len(prompt.value) + len(answer.value) > MAX_CHARACTERS:
+            continue
+        num_prompt, num_output = count_tokens(prompt.value), count_tokens(answer.value)
+        if num_prompt < MIN_TOKENS or (num_output < MIN_TOKENS and keep_lengths):
+            continue
+        if num_prompt > MAX_PROMPT_TOKENS or num_prompt + num_output > MAX_TOTAL_TOKENS:
+            continue
+        fields = {"max_tokens": num_output} if keep_lengths else {}
+        if endpoint == "completions":
+            requests.append({**fields, "prompt": prompt.value})
+        else:
+            requests.append({**fields, "messages": [{"role": "user", "content": prompt.value}]})
+    if not requests:
+        raise ConfigError(
+            f"the dataset {str(path)!r} has no usable conversation: it needs two turns of at least {MIN_TOKENS} "
+            f"tokens, with at most {MAX_PROMPT_TOKENS} in the first and {MAX_TOTAL_TOKENS} together"
+        )
+    return tuple(requests)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from inflight.bench.load_generator import Progress as Advance
     from inflight.bench.report import Run
     from inflight.bench.server import ServerAddress
-    from inflight.bench.workload import ServingWorkload
+    from inflight.bench.workload import Range, ServingWorkload
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
@@ -53,8 +56,24 @@ def _output(text: str, *names: str) -> Any:
 
 _RATE = _load("Requests per second, or inf for all at once; several rates are measured one after the other.")
 _PARAMETERS = _load("Additional parameters of every request, as JSON: '{\"top_p\": 0.9}'.")
-_DATASET = _load("JSON Lines file; each line has prompt or messages, and optionally max_tokens.")
-_NUMBER = _load("Number of requests.", min=1, show_default="400, or the size of the dataset")
+_DATASET = _load(
+    "JSON Lines file; each line has prompt or messages, and optionally max_tokens. Or a ShareGPT file, of whose "
+    "conversations the first turns are sent."
+)
+_NUMBER = _load("Number of requests.", min=1, show_default="400, or the number of lines of the dataset")
+_PROMPT_LEN = _load(
+    "Prompt length in tokens, LOW:HIGH.", show_default="100:1024; 1024 with --random-range-ratio"
+)
+_OUTPUT_LEN = _load(
+    "Answer length in tokens, LOW:HIGH.",
+    show_default="32:256; 128 with --random-range-ratio; as in a ShareGPT file",
+)
+_RATIO = _load("Make lengths vary by up to this share: 0.2 means 20% shorter to 20% longer.")
+_BURSTINESS = _load("How evenly requests arrive: 1 is a Poisson process, less comes in bursts.")
+_GOODPUT = typer.Option(
+    rich_help_panel="Output",
+    help="Also count the requests that meet all these objectives: ttft:MS, tpot:MS, e2el:MS.",
+)
 
 
 @app.command(cls=BenchCommand)
@@ -75,13 +94,15 @@ def serve(
     timeout: Annotated[float, _target("Timeout of a request in seconds.", min=0.001)] = 600.0,
     rate: Annotated[list[str] | None, _RATE] = None,
     num_requests: Annotated[int | None, _NUMBER] = None,
-    prompt_len: Annotated[str, _load("Prompt length in tokens, LOW:HIGH.")] = "100:1024",
-    output_len: Annotated[str, _load("Answer length in tokens, LOW:HIGH.")] = "32:256",
+    prompt_len: Annotated[str | None, _PROMPT_LEN] = None,
+    output_len: Annotated[str | None, _OUTPUT_LEN] = None,
+    random_range_ratio: Annotated[float | None, _RATIO] = None,
     dataset: Annotated[Path | None, _DATASET] = None,
     seed: Annotated[int, _load("Seed for lengths, prompts and arrival times.")] = 0,
     concurrency: Annotated[
         int | None, _load("Maximum number of requests in flight (closed loop).", min=1)
     ] = None,
+    burstiness: Annotated[float, _BURSTINESS] = 1.0,
     ramp: Annotated[float, _load("Seconds over which the rate grows from zero.", min=0.0)] = 0.0,
     warmup: Annotated[int, _load("Number of warm-up requests, which are not measured.", min=0)] = 8,
     temperature: Annotated[float, _load("Sampling temperature; 0 is greedy.")] = 0.0,
@@ -96,6 +117,12 @@ def serve(
         str | None, _output("Write the figures to this file; - prints them.", "--json")
     ] = None,
     plot: Annotated[Path | None, _output("Plot latency over rate to this .svg or .png file.")] = None,
+    goodput: Annotated[list[str] | None, _GOODPUT] = None,
+    save_result: Annotated[
+        bool, _output("Write the figures of each rate to a file, with vLLM's names.", "--save-result")
+    ] = False,
+    result_dir: Annotated[Path | None, _output("Folder for --save-result.")] = None,
+    result_filename: Annotated[str | None, _output("Name of the file; implies --save-result.")] = None,
     quiet: Annotated[bool, _output("Do not print the table.", "--quiet", "-q")] = False,
 ) -> None:
     """Send requests to a server at random times and measure its latency and throughput.
@@ -105,16 +132,30 @@ def serve(
     """
     _check_files(as_json, plot)
     with needs_extra("server"):
+        from inflight.bench.report import parse_goodput
         from inflight.bench.server import ServerAddress
-        from inflight.bench.workload import Range, ServingWorkload, parse_rate, read_dataset
+        from inflight.bench.workload import (
+            ServingWorkload,
+            arrival_times,
+            is_sharegpt,
+            parse_rate,
+            read_dataset,
+            read_sharegpt,
+        )
 
     rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
-    prompts, outputs = Range.parse("prompt_len", prompt_len), Range.parse("output_len", output_len)
-    lines = () if dataset is None else read_dataset(dataset, endpoint)
+    results = ResultFiles.of(save_result, result_dir, result_filename, len(rates))
+    objectives = parse_goodput(goodput or ())
+    arrival_times(0, 1.0, seed, ramp, burstiness)  # checks them before the server is asked
+    prompts, outputs = _lengths(prompt_len, output_len, random_range_ratio)
+    lines = () if dataset is None or is_sharegpt(dataset) else read_dataset(dataset, endpoint)
     extra = {"temperature": temperature, **_parse_parameters(parameters)}
     server = ServerAddress.parse(_url(url, host, port), api_key)
     server.wait_until_loaded()
     name = model or server.model()
+    if dataset is not None and not lines:
+        count, counter = num_requests or DEFAULT_REQUESTS, server.token_counter(name)
+        lines = read_sharegpt(dataset, endpoint, count, seed, counter, keep_lengths=output_len is None)
     sends_ids = endpoint == "completions" and not lines
     workload = ServingWorkload(
         model=name,
@@ -125,13 +166,31 @@ def serve(
         vocab_size=server.vocab_size(name, MAX_ID) if sends_ids else MAX_ID,
         seed=seed,
         ramp=ramp,
+        burstiness=burstiness,
         ignore_eos=ignore_eos,
         parameters=extra,
         dataset=lines,
     )
     limits = {"concurrency": concurrency, "timeout": timeout}
-    runs = _measure(server, workload, rates, warmup, processes, limits, sys.stderr.isatty() and not quiet)
+    show = sys.stderr.isatty() and not quiet
+    runs = _measure(server, workload, rates, warmup, processes, limits, objectives, show)
+    if results is not None:
+        results.write(runs, workload, concurrency)
     _report(runs, workload, server.url, as_json, plot, quiet)
+
+
+def _lengths(prompt_len: str | None, output_len: str | None, ratio: float | None) -> tuple[Range, Range]:
+    from inflight.bench.workload import Range
+
+    if ratio is None:
+        return Range.parse("prompt_len", prompt_len or "100:1024"), Range.parse(
+            "output_len", output_len or "32:256"
+        )
+    prompts, outputs = (
+        Range.parse("prompt_len", prompt_len or "1024"),
+        Range.parse("output_len", output_len or "128"),
+    )
+    return prompts.widened("prompt_len", ratio), outputs.widened("output_len", ratio)
 
 
 def _url(url: str | None, host: str | None, port: int | None) -> str:
@@ -150,6 +209,7 @@ def _measure(
     warmup: int,
     processes: int,
     limits: dict[str, Any],
+    objectives: dict[str, float],
     show: bool,
 ) -> list[Run]:
     from inflight.bench.load_generator import LoadPlan, measure, measure_with_workers
@@ -167,7 +227,7 @@ def _measure(
     for index, rate in enumerate(rates):
         plan = LoadPlan(target, workload.jobs(rate, str(index)), **limits)
         with _progress(rate_name(rate), len(plan.jobs), show and processes == 1) as advance:
-            runs.append(summarise(rate, measure_with_workers(processes, plan, advance)))
+            runs.append(summarise(rate, measure_with_workers(processes, plan, advance), objectives))
         _check_any_completed(runs[-1])
     return runs
 
@@ -188,6 +248,54 @@ def _parse_parameters(text: str | None) -> dict[str, Any]:
     if not isinstance(parameters, dict):
         raise ParameterError(f"parameters is {shown(text, 200)}: it must be a JSON object")
     return parameters
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """The files of `--save-result`, one per rate, with the names that vLLM gives to files and figures."""
+
+    folder: Path
+    filename: str | None
+
+    @classmethod
+    def of(cls, save: bool, folder: Path | None, filename: str | None, num_rates: int) -> ResultFiles | None:
+        """Return None if nothing is to be saved. Raises ConfigError if the files could not be written."""
+        if not save and filename is None:
+            return None
+        if filename is not None and num_rates > 1:
+            raise ConfigError(
+                f"result_filename is {filename!r}: with {num_rates} rates each has a file of its own"
+            )
+        results = cls(folder or Path(), filename)
+        try:
+            results.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"result_dir is {str(folder)!r}: it cannot be created: {error.strerror}"
+            ) from error
+        check_writable(results.folder / (filename or "result.json"))
+        return results
+
+    def write(self, runs: list[Run], workload: ServingWorkload, concurrency: int | None) -> None:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        backend = "openai" if workload.endpoint == "completions" else "openai-chat"
+        limit = "" if concurrency is None else f"-concurrency{concurrency}"
+        for run in runs:
+            name = f"{backend}-{run.rate}qps{limit}-{workload.model.split('/')[-1]}-{now}.json"
+            path = self.folder / (self.filename or name)
+            fields = {
+                "date": now,
+                "backend": backend,
+                "endpoint_type": backend,
+                "model_id": workload.model,
+                "num_prompts": workload.num_requests,
+                "request_rate": "inf" if math.isinf(run.rate) else run.rate,
+                "burstiness": workload.burstiness,
+                "max_concurrency": concurrency,
+                **run.to_vllm_json(),
+            }
+            path.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def _check_files(as_json: str | None, plot: Path | None) -> None:

@@ -115,7 +115,8 @@ def _moved(schema: Any, pointer: str) -> Any:
     """Return a copy of a schema for use at `pointer` in another, with its references to its own parts adjusted."""
 
     def change(keyword: str, value: Any) -> Any:
-        is_own = keyword == "$ref" and isinstance(value, str) and value.startswith("#")
-        return pointer + value[1:] if is_own else value
+        is_pointer = isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        return pointer + value[1:] if is_pointer and keyword in ("$ref", "$dynamicRef") else value
 
-    return rewritten(schema, change)
+    has_id = isinstance(schema, dict) and "$id" in schema  # then references are relative to it
+    return schema if has_id else rewritten(schema, change)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
 from inflight.constraints.matcher import Matcher, is_lexer_full
+from inflight.constraints.schema_logic import UnsupportedKeywordError
 from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
 from inflight.constraints.vocabulary import Vocabulary
@@ -246,9 +247,12 @@ def first_success(constraint: StructuredOutputs, special_texts: Collection[str],
             answer = AnswerRules.read(constraint.text)
             name, param = answer.name, answer.param
             return _attempt_answer(answer, special_texts, attempt)
-        return _checked(name, param, attempt(lark_grammar(constraint, special_texts)))
+        outcome = _attempt_one_of(partial(lark_grammar, constraint, special_texts), attempt)
+        return _checked(name, param, outcome)
     except RecursionError:
         reason = "it is nested too deeply"
+    except UnsupportedKeywordError as error:
+        reason = f"the keyword {error.keyword!r}, at {error.pointer}, is not supported{error.reason}"
     except AttemptDiedError as error:
         reason = str(error)
     raise ParameterError(f"{name} is too complex: {reason}", param=param, code="constraint_too_complex")
@@ -257,14 +261,15 @@ def first_success(constraint: StructuredOutputs, special_texts: Collection[str],
 def _attempt_answer(answer: AnswerRules, special_texts: Collection[str], attempt: Attempt[T]) -> T:
     """Reject strict schemas that cannot be used, and loosen the others."""
     loosened = answer.unsupported()
-    outcome = attempt(answer_lark(answer, loosened, special_texts))
+    outcome = _attempt_one_of(partial(answer_lark, answer, loosened, special_texts), attempt)
     if isinstance(outcome, str):
         try:
             unusable = _unusable(answer, loosened, attempt)
         except BudgetSpentError as error:
             raise _rejection_as_a_whole(answer, outcome) from error
         if unusable:
-            outcome = attempt(answer_lark(answer, loosened | unusable, special_texts))
+            make = partial(answer_lark, answer, loosened | unusable, special_texts)
+            outcome = _attempt_one_of(make, attempt)
     return _checked(answer.name, answer.param, outcome)
 
 
@@ -277,12 +282,27 @@ def _unusable(answer: AnswerRules, loosened: frozenset[str], attempt: Attempt[T]
         _checked(param, param, attempt(with_options(lark)))
     names = set()
     for name, whole in answer.whole_schemas(loosened).items():
-        outcome, schema = attempt(f"start: {json_rule(whole)}"), answer.schemas[name]
+        outcome = _attempt_one_of(partial(_rule_alone, whole), attempt)
+        schema = answer.schemas[name]
         if isinstance(outcome, str):
             if schema.strict:
                 raise _rejection(schema.param, schema.param, outcome)
             names.add(name)
     return frozenset(names)
+
+
+def _rule_alone(schema: Any, one_of: bool) -> str:
+    return f"start: {json_rule(schema, one_of=one_of)}"
+
+
+def _attempt_one_of(make_grammar: Callable[[bool], str], attempt: Attempt[T]) -> T | str:
+    """Attempt a grammar, and again with exclusive alternatives if llguidance finds that those of oneOf overlap."""
+    outcome = attempt(make_grammar(False))
+    if isinstance(outcome, str) and _OVERLAP in outcome:
+        with contextlib.suppress(UnsupportedKeywordError):
+            exclusive = attempt(make_grammar(True))
+            return outcome if isinstance(exclusive, str) else exclusive
+    return outcome
 
 
 def _checked(name: str, param: str, outcome: T | str) -> T:
@@ -307,6 +327,7 @@ MAX_MESSAGE = 400  # characters
 # Characters that are read at each end of a message. It quotes all that a user wrote, and the patterns below take
 # quadratic time.
 MAX_READ = 2000
+_OVERLAP = "oneOf constraints are not supported"
 
 # Patterns and their replacements. All that match are applied, in this order.
 _REPLACEMENTS = [

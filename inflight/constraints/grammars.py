@@ -41,29 +41,35 @@ MAX_GBNF = 8_000_000
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
-def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str]) -> str:
-    """Return the grammar of a constraint. Raises ParameterError; most mistakes surface when it is compiled."""
+def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str], one_of: bool = False) -> str:
+    """Return the grammar of a constraint, with the alternatives of oneOf made exclusive if `one_of` is set.
+
+    Raises ParameterError; most mistakes surface when the grammar is compiled.
+    """
     makers: dict[str, Callable[[str], str]] = {
-        "json": lambda text: f"start: {json_rule(read_schema(text))}",
+        "json": lambda text: f"start: {json_rule(read_schema(text), one_of=one_of)}",
         "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
         "regex": lambda text: f"start: {_regex(text)}",
         # As one terminal: the parser cannot follow thousands of rules at once.
         "choice": lambda text: "start: CHOICE\nCHOICE: " + " | ".join(map(literal, json.loads(text))),
-        "grammar": _user_grammar,
-        "structural_tag": lambda text: _structural_tag(text, special_tokens),
+        "grammar": lambda text: _user_grammar(text, one_of),
+        "structural_tag": lambda text: _structural_tag(text, special_tokens, one_of),
     }
     return with_options(makers[constraint.kind](constraint.text))
 
 
-def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str]) -> str:
+def answer_lark(
+    answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str], one_of: bool = False
+) -> str:
     """Return the grammar of a whole answer."""
     rules = [*answer.rules, *answer.token_rules()]
     for name, schema in answer.whole_schemas(loosened).items():
-        rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
+        whitespace = _WHITESPACE if name == CONTENT else _SPACE
+        rules.append(f"{name}: {json_rule(schema, whitespace, one_of=one_of)}")
     grammar = "\n".join([*rules, _OPTIONS])
     parts = {name: with_options(lark) for name, (_, lark) in answer.grammars.items()}
     if answer.user_content is not None:
-        parts[CONTENT] = lark_grammar(answer.user_content, special_tokens)
+        parts[CONTENT] = lark_grammar(answer.user_content, special_tokens, one_of)
     if not parts:
         return grammar
     named = [{"name": name, "lark_grammar": lark} for name, lark in parts.items()]
@@ -75,13 +81,18 @@ def with_options(lark: str) -> str:
     return f"{lark}\n{_OPTIONS}"
 
 
-def json_rule(schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None) -> str:
+def json_rule(
+    schema: Any,
+    whitespace: str = _WHITESPACE,
+    layout: Mapping[str, Any] | None = None,
+    one_of: bool = False,
+) -> str:
     """Return the right side of a rule for JSON that a checked schema allows."""
     options = {**_JSON_OPTIONS, **(layout or {})}
     if options["whitespace_flexible"]:
         options.setdefault("whitespace_pattern", whitespace)
     if isinstance(schema, dict):
-        schema = {"x-guidance": options, **exact_schema(schema)}
+        schema = {"x-guidance": options, **exact_schema(schema, one_of)}
     elif schema:
         schema = {"x-guidance": options}
     return "%json " + json.dumps(schema)
@@ -98,7 +109,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _user_grammar(text: str) -> str:
+def _user_grammar(text: str, one_of: bool) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     num_rules = text.count("::=")
@@ -116,10 +127,10 @@ def _user_grammar(text: str) -> str:
         raise ParameterError(
             f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
         ) from None
-    return _with_checked_schemas(grammar) if "%json" in grammar else grammar
+    return _with_checked_schemas(grammar, one_of) if "%json" in grammar else grammar
 
 
-def _with_checked_schemas(grammar: str) -> str:
+def _with_checked_schemas(grammar: str, one_of: bool) -> str:
     """Check and rewrite the schemas in a grammar like any other schema."""
     parts, at = [], 0
     for token in _LARK_TOKEN.finditer(grammar):
@@ -142,11 +153,11 @@ def _with_checked_schemas(grammar: str) -> str:
                 param=PARAM,
                 code="invalid_constraint",
             ) from None
-        parts.append(_checked_rule(schema))
+        parts.append(_checked_rule(schema, one_of))
     return "".join([*parts, grammar[at:]])
 
 
-def _checked_rule(schema: Any) -> str:
+def _checked_rule(schema: Any, one_of: bool) -> str:
     """Return the rule of a schema in a user's grammar, which may also set the JSON's layout."""
     layout: Any = {}
     if isinstance(schema, dict):
@@ -159,10 +170,10 @@ def _checked_rule(schema: Any) -> str:
             code="invalid_constraint",
         )
     check_schema(schema, f"{PARAM}.grammar, after %json")
-    return json_rule(schema, layout=layout)
+    return json_rule(schema, layout=layout, one_of=one_of)
 
 
-def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
+def _structural_tag(text: str, special_tokens: Collection[str], one_of: bool) -> str:
     """Return rules for free text in which a trigger must begin one of the structures."""
     try:
         tags = json.loads(text)
@@ -192,7 +203,8 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
         check_schema(structure["schema"], f"{PARAM}.structural_tag")
         parts = (begin[len(triggers[index]) :], structure["end"])
         before, after = (literal(part) if part else "" for part in parts)
-        bodies[index].append(f"{before} {json_rule(structure['schema'])} {after}")
+        rule = json_rule(structure["schema"], one_of=one_of)
+        bodies[index].append(f"{before} {rule} {after}")
     for index, (trigger, alternatives) in enumerate(zip(triggers, bodies, strict=True)):
         if not alternatives:
             raise ParameterError(

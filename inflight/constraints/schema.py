@@ -12,41 +12,42 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from inflight.constraints.schema_logic import (
+    DATA_KEYWORDS,
+    NAMED_SCHEMAS,
+    REPLACED,
+    SCHEMA_KEYWORDS,
+    SCHEMA_LISTS,
+    UnsupportedKeywordError,
+    expand,
+    has_no_effect,
+)
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 
 MAX_OPTIONAL = 500  # properties of one object: any of them may be next, and the grammar must consider all
 
-# Keywords whose values are one schema, a list of schemas, or schemas by name.
-_SCHEMA = {"additionalItems", "additionalProperties", "items"}
-_SCHEMA_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
-_NAMED_SCHEMAS = {"$defs", "definitions", "patternProperties", "properties"}
 _ASSERTIONS = {
     *("$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength"),
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf"),
     *("pattern", "required", "type"),
 }
-_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _NAMED_SCHEMAS | _ASSERTIONS
+_KEYWORDS = SCHEMA_KEYWORDS | SCHEMA_LISTS | NAMED_SCHEMAS | REPLACED | _ASSERTIONS
+_NEEDED = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _ANNOTATIONS = {
-    *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema"),
+    *(
+        "$anchor",
+        "$comment",
+        "$dynamicAnchor",
+        "$id",
+        "$schema",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+    ),
     *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
     *("readOnly", "strict", "title", "writeOnly", "xml"),
 }
-# Keywords that are not supported, except for the one value that has no effect.
-_WITHOUT_EFFECT = {
-    "uniqueItems": False,
-    "nullable": False,
-    "unevaluatedItems": True,
-    "unevaluatedProperties": True,
-}
-_DATA_KEYWORDS = {
-    "const",
-    "enum",
-    "default",
-    "example",
-    "examples",
-    "x-guidance",
-}  # no schemas in their values
 # Control characters that need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # llguidance computes bounds in floats and 64-bit integers: values near the limits are inexact or crash the process.
@@ -61,11 +62,6 @@ OMIT = object()
 def is_annotation(keyword: str) -> bool:
     """Whether a keyword describes values without forbidding any."""
     return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
-
-
-def has_no_effect(keyword: str, value: Any) -> bool:
-    """Whether a keyword that is not supported has the one value with which it forbids nothing."""
-    return isinstance(value, bool) and _WITHOUT_EFFECT.get(keyword) is value
 
 
 def read_schema(text: str) -> Any:
@@ -91,8 +87,11 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
             raise _invalid(f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t", param)
         for keyword, pointer, owner in _keywords(schema, "#"):
             _check_keyword(keyword, owner, name, param, pointer)
-        has_references = any(keyword == "$ref" for keyword, _, _ in _keywords(schema, "#"))
-        endless = _endless_part(schema) if has_references else None
+        expanded = expanded_schema(schema)
+        has_references = any(keyword == "$ref" for keyword, _, _ in _keywords(expanded, "#"))
+        endless = _endless_part(expanded) if has_references else None
+    except UnsupportedKeywordError as error:
+        raise _unsupported(name, param, error.keyword, error.pointer, error.reason) from None
     except RecursionError:
         raise ParameterError(f"{name} is nested too deeply", param=param) from None
     if endless is not None:
@@ -101,12 +100,19 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
         )
 
 
+def expanded_schema(schema: Any, one_of: bool = False) -> Any:
+    """Return an equivalent schema without the keywords that llguidance lacks. Raises UnsupportedKeywordError."""
+    return expand(schema, is_annotation, one_of)
+
+
 def _check_keyword(keyword: str, owner: dict[str, Any], name: str, param: str, pointer: str) -> None:
     value = owner[keyword]
     if has_no_effect(keyword, value):
         return
     if keyword not in _KEYWORDS and not is_annotation(keyword):
         raise _unsupported(name, param, keyword, pointer)
+    if keyword in _NEEDED and _NEEDED[keyword] not in owner:
+        raise _unsupported(name, param, keyword, pointer, f" without {_NEEDED[keyword]!r}")
     if keyword == "properties":
         _check_optional(owner, name, param, pointer)
     if keyword == "multipleOf" and not _is_positive(value):
@@ -208,13 +214,13 @@ def _keywords(schema: Any, pointer: str) -> Iterator[tuple[str, str, dict[str, A
     for keyword, value in schema.items():
         yield keyword, pointer, schema
         inner_pointer = f"{pointer}/{keyword}"
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             for name, inner in value.items():
                 yield from _keywords(inner, f"{inner_pointer}/{name}")
-        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+        elif keyword in SCHEMA_LISTS and isinstance(value, list):
             for index, inner in enumerate(value):
                 yield from _keywords(inner, f"{inner_pointer}/{index}")
-        elif keyword in _SCHEMA:
+        elif keyword in SCHEMA_KEYWORDS:
             yield from _keywords(value, inner_pointer)
 
 
@@ -230,9 +236,9 @@ def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
     copy = {}
     for keyword, value in schema.items():
         value = change(keyword, value)
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             value = {name: rewritten(inner, change) for name, inner in value.items()}
-        elif keyword not in _DATA_KEYWORDS:
+        elif keyword not in DATA_KEYWORDS:
             value = rewritten(value, change)
         if value is not OMIT:
             copy[keyword] = value
@@ -241,7 +247,7 @@ def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
 
 def without_annotations(schema: Any) -> Any:
     """Return an equivalent copy without descriptions and the like, which grammars do not use."""
-    kept = ("$id", "$anchor", "id")  # references may name them
+    kept = ("$id", "$anchor", "$dynamicAnchor", "id")  # references may name them
     return rewritten(
         schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
     )
@@ -304,9 +310,9 @@ def _parts(schema: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield all objects in a schema except constants, with the pointer that a reference to them has."""
     if isinstance(schema, dict):
         yield pointer, schema
-        has_names = pointer.rpartition("/")[2] in _NAMED_SCHEMAS  # the keys are names, not keywords
+        has_names = pointer.rpartition("/")[2] in NAMED_SCHEMAS  # the keys are names, not keywords
         for name, inner in schema.items():
-            if name not in _DATA_KEYWORDS or has_names:
+            if name not in DATA_KEYWORDS or has_names:
                 yield from _parts(inner, f"{pointer}/{_escaped(name)}")
     elif isinstance(schema, list):
         for index, inner in enumerate(schema):

@@ -11,23 +11,31 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from inflight.constraints.schema import FAR, OMIT, OUTWARD, has_no_effect, rewritten
+from inflight.constraints.schema import FAR, OMIT, OUTWARD, expanded_schema, rewritten
+from inflight.constraints.schema_logic import has_no_effect
 
 # Removes the control characters without an escape of their own (\b, \t, \n, \f, \r) from a class.
 _EXCEPT_CONTROL = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
 _TINY, _SMALL = 1e-9, 1 << 20  # their sum is exact enough
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,64}\}|[A-Za-z])")  # no property name is longer
-# A class as `safe_pattern` returns it, also where a message quotes it.
+# The byte order mark is whitespace in ECMA 262 but not in Rust, so it matches neither \s nor \S.
+_SPACE, _NO_SPACE = r"[\s\x{FEFF}]", r"[^\s\x{FEFF}]"
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+# Classes as `safe_pattern` returns them, also where a message quotes them with doubled backslashes.
+_SAFE_SPACES = re.compile(r"\[(\^?)\\+s\\+x\{FEFF\}\]")
 _SAFE_CLASS = re.compile(
-    rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern})"
+    rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern}|\\+[sS])"
     + re.escape(_EXCEPT_CONTROL).replace(r"\\", r"\\+")
     + r"\]"
 )
 
 
-def exact_schema(schema: Any) -> Any:
-    """Return an equivalent copy with safe patterns, bounds in range, and no unsupported keywords without effect."""
-    return rewritten(schema, _exact)
+def exact_schema(schema: Any, one_of: bool = False) -> Any:
+    """Return an equivalent copy with safe patterns and bounds in range, and without keywords that llguidance lacks.
+
+    With `one_of`, alternatives of oneOf that may overlap are made exclusive too, where that is possible.
+    """
+    return rewritten(expanded_schema(schema, one_of), _exact)
 
 
 def _exact(keyword: str, value: Any) -> Any:
@@ -55,14 +63,22 @@ def safe_pattern(pattern: str) -> str:
         elif pattern[at] == "\\":
             match = _PROPERTY.match(pattern, at)
             end = match.end() if match else at + 2
-        is_class = end > at + 2
-        parts.append(f"[{pattern[at:end]}{_EXCEPT_CONTROL}]" if is_class else pattern[at:end])
+        part = _without_mark(pattern[at:end])
+        is_class = len(part) > 2
+        parts.append(f"[{part}{_EXCEPT_CONTROL}]" if is_class else part)
         at = end
     return "".join(parts)
 
 
+def _without_mark(part: str) -> str:
+    """Return an escape or a class that does not match the byte order mark because of \\S, or of \\s in a negation."""
+    escape, replacement = (r"\s", _SPACE) if part.startswith("[^") else (r"\S", _NO_SPACE)
+    return _ESCAPE.sub(lambda match: replacement if match[0] == escape else match[0], part)
+
+
 def as_written(text: str) -> str:
     """Undo `safe_pattern` in a message that quotes patterns."""
+    text = _SAFE_SPACES.sub(lambda spaces: r"\S" if spaces[1] else r"\s", text)
     return _SAFE_CLASS.sub(r"\1", text)
 
 

@@ -20,7 +20,7 @@ from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
 from inflight.request import Request, Status
 from inflight.scheduling import Batch, RequestPool, Sampled, ScheduledStep, Scheduler
-from inflight.timeline import NoRecorder, RecordedTimes, Recorder
+from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,12 @@ class EngineCore:
         self._num_step_tokens = 0
         self.recorder: NoRecorder = NoRecorder()
 
-    def record(self, generation: int = 0) -> None:
+    def record(self, generation: int = 0, max_bytes: int = MAX_BYTES) -> None:
         """Record the timeline from now on. `generation` counts the engines with the same id that there were before."""
         blocks = self.scheduler.blocks
-        self.recorder = Recorder(self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation)
+        self.recorder = Recorder(
+            self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation, max_bytes
+        )
 
     # ---- requests ----
 
@@ -143,6 +145,7 @@ class EngineCore:
             record,
             "waiting",
             num_ahead=num_ahead,
+            waiting_reason=pool.attribution.cause,
             waited_for=tuple(running[-MAX_NAMED:]),
             num_waited_for=len(running),
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
+from weakref import finalize
 
 from rich.console import Console
 
@@ -52,11 +54,14 @@ class LLM(ScoringMethods):
     Without `model`, the built-in model is used. Options are the fields of `ModelConfig`, `CacheConfig` and
     `SchedulerConfig`. `replicas` starts that many engines, each in its own process, and allows the options of
     `RouterConfig`, such as `ray_address`; this needs inflight-llm[server].
+
+    `record="run.json.gz"` writes a trace of everything that was run, for Perfetto's UI, when the LLM is closed.
     """
 
     def __init__(
         self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
     ) -> None:
+        record: str | PathLike[str] | None = options.pop("record", None)
         show_progress &= bool(options.pop("use_tqdm_on_load", True))  # as in vLLM
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
@@ -66,12 +71,14 @@ class LLM(ScoringMethods):
                 self._offline = ReplicatedEngine(config, routing, progress)
             else:
                 self._engine = load_engine(config, progress)  # only for an engine in this process
-                self._offline = LocalEngine(self._engine)
+                self._offline = LocalEngine(self._engine, record is not None)
         self._frontend = self._offline.frontend
         if progress is not None:
             Console(stderr=True).print(self._offline.description, style="dim", highlight=False)
         self._num_requests = 0
         self._closed = False
+        # Also called when the interpreter exits, if no one closes this.
+        self._write_record = finalize(self, _write_record, self._offline, record)
 
     # ---- generating ----
 
@@ -290,6 +297,7 @@ class LLM(ScoringMethods):
         """Free the memory. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            self._write_record()
             self._offline.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -303,6 +311,15 @@ class LLM(ScoringMethods):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _write_record(offline: OfflineEngine, path: str | PathLike[str] | None) -> None:
+    """Write the trace of an engine that is about to be closed, if there is a path for it."""
+    if path is None:
+        return
+    from inflight.timeline.trace import read_recording, write_recording
+
+    write_recording(read_recording(offline.read_timeline, time.time() - time.monotonic()), path)
 
 
 def _for_each(

@@ -31,6 +31,7 @@ from inflight.errors import ConfigError
 from inflight.events import Delta
 from inflight.frontend import Frontend
 from inflight.request import Request
+from inflight.timeline import TimelinePage, TimelineQuery
 
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 SPARE = 16
 Advance = Callable[[Sequence[Delta]], None]
 T = TypeVar("T")
+
+
+MAX_RECORD_BYTES = 1 << 30  # of a recording, in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class OfflineEngine(Protocol):
     def command(self, command: Command) -> None: ...
 
     def stats(self) -> EngineStats: ...
+
+    def read_timeline(self, query: TimelineQuery) -> TimelinePage: ...
 
     def observe(self, observer: StepObserver) -> None: ...
 
@@ -123,8 +129,10 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
 class LocalEngine:
     """Implements `OfflineEngine`."""
 
-    def __init__(self, loaded: LoadedEngine) -> None:
+    def __init__(self, loaded: LoadedEngine, record: bool = False) -> None:
         self._loaded = loaded  # its core may be replaced
+        if record:
+            loaded.core.record(max_bytes=MAX_RECORD_BYTES)
 
     @property
     def frontend(self) -> Frontend:
@@ -168,6 +176,9 @@ class LocalEngine:
 
     def stats(self) -> EngineStats:
         return self._loaded.core.stats()
+
+    def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return self._loaded.core.recorder.page(query)
 
     def observe(self, observer: StepObserver) -> None:
         self._loaded.core.observers.append(observer)
@@ -298,6 +309,9 @@ class ReplicatedEngine:
 
     def stats(self) -> EngineStats:
         return self._wait_for(self._router.stats())
+
+    def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return self._wait_for(self._router.read_timeline(query))
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer` for every step, in the router's thread."""

@@ -15,13 +15,17 @@ from inflight.agents import (
     REASONING_MARKERS,
     CallStyle,
     MessageParser,
+    call_marker_ids,
     detect_calls,
     detect_reasoning_format,
     opens_reasoning,
+    reasoning_format_name,
     shows_tools,
+    tool_format_name,
 )
 from inflight.config import ModelConfig
 from inflight.errors import ParameterError, clipped, shown
+from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -315,21 +319,32 @@ class ChatFormats:
     style: CallStyle
     shows_tools: bool  # the template writes tools into the prompt
     opens_reasoning: bool  # with reasoning enabled, the prompt already opens it
+    call_marker_ids: frozenset[int] = frozenset()  # tokens that start a call
 
     @classmethod
     def of(cls, config: ModelConfig, template: ChatTemplate, tokenizer: Tokenizer | None) -> ChatFormats:
         """Detect the formats. This renders the template several times: too slow for an event loop."""
-        reasoning = _forced(config.reasoning_parser)
+        reasoning = reasoning_format_name(_forced(config.reasoning_parser))
         if config.reasoning_parser is None:
             reasoning = detect_reasoning_format(template, tokenizer)
         calls = detect_calls(template, reasoning)
-        tools = _forced(config.tool_call_parser)
+        tools = tool_format_name(_forced(config.tool_call_parser))
         if config.tool_call_parser is None and calls is not None:
             tools = calls.tool_format
         style = CallStyle() if calls is None else calls.style
         logger.info("tool call parser: %s, reasoning parser: %s", tools or NONE, reasoning or NONE)
         shows = calls is not None or shows_tools(template)
-        return cls(tools, reasoning, style, shows, opens_reasoning(template, reasoning))
+        markers = call_marker_ids(tools, tokenizer)
+        return cls(tools, reasoning, style, shows, opens_reasoning(template, reasoning), markers)
+
+    def forbidden_ids(self, chat: ChatRequest, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that an answer must not contain: a model that is offered no tools starts no call.
+
+        Tokens that the request itself names are not forbidden, and neither is anything that its constraint allows.
+        """
+        if chat.offered_tools or params.structured_outputs is not None:
+            return frozenset()
+        return self.call_marker_ids - {*(params.logit_bias or ()), *(params.allowed_token_ids or ())}
 
     def reasoning_after(self, prompt: str) -> str | None:
         """Return the format of the reasoning that the answer to this prompt may start with."""

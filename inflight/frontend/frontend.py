@@ -167,11 +167,12 @@ class Frontend:
             content=params.structured_outputs,
             max_reasoning_tokens=None if reasoning_format is None else self._reasoning_budget(chat),
         )
+        forbidden_ids = self.chat_formats.forbidden_ids(chat, params)
         parsing["shaped_content"] = params.structured_outputs is not None
         if constraint is not params.structured_outputs:
             params = replace(params, structured_outputs=constraint)
         _, requests = self.input_processor.requests(
-            request_id, token_ids, params, priority, tenant, cache_salt
+            request_id, token_ids, params, priority, tenant, cache_salt, forbidden_ids=forbidden_ids
         )
         make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **parsing)
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)

@@ -97,8 +97,9 @@ class InputProcessor:
         tenant: str = "",
         cache_salt: str = "",
         kind: str = "generate",
+        forbidden_ids: Iterable[int] = (),
     ) -> tuple[str | None, list[Request]]:
-        """Return the prompt's text, if it has one, and a request for each answer.
+        """Return the prompt's text, if it has one, and a request for each answer, which has no forbidden token.
 
         A constraint is not checked here: `grammars` must validate it before it reaches the engine.
         """
@@ -115,7 +116,7 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= frozenset(self.eos_token_ids)
-        bad_words = self._bad_word_ids(params)
+        bad_words = (*self._bad_word_ids(params), *((token_id,) for token_id in sorted(forbidden_ids)))
         if params.stop_strings:
             self._need_tokenizer("stop strings", "stop")
         number = next(self._counter)

@@ -293,6 +293,18 @@ class OutputProcessor:
     def finished(self) -> bool:
         return all(answer.output.finished for answer in self._answers.values())
 
+    def excerpt(self, length: int) -> str:
+        """Return the beginning and the end of the prompt's text, in at most about `length` characters."""
+        text = self.prompt
+        if text is None:
+            ids, each = self.prompt_token_ids, length // 4  # most tokens have fewer characters than four
+            if self._tokenizer is None:
+                return ""
+            shown = ids if len(ids) <= 2 * each else [*ids[:each], *ids[-each:]]
+            text = self._tokenizer.decode(shown, skip_special_tokens=False)
+        half = length // 2
+        return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
+
     def push(self, delta: Delta) -> bool:
         """Add a delta of one answer. Return True if a stop string ended it, so that its request must be aborted."""
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:

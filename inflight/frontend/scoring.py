@@ -26,7 +26,7 @@ from inflight.frontend.input_processor import (
 )
 from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs, TextGroup, TextItem
 from inflight.outputs import RerankResult
-from inflight.request import Request, RequestSpec
+from inflight.request import Request, RequestOrigin, RequestSpec
 from inflight.sampling_params import SamplingParams
 from inflight.scoring import (
     ClassifyParams,
@@ -90,6 +90,7 @@ class CallOptions(TypedDict, total=False):
     priority: int
     tenant: str
     cache_salt: str
+    origin: RequestOrigin | None
     on_record: Callable[[RequestRecord], None]
 
 
@@ -101,6 +102,7 @@ class RequestContext:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    origin: RequestOrigin | None = None
     on_record: Callable[[RequestRecord], None] = field(
         default=lambda _: None
     )  # called for each finished text
@@ -138,6 +140,7 @@ class ScoringProcessor:
                 kind="pool",
                 splittable=self.facts.splittable,
                 second_segment=text.second_segment,
+                origin=context.origin,
             )
         )
 

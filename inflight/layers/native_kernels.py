@@ -5,23 +5,37 @@ Activations are float32. A token's result is bit-identical whatever else is in t
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import (
+    CLAMPED_SILU,
     ComposedLinear,
     ExpertRouting,
     Experts,
     Kernels,
     Linear,
     Reduce,
+    Residual,
     TorchKernels,
     check_activation,
+    check_bias_fits,
+    check_expert,
+    check_fits,
     check_gate,
     check_weight,
 )
-from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
+from inflight.native.library import (
+    ACTIVATION_NUMBERS,
+    GATE_NUMBERS,
+    SCORE_NUMBERS,
+    ExpertLayer,
+    Library,
+    native_library,
+)
 
 CPU = torch.device("cpu")
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
@@ -104,6 +118,114 @@ class NativeLinear(ComposedLinear):
         return out
 
 
+class NativeExperts:
+    """Implements `Experts` in one call, over weights packed in panels as in `NativeLinear`."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        library: Library,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool,
+        limit: float,
+        reduce: Reduce | None,
+        held: range | None,
+        device: torch.device,
+    ) -> None:
+        if activation != CLAMPED_SILU:
+            check_gate(activation)
+        self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
+        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self._kernels = kernels
+        self._library = library
+        self._hidden = hidden
+        self._inner = inner
+        self._reduce = reduce
+        self._held = held = range(routing.num_experts) if held is None else held
+        self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        narrow = self._stored == torch.bfloat16
+        self._multiply = library.experts_bf16 if narrow else library.experts_f32
+        self._pack = library.pack_bf16 if narrow else library.pack_f32
+        self._gate_up = self._empty_panels(2 * inner, hidden, device)  # rows of gate, then those of up
+        self._down = self._empty_panels(hidden, inner, device)
+        self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if bias else None
+        self._down_bias = torch.zeros(len(held), hidden, device=device) if bias else None
+        self._layer = ExpertLayer(
+            self._gate_up.data_ptr(),
+            self._down.data_ptr(),
+            _pointer(self._gate_up_bias),
+            _pointer(self._down_bias),
+            _pointer(self.correction),
+            hidden,
+            inner,
+            routing.num_experts,
+            held.start,
+            len(held),
+            routing.top_k,
+            SCORE_NUMBERS[routing.scores],
+            routing.normalise,
+            routing.num_groups,
+            routing.top_groups,
+            GATE_NUMBERS[activation],
+            routing.scale,
+            limit,
+        )
+
+    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        check_expert(self._held, expert, part)
+        shape = (self._hidden, self._inner) if part == "down" else (self._inner, self._hidden)
+        check_fits(weight, first_row, first_column, *shape)
+        panels = (self._down if part == "down" else self._gate_up)[expert - self._held.start]
+        rows = weight.to(device="cpu", dtype=self._stored).contiguous()
+        self._pack(
+            rows.data_ptr(), panels.data_ptr(), *rows.shape, shape[1],
+            first_row + (self._inner if part == "up" else 0), first_column, self._library.threads,
+        )  # fmt: skip
+
+    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
+        check_expert(self._held, expert, part)
+        if self._gate_up_bias is None or self._down_bias is None:
+            raise ConfigError("cannot load a bias into experts that were created without one")
+        num_rows = self._hidden if part == "down" else self._inner
+        check_bias_fits(bias, first_row, num_rows)
+        biases = (self._down_bias if part == "down" else self._gate_up_bias)[expert - self._held.start]
+        first_row += self._inner if part == "up" else 0
+        biases[first_row : first_row + len(bias)].copy_(bias)
+
+    def add_to(
+        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+    ) -> Residual:
+        """In place, unless the sum has to be reduced first."""
+        hidden = _dense(residual.x)
+        x = hidden if residual.norm is None else self._kernels.rms_norm(hidden, residual.norm, eps)
+        logits = self.router(x)
+        live = None if live is None else live.to(torch.int32).contiguous()
+        if residual.norm is None and self._reduce is None:
+            x = x.clone()  # it is read while the result is written
+        y = hidden if self._reduce is None else torch.empty_like(hidden)
+        self._multiply(
+            ctypes.byref(self._layer), x.data_ptr(), logits.data_ptr(), _pointer(live), y.data_ptr(), len(x),
+            self._reduce is None, self._library.threads,
+        )  # fmt: skip
+        if self._reduce is not None:
+            y = self._kernels.add(hidden, self._reduce.sum(y))
+        return Residual(y, next_norm)
+
+    def _empty_panels(self, out_features: int, in_features: int, device: torch.device) -> Tensor:
+        panel = self._library.panel
+        size = len(self._held), -(-out_features // panel), in_features, panel
+        panels = torch.empty(size, dtype=self._stored, device=device)
+        if device.type == "cpu":
+            self._library.advise(panels.data_ptr(), panels.nbytes)
+        if out_features % panel:
+            panels[:, -1].zero_()  # lanes past the last output take part in products
+        return panels
+
+
 class NativeKernels:
     """Implements `Kernels`. On the meta device, layers have shapes but no memory."""
 
@@ -140,8 +262,20 @@ class NativeKernels:
         reduce: Reduce | None = None,
         held: range | None = None,
     ) -> Experts:
-        plain = TorchKernels(device=self._device)
-        return plain.experts(hidden, inner, routing, dtype, activation, bias, limit, reduce, held)
+        return NativeExperts(
+            self,
+            self._library,
+            hidden,
+            inner,
+            routing,
+            dtype,
+            activation,
+            bias,
+            limit,
+            reduce,
+            held,
+            self._device,
+        )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)
@@ -221,6 +355,10 @@ def cpu_kernels(device: torch.device = CPU) -> NativeKernels | TorchKernels:
     """Return the compiled kernels, or plain torch if they are not available."""
     library = native_library()
     return TorchKernels(device=device) if library is None else NativeKernels(library, device)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ def load_decoder_engine(
     progress: LoadProgress | None,
 ) -> LoadedEngine:
     model = config.model
-    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer))
+    expert_parallel = config.parallel.enable_expert_parallel
+    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
     spec = plan.spec
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_ids(checkpoint, tokenizer)
@@ -175,7 +176,8 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     model = config.model
     checkpoint = open_configured(config, model.load_format)
     tokenizer = load_tokenizer(config, checkpoint)
-    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer))
+    expert_parallel = config.parallel.enable_expert_parallel
+    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
     context = resolve_context(plan.spec, model.max_model_len)
     eos = eos_ids(checkpoint, tokenizer)
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))

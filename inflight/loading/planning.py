@@ -68,7 +68,8 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
         raise ConfigError(
             f"{name} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
         )
-    spec = plan_decoder(name, checkpoint, lambda _: [0]).spec
+    expert_parallel = config.parallel.enable_expert_parallel
+    spec = plan_decoder(name, checkpoint, lambda _: [0], expert_parallel).spec
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_context(spec, config.model.max_model_len)
     fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]
@@ -125,6 +126,7 @@ def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, dtype: torc
     tokens = config.scheduler.max_num_batched_tokens or GPU_TOKENS
     # Raw and adjusted logits in float32, token counts in 16 bits, and two bit masks.
     sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
-    wide = 2 * spec.intermediate_size + spec.query_size + 2 * spec.kv_size
+    inner = max(mlp.step_features(spec.hidden_size) for mlp in spec.mlps)
+    wide = inner + spec.query_size + 2 * spec.kv_size
     activations = tokens * (4 * spec.hidden_size + wide // tensor) * dtype.itemsize
     return sampling + activations + rows * context * 4 + GPU_GRAPHS

@@ -42,6 +42,14 @@ class Fields:
             raise self.error(name, f"a finite number above {above:g}")
         return float(value)
 
+    def same_integer(self, *names: str, least: int = 1) -> int:
+        """Return the integer that configs hold under one of several names."""
+        present = [name for name in names if name in self]
+        values = {name: self.integer(name, least=least) for name in present or names[:1]}
+        if len(set(values.values())) > 1:
+            raise self.error(present[1], f"equal to {present[0]}, {values[present[0]]}")
+        return next(iter(values.values()))
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
@@ -63,6 +71,13 @@ class Fields:
         if not numeric or len(value) != length:
             raise self.error(name, f"a list of {length} positive numbers")
         return tuple(float(item) for item in value)
+
+    def integers(self, name: str) -> list[int]:
+        """Return a list of integers, empty if it is missing."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.error(name, "a list of integers")
+        return value
 
     def strings(self, name: str) -> list[str]:
         value = self._get(name, None)

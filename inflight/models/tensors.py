@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight.errors import WeightsError
-from inflight.layers.kernels import Linear
+from inflight.layers.kernels import Experts, Linear
 
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
@@ -108,14 +109,101 @@ class NormWeight:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A tensor that a model holds as it is in the checkpoint, and its value in dummy weights."""
+
+    tensor: Tensor
+    dummy: float
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        yield Placement(name, tuple(self.tensor.shape), into_tensor(self.tensor), self.dummy)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One matrix of every expert, [num_rows, num_columns] in the checkpoint, or several that it packs row-wise."""
+
+    experts: Experts
+    parts: tuple[str, ...]  # the experts' matrices, each with `num_rows` rows
+    num_experts: int
+    num_rows: int
+    num_columns: int
+    held: range  # the experts that are here,
+    rows: range  # and the rows and columns of each part that are here
+    columns: range
+    transposed: bool = False  # whether a tensor of all experts is [num_experts, num_columns, num_rows]
+    interleaved: bool = False  # whether the rows of the parts alternate
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """Yield the tensors: one per expert if the name has a place for its number, otherwise one of all."""
+        num_rows = len(self.parts) * self.num_rows
+        if "{}" in name:
+            for expert in self.held:
+                shape = num_rows, self.num_columns
+                yield Placement(f"{name.format(expert)}.weight", shape, partial(self.load, expert))
+        else:
+            shape = (self.num_columns, num_rows) if self.transposed else (num_rows, self.num_columns)
+            yield Placement(name, (self.num_experts, *shape), self._load_all)
+
+    def load(self, expert: int, weight: Tensor, first: int = 0) -> None:
+        """Load rows [first, first + len(weight)) of one expert's matrix."""
+        columns = slice(self.columns.start, self.columns.stop)
+        for index, part in enumerate(self.parts):
+            if self.interleaved:
+                rows = weight[index :: len(self.parts)][self.rows.start : self.rows.stop]
+                self.experts.load(part, expert, rows[:, columns])
+                continue
+            at = index * self.num_rows
+            start, end = max(at + self.rows.start, first), min(at + self.rows.stop, first + len(weight))
+            if start < end:
+                rows = weight[start - first : end - first, columns]
+                self.experts.load(part, expert, rows, start - at - self.rows.start)
+
+    def _load_all(self, weights: Tensor, first: int) -> None:
+        for expert, weight in enumerate(weights, first):
+            if expert in self.held:
+                self.load(expert, weight.T if self.transposed else weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBias:
+    """The biases of an `ExpertMatrix`, a tensor of all experts."""
+
+    matrix: ExpertMatrix
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        matrix = self.matrix
+        yield Placement(name, (matrix.num_experts, len(matrix.parts) * matrix.num_rows), self._load_all)
+
+    def _load_all(self, biases: Tensor, first: int) -> None:
+        matrix = self.matrix
+        for expert, bias in enumerate(biases, first):
+            if expert not in matrix.held:
+                continue
+            for index, part in enumerate(matrix.parts):
+                own = (
+                    bias[index :: len(matrix.parts)]
+                    if matrix.interleaved
+                    else bias.chunk(len(matrix.parts))[index]
+                )
+                matrix.experts.load_bias(part, expert, own[matrix.rows.start : matrix.rows.stop])
+
+
 # The part of a model that a module of a checkpoint is loaded into.
-Target = LinearRows | NormWeight
+Target = LinearRows | NormWeight | PlainTensor | ExpertMatrix | ExpertBias
 
 
 def whole_rows(linear: Linear, bias: bool) -> LinearRows:
     """Return the target of a layer that holds all of the checkpoint's matrix."""
     run = RowRun(0, linear.out_features, 0)
     return LinearRows(linear, linear.out_features, linear.in_features, (run,), 0, bias, bias)
+
+
+def summed_columns(linear: Linear, features: range, whole: int, bias: bool, holds_bias: bool) -> LinearRows:
+    """Return the target of a layer that holds some columns and whose product is summed over the ranks."""
+    run = RowRun(0, linear.out_features, 0)
+    return LinearRows(linear, linear.out_features, whole, (run,), features.start, bias, bias and holds_bias)
 
 
 def packed_rows(
@@ -243,9 +331,12 @@ def fill_random(
         step = max(1, len(values) // (2 * width))
         for first in range(0, num_rows, step):
             count = min(step, num_rows - first)
+            size = count * width
             # Derived from the name, so that a rank with some of the tensors gets the same as one with all.
-            start = crc32(f"{placement.name} {first}".encode()) % (len(values) - count * width + 1)
-            rows = values[start : start + count * width]
+            start = crc32(f"{placement.name} {first}".encode()) % max(1, len(values) - size + 1)
+            rows = values[start : start + size]
+            if size > len(values):
+                rows = rows.repeat(-(-size // len(values)))[:size]
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
 

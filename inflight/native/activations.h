@@ -11,6 +11,9 @@ enum class Activation : int { none, gelu, gelu_tanh, relu, silu, tanh };
 
 inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
+// x * sigmoid(1.702 * x)
+inline Vec steep_silu(Vec x) { return x / (1.0f + exp(-1.702f * x)); }
+
 inline Vec gelu_tanh(Vec x) {
     // 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2u)).
     Vec u = (x * x * x * 0.044715f + x) * 0.7978845608f;
@@ -38,5 +41,19 @@ inline Vec gelu(Vec x) {
 inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
 
 inline Vec tanh(Vec x) { return 1.0f - 2.0f / (1.0f + exp(x * 2.0f)); }
+
+// out = Function(gate) * up; may work in place.
+template <Vec (*Function)(Vec)>
+void gate_row(const float* gate, const float* up, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth)
+        store(out + i, Function(load<Vec>(gate + i)) * load<Vec>(up + i));
+    if (i == n) return;
+    float g[kWidth] = {}, u[kWidth] = {}, both[kWidth];
+    std::memcpy(g, gate + i, (n - i) * sizeof(float));
+    std::memcpy(u, up + i, (n - i) * sizeof(float));
+    store(both, Function(load<Vec>(g)) * load<Vec>(u));
+    std::memcpy(out + i, both, (n - i) * sizeof(float));
+}
 
 }  // namespace inflight

@@ -76,19 +76,6 @@ void standardize(const float* x, Moments moments, const float* weight, const flo
 }
 
 template <Vec (*Function)(Vec)>
-void gate_row(const float* gate, const float* up, float* out, int64_t n) {
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth)
-        store(out + i, Function(load<Vec>(gate + i)) * load<Vec>(up + i));
-    if (i == n) return;
-    float g[kWidth] = {}, u[kWidth] = {}, both[kWidth];
-    std::memcpy(g, gate + i, (n - i) * sizeof(float));
-    std::memcpy(u, up + i, (n - i) * sizeof(float));
-    store(both, Function(load<Vec>(g)) * load<Vec>(u));
-    std::memcpy(out + i, both, (n - i) * sizeof(float));
-}
-
-template <Vec (*Function)(Vec)>
 void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
     constexpr int64_t piece = 1024;  // so that one wide token is split too
     const int64_t pieces = (n + piece - 1) / piece;

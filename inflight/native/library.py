@@ -21,6 +21,34 @@ _Function = Callable[..., Any]
 
 # Numbered as in activations.h; 0 is none.
 ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5}
+# Numbered as in experts.cpp.
+SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
+GATE_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
+
+
+class ExpertLayer(ctypes.Structure):
+    """A layer of experts, as `Layer` in experts.cpp."""
+
+    _fields_ = (
+        ("gate_up", _P),
+        ("down", _P),
+        ("gate_up_bias", _P),
+        ("down_bias", _P),
+        ("correction", _P),
+        ("hidden", _L),
+        ("inner", _L),
+        ("experts", _L),
+        ("first_held", _L),
+        ("held", _L),
+        ("top_k", _L),
+        ("scores", _L),
+        ("normalise", _L),
+        ("groups", _L),
+        ("top_groups", _L),
+        ("gate", _L),
+        ("scale", _F),
+        ("limit", _F),
+    )
 
 
 class Library:
@@ -34,6 +62,9 @@ class Library:
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
         self.multiply_f32 = self._bind("multiply_f32", *multiply)
         self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
+        experts = (_P, _P, _P, _P, _P, _L, _I, _I)
+        self.experts_f32 = self._bind("experts_f32", *experts)
+        self.experts_bf16 = self._bind("experts_bf16", *experts)
         pack = (_P, _P, _L, _L, _L, _L, _L, _I)
         self.pack_f32 = self._bind("pack_f32", *pack)
         self.pack_bf16 = self._bind("pack_bf16", *pack)

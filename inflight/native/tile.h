@@ -53,13 +53,16 @@ struct PackedRows {
     float operator()(int row, int64_t k) const { return data[k * Rows + row]; }
 };
 
-// Rows in place, `stride` floats apart.
+// Rows in place, `stride` floats apart or anywhere.
 template <int Rows>
 struct PlainRows {
     const float* rows[Rows];
 
     PlainRows(const float* first, int64_t stride) {
         for (int r = 0; r < Rows; ++r) rows[r] = first + r * stride;
+    }
+    PlainRows(const float* const* sources, int64_t begin) {
+        for (int r = 0; r < Rows; ++r) rows[r] = sources[r] + begin;
     }
     float operator()(int row, int64_t k) const { return rows[row][k]; }
 };

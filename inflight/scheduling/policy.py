@@ -82,7 +82,12 @@ class Policy:
     # The queue.
 
     def push(self, request: Request, step: int) -> None:  # noqa: ARG002
-        """Queue a request that is new or was preempted. A preempted one keeps its order."""
+        """Set `request.order` and queue the request, which is new or was preempted.
+
+        Here a preempted request keeps its order, since its arrival does not change. A policy that computes the order
+        from something else should keep it too (`request.record.num_preemptions` is not 0), or the request may be
+        preempted again and again. The scheduler does not depend on it.
+        """
         request.order = request.arrival
         self.queue.push(request)
 

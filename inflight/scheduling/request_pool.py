@@ -271,7 +271,7 @@ class Attribution:
     """
 
     _waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))
-    _cause: str = QUEUE_CAUSES[0]  # why requests are waiting now
+    cause: str = QUEUE_CAUSES[0]  # why requests are waiting now
     _waited_until: float = 0.0
     _prompt_delay: float = 0.0  # seconds that prompts have added to steps
     _updated_at: float = 0.0  # the end of the last step
@@ -282,10 +282,10 @@ class Attribution:
     def set_queue_cause(self, cause: str, now: float) -> None:
         """Attribute waiting time from now on to this cause."""
         self._run_queue_clock(now)
-        self._cause = cause
+        self.cause = cause
 
     def _run_queue_clock(self, now: float) -> None:
-        self._waited[self._cause] += max(0.0, now - self._waited_until)
+        self._waited[self.cause] += max(0.0, now - self._waited_until)
         self._waited_until = max(now, self._waited_until)
 
     def step_ended(self, now: float, prompt_share: float) -> None:

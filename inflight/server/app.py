@@ -20,8 +20,8 @@ from inflight.server.errors import ApiError, error_response, of_exception
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document, respond
-from inflight.server.pages import PAGES, page_at
-from inflight.server.routes import operations, replicas, requests, service
+from inflight.server.pages import PAGES, application_page, not_found_page
+from inflight.server.routes import operations, replicas, requests, service, timeline
 from inflight.server.routes.schemas import HealthStatus
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
@@ -88,7 +88,17 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, requests, replicas, operations):
+    for routes in (
+        generation,
+        responses,
+        messages,
+        pooling,
+        service,
+        requests,
+        timeline,
+        replicas,
+        operations,
+    ):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)
@@ -136,6 +146,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         path = request.url.path
         message = f"unknown path {shown(path, 200)}{hint_for(path)}"
+        if request.method == "GET" and _is_browser(request.scope):
+            return not_found_page(message, request.scope.get("root_path", "") + "/")
         return error_response(request.scope, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {shown(request.url.path, 200)}"
@@ -177,7 +189,7 @@ class LoadingApp:
             retry_after=RETRY_AFTER,
         )
         if scope["path"] in PAGES and scope["method"] == "GET" and _is_browser(scope):
-            page = page_at(scope["path"], error.status)
+            page = application_page(error.status)
             page.headers.update(error.headers)
             return page
         if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
@@ -191,5 +203,5 @@ class LoadingApp:
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Return whether the client is a browser, whose page waits until the model is loaded."""
+    """Return whether the client is a browser, which shows pages rather than JSON."""
     return "text/html" in Headers(scope=scope).get("accept", "")

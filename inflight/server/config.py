@@ -216,6 +216,9 @@ class ServerConfig:
         "Metrics to export under vLLM's names too: none, those that Kubernetes inference gateways read, or all (vllm).",
         choices=("none", "gateway", "vllm"),
     )
+    timeline_text: bool = option(
+        False, WATCHING, "Show the text of prompts in the timeline, to those who may see the request."
+    )
     log_level: str = option(
         "info",
         WATCHING,

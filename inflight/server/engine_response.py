@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from starlette.datastructures import Headers
@@ -21,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from inflight.errors import EngineError
 from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
+from inflight.request import RequestOrigin
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
 from inflight.server.http.bodies import ENGINE_RESPONSE
@@ -30,6 +32,7 @@ from inflight.server.state import ServedModel, caller_of, state_of
 
 ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for
 ERROR_SECONDS = 5.0  # how long a client has to read an error
+MAX_SHOWN_TEXT = 500  # characters of a prompt in the timeline
 LONG_ANSWER = 4096  # tokens of all answers together above which they are encoded in a thread
 PART_SIZE = 256 << 10  # bytes of a long answer that are encoded and sent at a time
 
@@ -126,6 +129,7 @@ class EngineResponse(Response):
         answers = [(prompt, answer) for prompt in prompts for answer in prompt.answers]
         for index, (prompt, answer) in enumerate(answers):
             self._choices[answer.request.request_id] = Choice(index, prompt, answer, params.echo)
+            answer.request.spec = replace(answer.request.spec, origin=self._origin(index, prompt))
         state.metrics.num_answers.add(len(answers))
         for prompt in prompts:
             state.metrics.max_tokens.add(prompt.answers[0].request.max_tokens)
@@ -140,6 +144,12 @@ class EngineResponse(Response):
         if before_end is not None:
             await before_end()
         await self._send_last(last)
+
+    def _origin(self, index: int, prompt: OutputProcessor) -> RequestOrigin:
+        """Return what the timeline may tell about an answer."""
+        logged = self.logged
+        text = prompt.excerpt(MAX_SHOWN_TEXT) if self.state.options.timeline_text else ""
+        return RequestOrigin(logged.request_id, index, self.caller.name, logged.route, text)
 
     async def _stream(self, generation: Generation, params: GenerationParams) -> bytes:
         """Send the events as they come. Return the last ones."""

@@ -53,6 +53,7 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
     AdminKey(options.admin_key, keys)  # raises if it is not valid, before minutes of loading
+    keys.set_admin(options.admin_key)
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning(
             "keys have weights, but the policy is %s: only the fair policy uses them", options.policy

@@ -97,6 +97,8 @@ class ServerState:
     stored: InitVar[Responses | None] = None  # None: they are stored in this process
     counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # from other API workers
     num_answered_by_others: Callable[[], int] = lambda: 0  # requests that other API workers answer now
+    # Sends a request to all API workers and returns the bodies of their answers.
+    ask_workers: Callable[[Request], Awaitable[list[bytes]]] | None = None
 
     def __post_init__(
         self, engine: AsyncEngine, serials: Iterator[object] | None, stored: Responses | None
@@ -107,6 +109,10 @@ class ServerState:
             self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
         self.admin_key = AdminKey(options.admin_key, self.keys)
+        self.keys.set_admin(options.admin_key)
+        self.num_viewers = 0  # of the timeline
+        # Times of the engines' clock plus this are seconds since 1970.
+        self.to_unix = time.time() - time.monotonic()
         self.unsent = UnsentBytes(options.max_unsent_bytes)
         self.request_log = RequestLog(options.request_history)
         limits = options.max_stored_responses, options.max_stored_bytes

@@ -114,9 +114,9 @@ class Tokenizer:
         self.special_tokens: dict[str, str] = dict(specials or {})
         self.chat_template = chat_template
         self.vocab_size: int = max(backend.get_vocab(True).values(), default=-1) + 1
-        self.special_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.added_ids: frozenset[int] = frozenset(added)  # tokens that stand for one text, special or not
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         # A post-processor that adds tokens takes precedence; otherwise the flags of the configuration apply.

@@ -1,11 +1,12 @@
 """The timeline: which request had which slot of the batch in which step, recorded while the engine runs.
 
-recorder.py   records every step in the engine, within a limit of memory
-chunks.py     what it records: consecutive steps as columns, and what each slot did as runs
-stream.py     the past and the present of an engine, for one viewer (`GET /v1/steps`)
-trace.py      the same as a Chrome trace, which Perfetto opens
-neighbours.py which other requests made one slow
-terminal.py   the same in a terminal (`inflight top`)
+recorder.py       records every step in the engine, within a limit of memory
+chunks.py         what it records: consecutive steps as columns, and what each slot did as runs
+chunk_builder.py  collects a chunk
+stream.py         the past and the present of an engine, for one viewer (`GET /v1/steps`)
+trace.py          a recording as a Chrome trace, which Perfetto opens
+neighbours.py     which other requests made one slow
+terminal.py       the same in a terminal (`inflight top`)
 """
 
 from inflight.timeline.chunks import (
@@ -17,9 +18,10 @@ from inflight.timeline.chunks import (
     TimelineQuery,
     decode_chunk,
 )
-from inflight.timeline.recorder import NoRecorder, RecordedTimes, Recorder
+from inflight.timeline.recorder import MAX_BYTES, NoRecorder, RecordedTimes, Recorder
 
 __all__ = [
+    "MAX_BYTES",
     "Chunk",
     "NoRecorder",
     "RecordedRequest",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from inflight.timeline.chunks import COLUMNS, Chunk, RecordedRequest, SlotKind, TimelineEvent, encode_chunk
+from inflight.timeline.chunks import (
+    COLUMNS,
+    ENDS,
+    Chunk,
+    RecordedRequest,
+    SlotKind,
+    TimelineEvent,
+    encode_chunk,
+)
 
 MAX_EVENTS = 4096  # in one chunk
 
@@ -107,9 +115,7 @@ class ChunkBuilder:
         data = self.encode(open_runs)
         if self._known is not None:
             self._known.update(self.requests)
-            self._known.difference_update(
-                event.request for event in self.events if event.type in ("finish", "abort")
-            )
+            self._known.difference_update(event.request for event in self.events if event.type in ENDS)
         self._begin_next()
         self.skipped = 0
         return data

@@ -32,6 +32,7 @@ COLUMNS = (
     "used",
     "cached",
 )
+ENDS = ("finish", "abort")  # the last events of a request
 RUN_LENGTH = 8  # numbers in a run
 
 
@@ -149,19 +150,22 @@ class Chunk(NamedTuple):
             return self
         first_step = self.first_step + num_cut
         parts = (self.column(name)[num_cut:].tobytes() for name in COLUMNS)
-        runs = (run.after(first_step) for run in self.runs())
+        runs = [run for run in (run.after(first_step) for run in self.runs()) if run is not None]
+        gone = {event.request for event in self.events[:num_events] if event.type in ENDS}
+        gone -= {run.request for run in runs}
         return self._replace(
             first_step=first_step,
             at=self.at[8 * num_cut :],
             columns=b"".join(parts),
-            run_data=pack_runs(run for run in runs if run is not None),
+            run_data=pack_runs(runs),
             failed={number: text for number, text in self.failed.items() if number >= first_step},
+            requests=[info for info in self.requests if info.number not in gone],
             events=self.events[num_events:],
             first_event=self.first_event + num_events,
         )
 
 
-def pack_runs(runs: Iterator[SlotRun] | Sequence[SlotRun]) -> bytes:
+def pack_runs(runs: Sequence[SlotRun]) -> bytes:
     numbers = array("q")
     for run in runs:
         numbers.extend(run)
@@ -230,7 +234,7 @@ def chunk_json(
     if chunk.skipped:
         result["skipped"] = chunk.skipped
     known.update(info.number for info in chunk.requests)
-    known.difference_update(event.request for event in chunk.events if event.type in ("finish", "abort"))
+    known.difference_update(event.request for event in chunk.events if event.type in ENDS)
     return result
 
 

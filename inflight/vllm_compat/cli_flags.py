@@ -111,12 +111,11 @@ BENCH_RULES = CompatRules(
         CompatRule("--request-rate RATE", {ANY: "--rate {}"}),
         CompatRule("--max-concurrency N", {ANY: "--concurrency {}"}),
         CompatRule("--random-input-len N, --input-len N", {ANY: "--prompt-len {}"}),
-        CompatRule("--random-output-len N", {ANY: "--output-len {}"}),
+        CompatRule("--random-output-len N, --sharegpt-output-len N", {ANY: "--output-len {}"}),
         CompatRule("--num-warmups N", {ANY: "--warmup {}"}),
         CompatRule("--dataset-path FILE", {ANY: "--dataset {}"}),
         CompatRule("--extra-body JSON", {ANY: "--parameters {}"}),
         CompatRule("--served-model-name NAME", {ANY: "--model {}"}),
-        CompatRule("--result-filename FILE", {ANY: "--json {}"}),
         # ---- same name, different values ----
         CompatRule(
             "--endpoint PATH",
@@ -144,11 +143,11 @@ BENCH_RULES = CompatRules(
         ),
         CompatRule(
             "--dataset-name NAME",
-            {"random": "", "custom": ""},
-            "prompts are random, or come from --dataset FILE, a JSON Lines file with prompt or messages",
+            {"random": "", "custom": "", "sharegpt": ""},
+            "prompts are random, or come from --dataset FILE, a ShareGPT or JSON Lines file",
         ),
         CompatRule(
-            "--hf-name NAME, --hf-subset NAME, --hf-split NAME, --hf-output-len N, --sharegpt-output-len N, "
+            "--hf-name NAME, --hf-subset NAME, --hf-split NAME, --hf-output-len N, "
             "--custom-output-len N, --sonnet-input-len N, --sonnet-output-len N, --sonnet-prefix-len N, "
             "--prefix-repetition-prefix-len N, --prefix-repetition-suffix-len N, "
             "--prefix-repetition-num-prefixes N, --prefix-repetition-output-len N",
@@ -163,16 +162,8 @@ BENCH_RULES = CompatRules(
         ),
         CompatRule("--n N, --best-of N", {"1": ""}, "each request has one answer"),
         CompatRule("--no-stream", {}, "answers are always streamed, since token latencies are measured"),
-        CompatRule(
-            "--burstiness N", {"1": "", "1.0": ""}, "arrivals are always a Poisson process, which is 1"
-        ),
-        CompatRule(
-            "--random-range-ratio N",
-            {},
-            "use the ranges --prompt-len LOW:HIGH and --output-len LOW:HIGH",
-        ),
         CompatRule("--random-prefix-len N", {}, "use --dataset FILE with prompts that share a prefix"),
-        CompatRule("--save-result, --append-result, --result-dir PATH, --metadata TEXT", {}, _ONE_FILE),
+        CompatRule("--append-result, --metadata TEXT...", {}, _ONE_FILE),
         CompatRule("--plot-timeline, --plot-dataset-stats", {}, "--plot FILE plots latency over rate"),
         CompatRule(
             "--top-p N, --top-k N, --min-p N, --frequency-penalty N, --presence-penalty N, "
@@ -181,7 +172,6 @@ BENCH_RULES = CompatRules(
             _IN_BODY,
         ),
         CompatRule("--use-beam-search", {}, "the server does not support beam search"),
-        CompatRule("--goodput TEXT", {}, "percentiles of the latencies are reported instead"),
         CompatRule(
             "--ramp-up-strategy NAME, --ramp-up-start-rps N, --ramp-up-end-rps N",
             {},

@@ -172,10 +172,9 @@ ENGINE_RULES = (
         "speculative decoding is not supported yet: leave it out",
     ),
     CompatRule(
-        "enable_expert_parallel, enable_eplb, eplb_config JSON, all2all_backend NAME, "
-        "expert_placement_strategy NAME",
+        "enable_eplb, eplb_config JSON, all2all_backend NAME, expert_placement_strategy NAME",
         {},
-        "mixture-of-experts models are not supported yet",
+        "experts stay where they are: each rank holds an equal, contiguous share",
     ),
     CompatRule(
         "mm_processor_kwargs JSON, media_io_kwargs JSON, allowed_local_media_path PATH, "

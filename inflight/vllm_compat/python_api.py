@@ -65,7 +65,7 @@ SAMPLING_RULES = CompatRules(
         CompatRule("skip_clone", IGNORED, "the engine always keeps its own copy"),
         CompatRule("skip_reading_prefix_cache", {}, "use a prompt with its own cache_salt"),
         CompatRule("output_text_buffer_length N", IGNORED, "it is derived from stop"),
-        CompatRule("routed_experts_prompt_start N", {}, "mixture-of-experts models are not supported yet"),
+        CompatRule("routed_experts_prompt_start N", {}, "the experts of each token are not returned"),
         CompatRule("trace_decode_token_ids IDS", {}, "append them to the prompt and request prompt_logprobs"),
     )
 )

@@ -21,10 +21,15 @@ from ..text.samples import byte_level_backend
 
 END = "<|over|>"
 HURRY_AFTER = 80
-MAX_TOKENS = 600
-CLOSING_TAG = "\n</parameter>"  # in a format that has no tokens for its tags
+MAX_TOKENS = 900
+# In formats that have no tokens for their tags.
+CLOSING_TAGS = (
+    *("\n</parameter>", "</parameter>", "</param>", "</steptml:parameter>", "</｜DSML｜parameter>"),
+    "</",
+)
+ENDS = ("/", "end", "close")
 CLOSING = tuple("\"'])}>\n")
-WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "</", "Paris", CLOSING_TAG)
+WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "Paris", *CLOSING_TAGS)
 
 
 @dataclass(frozen=True)
@@ -34,24 +39,27 @@ class Model:
     tokenizer: Tokenizer
     grammars: GrammarCompiler
     markers: frozenset[int]
+    tags: frozenset[int]  # parts of calls that are no markers
     end: int
 
     @classmethod
     @cache
-    def with_markers(cls, markers: tuple[str, ...], special: bool) -> Model:
+    def with_markers(cls, markers: tuple[str, ...], special: bool, words: tuple[str, ...] = ()) -> Model:
+        """Return a model with these markers, and with tokens for the words that its calls begin with."""
         backend = byte_level_backend()
         backend.add_special_tokens([tokenizers.AddedToken(END, special=True)])
-        backend.add_tokens([tokenizers.AddedToken(word, special=False) for word in WORDS])
+        backend.add_tokens([tokenizers.AddedToken(word, special=False) for word in (*WORDS, *words)])
         added = [tokenizers.AddedToken(marker, special=special) for marker in markers]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
         tokenizer = Tokenizer(backend)
         end = tokenizer.token_id(END)
         assert end is not None
-        ids = [tokenizer.token_id(marker) for marker in (*markers, CLOSING_TAG)]
-        vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (end,))
-        return cls(
-            tokenizer, GrammarCompiler(lambda: vocabulary), frozenset(i for i in ids if i is not None), end
+        marker_ids, tag_ids = (
+            frozenset(i for i in map(tokenizer.token_id, texts) if i is not None)
+            for texts in (markers, (*CLOSING_TAGS, *words, "["))
         )
+        vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (end,))
+        return cls(tokenizer, GrammarCompiler(lambda: vocabulary), marker_ids, tag_ids, end)
 
     def walk(self, constraint: StructuredOutputs, seed: int) -> list[int]:
         """Sample the ids of an answer, without the end token. After a while, prefer tokens that end it soon."""
@@ -72,9 +80,15 @@ class Model:
 
     def _choose(self, generator: random.Random, allowed: list[int], hurries: bool) -> int:
         markers = [i for i in allowed if i in self.markers]
-        if markers and generator.random() < 0.4:
-            return generator.choice(markers)
-        closing = [i for i in allowed if self.tokenizer.text_of(i)[:1] in CLOSING] if hurries else []
+        if hurries and not self.tokenizer.special_ids.isdisjoint(markers):
+            ends = [i for i in markers if any(word in self.text([i]).lower() for word in ENDS)]
+            return generator.choice(ends or markers)
+        for group in (markers, [i for i in allowed if i in self.tags]):
+            if group and generator.random() < 0.4:
+                return generator.choice(group)
+        closing = (
+            [i for i in allowed if self.text([i])[:1] in CLOSING or self.text([i]) == "</"] if hurries else []
+        )
         return generator.choice(closing or allowed)
 
     def text(self, ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.agents import TOOL_FORMATS, InputGrammar, MessageParser, ParsedMessage, answer_grammar
-from inflight.agents.formats.base import REASONING_MARKERS
+from inflight.agents.formats.base import REASONING_MARKERS, ToolFormat
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
 from inflight.frontend.input_processor import vocabulary_of
@@ -62,17 +62,27 @@ NAMED = type("NamedTool", (), {"name": "get_weather"})()
 
 
 def make_model(tool_format: str | None, reasoning: str | None, special: bool) -> Model:
-    markers = TOOL_FORMATS.get(tool_format).markers if tool_format else ()
+    format = TOOL_FORMATS.get(tool_format) if tool_format else ToolFormat()
+    markers, openings = format.markers, format.openings.texts
     reasoning_markers = REASONING_MARKERS.get(reasoning or "")
-    return Model.with_markers(
-        (*markers, *((reasoning_markers.open, reasoning_markers.close) if reasoning_markers else ())), special
-    )
+    all_markers = (*markers, *(reasoning_markers.markers if reasoning_markers else ()))
+    words = list(openings)
+    if special:
+        words = [
+            part for text in openings for part in re.split("|".join(map(re.escape, markers)) or "$", text)
+        ]
+    words = [word for word in words if word and word not in all_markers]
+    return Model.with_markers(tuple(dict.fromkeys(all_markers)), special, tuple(words))
 
 
 def check_calls(message: ParsedMessage) -> None:
     for call in message.tool_calls:
         assert call.complete
         jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
+
+
+def test_every_format_has_a_grammar_that_is_tested() -> None:
+    assert {tool_format for tool_format, _, _ in FORMATS} == set(TOOL_FORMATS)
 
 
 # Tool call format, reasoning format, and whether the markers are special tokens.
@@ -91,14 +101,44 @@ FORMATS = [
     ("llama3_json", "think", False),
     ("pythonic", None, True),
     ("harmony", "harmony", True),
+    ("longcat", None, False),
+    ("granite", "granite", True),
+    ("granite_20b_fc", None, False),
+    ("phi4_mini", None, False),
+    ("jamba", "hunyuan_a13b", False),
+    ("internlm2", None, True),
+    ("nemotron", "think", False),
+    ("cohere_command", "cohere_command", True),
+    ("apertus", None, True),
+    ("gigachat3", None, True),
+    ("xlam", None, False),
+    ("seed_oss", "seed_oss", True),
+    ("minimax_m2", "think", True),
+    ("deepseek_v32", "think", True),
+    ("deepseek_v4", None, False),
+    ("step3", "think", True),
+    ("hy_v3", None, True),
+    ("solar_open2", "think", True),
+    ("minicpm5", None, False),
+    ("kimi_k3", "kimi_k3", True),
+    ("gemma4", "gemma4", True),
+    ("functiongemma", None, True),
+    ("olmo3", "think", False),
+    ("lfm2", None, True),
 ]
 
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
 def test_required_calls_are_valid(tool_format: str, reasoning: str | None, special: bool) -> None:
     model = make_model(tool_format, reasoning, special)
-    counts, has_reasoning = set(), False
-    for seed in range(16):
+    counts, has_reasoning = set[int](), False
+    for seed in range(256):
+        if (
+            seed >= 16
+            and (len(counts) > 1 or tool_format == "harmony")
+            and (has_reasoning or reasoning is None)
+        ):
+            break
         message = model.answer(seed, tool_format, reasoning, TOOLS, tool_choice="required")
         assert message.tool_calls
         assert not message.content
@@ -179,9 +219,10 @@ def test_optional_calls_of_strict_tools_are_valid(
     tool_format: str, reasoning: str | None, special: bool
 ) -> None:
     model = make_model(tool_format, reasoning, special)
-    messages = [model.answer(seed, tool_format, reasoning, TOOLS) for seed in range(16)]
-    for message in messages:
-        check_calls(message)
+    messages: list[ParsedMessage] = []
+    while len(messages) < 16 or (len(messages) < 256 and not any(message.tool_calls for message in messages)):
+        messages.append(model.answer(len(messages), tool_format, reasoning, TOOLS))
+        check_calls(messages[-1])
     assert any(message.tool_calls for message in messages)
     assert any(message.content for message in messages)
 
@@ -286,7 +327,10 @@ def compile_tools(model: Model, tool_format: str, tools: list[dict[str, Any]]) -
     ("schema", "error"),
     [
         ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
-        ({"type": "object", "properties": {"a": {"type": "integer", "not": {}}}, "required": ["a"]}, "'not'"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer", "nullable": True}}, "required": ["a"]},
+            "'nullable'",
+        ),
         ({"type": "object", "properties": {"a": {"type": "object", "requried": []}}}, "'requried'"),
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"format": "x"}}}}, "format: x"),
     ],

@@ -5,7 +5,14 @@ from functools import partial
 
 import pytest
 
-from inflight.agents import detect_reasoning_format, detect_tool_format, opens_reasoning
+from inflight.agents import (
+    TOOL_FORMATS,
+    CallStyle,
+    detect_calls,
+    detect_reasoning_format,
+    detect_tool_format,
+    opens_reasoning,
+)
 from inflight.text import ChatTemplate, Tokenizer
 from inflight.text.chat_template import Renderer
 
@@ -35,6 +42,29 @@ def test_formats_are_detected_from_the_template(name: str, template: partial[Cha
     source, tool_format, reasoning_format = KNOWN[name]
     assert detect_reasoning_format(template(source)) == reasoning_format
     assert detect_tool_format(template(source), reasoning_format) == tool_format
+
+
+def test_every_format_is_detected_from_a_template() -> None:
+    assert {tool_format for _, tool_format, _ in KNOWN.values()} == {*TOOL_FORMATS, None}
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("qwen3", CallStyle()),
+        ("mistral", CallStyle(short_ids=True)),
+        ("deepseek_v3", CallStyle(arguments_as_text=True)),
+        ("qwq", CallStyle(empty_content="")),  # it splits the content of earlier turns
+        ("glm46", CallStyle(empty_content="")),  # it writes the word "None" otherwise
+    ],
+)
+def test_detected_style_renders_whole_conversations(
+    name: str, style: CallStyle, template: partial[ChatTemplate]
+) -> None:
+    source, tool_format, reasoning_format = KNOWN[name]
+    calls = detect_calls(template(source), reasoning_format)
+    assert calls is not None
+    assert (calls.tool_format, calls.style) == (tool_format, style)
 
 
 def test_nothing_is_detected_without_a_template(template: partial[ChatTemplate]) -> None:

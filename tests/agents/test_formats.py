@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage
+from inflight.agents import REASONING_MARKERS, TOOL_FORMATS, MessageParser, ParsedMessage
 
 from .outputs import CONTENT, OUTPUTS, TOOLS, Recorded
 from .streams import check_sane, pieces, streamed
@@ -92,7 +92,7 @@ def parts_of(name: str) -> st.SearchStrategy[str]:
 def test_any_text_parses_the_same_in_any_pieces(name: str, data: st.DataObject) -> None:
     text = data.draw(parts_of(name))
     cuts = data.draw(st.lists(st.integers(1, max(len(text), 1)), max_size=8))
-    reasoning = "harmony" if name == "harmony" else data.draw(st.sampled_from(["think", None]))
+    reasoning = "harmony" if name == "harmony" else data.draw(st.sampled_from([*REASONING_MARKERS, None]))
     tools = data.draw(st.sampled_from([TOOLS, []]))
     whole = streamed(MessageParser(name, reasoning, tools=tools), [text])
     check_sane(whole)

@@ -22,7 +22,7 @@ from inflight.errors import ConfigError
 from inflight.text import IncrementalDetokenizer, Tokenizer
 
 from ..text.samples import byte_level_backend
-from .outputs import TOOLS
+from .outputs import OUTPUTS, TOOLS
 
 
 def test_events_are_emitted_as_soon_as_they_are_certain() -> None:
@@ -89,6 +89,60 @@ def test_unknown_format_names_are_rejected() -> None:
         MessageParser("herms", None)
     with pytest.raises(ConfigError, match="unknown reasoning parser 'thonk': choose one of think, "):
         MessageParser(None, "thonk")
+
+
+# The names of vLLM's parsers, apart from those of MiniMax M3 and Inkling.
+VLLM_TOOL_PARSERS = (
+    *("apertus", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31", "deepseek_v32"),
+    *("deepseek_v4", "ernie45", "functiongemma", "gemma4", "gigachat3", "glm45", "glm47", "granite"),
+    *("granite-20b-fc", "granite4", "hermes", "hunyuan_a13b", "hy_v3", "internlm", "jamba", "kimi_k2"),
+    *("kimi_k3", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minicpm5"),
+    *("minimax", "minimax_m2", "mistral", "olmo3", "openai", "phi4_mini_json", "poolside_v1", "pythonic"),
+    *("qwen3_coder", "qwen3_xml", "seed_oss", "solar_open2", "step3", "step3p5", "xlam"),
+)
+VLLM_REASONING_PARSERS = (
+    *("cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45"),
+    *("gemma4", "glm45", "glm47", "granite", "holo2", "hunyuan_a13b", "hy_v3", "kimi_k2", "kimi_k3"),
+    *("mimo", "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "poolside_v1", "qwen3"),
+    *("seed_oss", "step3", "step3p5"),
+)
+
+
+def test_parsers_of_vllm_can_be_named() -> None:
+    for name in VLLM_TOOL_PARSERS:
+        assert MessageParser(name, None).parse("Hello") == ParsedMessage("Hello")
+    for name in VLLM_REASONING_PARSERS:
+        assert MessageParser(None, name).parse("Hello") == ParsedMessage("Hello")
+    assert len(VLLM_TOOL_PARSERS) >= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("granite4", "hermes"),
+        ("ernie45", "hermes"),
+        ("qwen3_xml", "qwen3_coder"),
+        ("mimo", "qwen3_coder"),
+        ("step3p5", "qwen3_coder"),
+        ("glm47", "glm45"),
+        ("poolside_v1", "glm45"),
+        ("hunyuan_a13b", "jamba"),
+        ("minimax", "jamba, no brackets, reasoning and answer in tags"),
+        ("deepseek_v31", "deepseek_v3, as v3.1 writes"),
+        ("granite-20b-fc", "granite_20b_fc"),
+        ("internlm", "internlm2"),
+        ("llama4_json", "llama3_json"),
+        ("llama4_pythonic", "pythonic"),
+        ("phi4_mini_json", "phi4_mini"),
+        ("cohere_command3", "cohere_command"),
+        ("cohere_command4", "cohere_command"),
+        ("openai", "harmony"),
+    ],
+)
+def test_parser_named_by_vllm_reads_its_format(name: str, recorded: str) -> None:
+    output = OUTPUTS[recorded]
+    parser = MessageParser(name, output.reasoning, tools=TOOLS, prompt=output.prompt)
+    assert parser.parse(output.text) == output.message
 
 
 def test_held_back_text_is_bounded() -> None:
@@ -164,3 +218,27 @@ def test_markers_in_constrained_content_are_text() -> None:
     assert (message.reasoning, message.content, message.tool_calls) == ("Hm", content, [])
     message = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
     assert [called.name for called in message.tool_calls] == ["f"]
+
+
+def test_stray_end_tokens_are_not_shown() -> None:
+    backend = byte_level_backend()
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(backend)
+    parser = MessageParser("hermes", None, tokenizer=tokenizer)
+    end = tokenizer.token_id("</tool_call>")
+    assert end is not None
+    message = ParsedMessage()
+    for text, ids in (("It is </tool_call>", []), (" </tool_call>", [end]), (" late.", [])):
+        message.add(parser.feed(text, ids))
+    message.add(parser.finish())
+    assert message == ParsedMessage("It is </tool_call>  late.")
+
+
+def test_call_in_reasoning_ends_the_reasoning_when_it_is_certain() -> None:
+    parser = MessageParser("hermes", "think")
+    assert parser.feed("<think>Hm. <tool_call>") == [ReasoningDelta("Hm.")]
+    assert parser.in_reasoning
+    assert parser.feed("? ") == [ReasoningDelta(" <tool_call>?")]
+    assert parser.feed('<tool_call>{"name": "f", ') == []
+    assert parser.feed('"arguments": {')[0] == ToolCallBegun(0, "f")
+    assert not parser.in_reasoning

@@ -78,6 +78,9 @@ def test_bare_text_converts_by_type(text: str, types: list[str], expected: str) 
     [
         ({"type": "string"}, {"string"}),
         ({"type": ["string", "null", 3]}, {"string", "null"}),
+        ({"type": "float"}, {"number"}),
+        ({"type": ["int", "bool"]}, {"integer", "boolean"}),
+        ({"anyOf": [{"type": "Dict"}, {"type": "list"}]}, {"object", "array"}),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"integer", "null"}),
         ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/a"}]}, set()),
         ({"enum": ["a", "b"]}, {"string"}),

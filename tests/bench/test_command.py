@@ -105,6 +105,45 @@ def test_dataset_is_sent(
     assert (run["num_requests"], run["num_output_tokens"]) == (2, 7)
 
 
+def test_results_are_saved_as_by_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "results"
+    lengths = ("--random-input-len", 6, "--random-output-len", 4, "--random-range-ratio", 0.5)
+    load = f"--num-prompts 6 --num-warmups 0 --max-concurrency 4 --burstiness 0.5 --api-key {KEY}".split()
+    goals = ("--goodput", "ttft:60000", "e2el:60000", "--rate", "50", "inf")
+    files = ("--save-result", "--result-dir", folder)
+    assert bench(monkeypatch, "--base-url", url, *lengths, *load, *goals, *files) == 0
+    assert "good" in capsys.readouterr().out
+    names = sorted(path.name for path in folder.iterdir())
+    assert [re.sub(r"\d{8}-\d{6}", "TIME", name) for name in names] == [
+        f"openai-{rate}qps-concurrency4-inflight-builtin-TIME.json" for rate in ("50.0", "inf")
+    ]
+    fields = json.loads((folder / names[0]).read_text())
+    assert (fields["completed"], fields["num_prompts"], fields["request_rate"]) == (6, 6, 50.0)
+    assert (fields["burstiness"], fields["max_concurrency"]) == (0.5, 4)
+    assert fields["request_goodput"] == fields["request_throughput"]
+    assert 18 <= fields["total_input_tokens"] <= 54
+    assert fields["p99_ttft_ms"] > 0
+
+
+def test_sharegpt_file_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str
+) -> None:
+    path = tmp_path / "sharegpt.json"
+    chat = [
+        {"from": "human", "value": "Why does it rain in Spain?"},
+        {"from": "gpt", "value": "Clouds are heavy."},
+    ]
+    path.write_text(json.dumps([{"conversations": chat}, {"conversations": chat[:1]}]))
+    options = ("--dataset-name", "sharegpt", "--dataset-path", path, "--api-key", KEY, "--warmup", "0")
+    assert bench(monkeypatch, "--url", url, *options, "--num-requests", "3", "--json", "-") == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["num_complete"], run["errors"]) == (3, {})
+    assert run["num_output_tokens"] % 3 == 0
+    assert 12 <= run["num_output_tokens"] <= 45
+
+
 def test_failure_of_all_requests_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
@@ -128,6 +167,12 @@ def test_wrong_key_is_reported(
         (("--rate", "4", "0"), "rate is '0'"),
         (("--prompt-len", "9:3"), "prompt_len is '9:3'"),
         (("--parameters", "[1]"), "must be a JSON object"),
+        (("--goodput", "speed:5"), "goodput is 'speed:5'"),
+        (("--burstiness", "0"), "burstiness is 0.0"),
+        (("--random-range-ratio", "1"), "random_range_ratio is 1.0"),
+        (("--prompt-len", "3:9", "--random-range-ratio", "0.1"), "prompt_len is 3:9"),
+        (("--result-filename", "x.json", "--rate", "1", "2"), "result_filename is 'x.json'"),
+        (("--save-result", "--result-dir", "/proc/nowhere"), "result_dir is '/proc/nowhere'"),
         (("--dataset", "no/such/file"), "cannot read the dataset"),
         (("--json", "no/such/folder/x.json"), "an existing folder"),
         (("--plot", "x.pdf"), "must end in .svg or .png"),

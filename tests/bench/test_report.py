@@ -17,9 +17,10 @@ from rich.console import Console
 
 from inflight.bench.load_generator import LoadResult, Record
 from inflight.bench.plot import draw
-from inflight.bench.report import Spread, percentile, summarise
+from inflight.bench.report import Spread, parse_goodput, percentile, summarise
 from inflight.bench.terminal import print_runs
 from inflight.compare.drawing import Rect, to_svg
+from inflight.errors import ParameterError
 
 
 def record(index: int, sent: float, *times: float, num_tokens: int | None = None, **more: object) -> Record:
@@ -79,7 +80,9 @@ def test_percentiles_match_numpy(values: list[float], share: float) -> None:
 def test_spread_has_mean_percentiles_and_maximum() -> None:
     values = [float(value) for value in range(101)]
     random.Random(0).shuffle(values)
-    assert Spread.of(values) == Spread(statistics.fmean(values), 50.0, 90.0, 99.0, 100.0)
+    assert Spread.of(values) == Spread(
+        statistics.fmean(values), 50.0, 90.0, 99.0, 100.0, statistics.pstdev(values)
+    )
     assert Spread.of([]) is None
 
 
@@ -91,6 +94,47 @@ def test_json_contains_every_figure() -> None:
     assert report["warnings"] == []
     nothing = summarise(4.0, result([failed(0, "connect", "no")])).to_json()
     assert nothing["ttft_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("objectives", "num_good"),
+    [
+        (["ttft:600"], 2),
+        (["ttft:1000"], 3),
+        (["tpot:1250"], 3),
+        (["tpot:1000"], 2),
+        (["ttft:600", "e2el:700"], 1),
+        (["e2el:1"], 0),
+    ],
+)
+def test_goodput_counts_requests_that_meet_all_objectives(objectives: list[str], num_good: int) -> None:
+    run = summarise(8.0, result(), parse_goodput(objectives))
+    assert (run.num_good, run.goodput) == (num_good, num_good / 4.0)
+    assert run.to_json()["goodput"] == num_good / 4.0
+    assert summarise(8.0, result()).goodput is None
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:x", "ttft:0", "ttft:nan", "speed:5", ""])
+def test_invalid_objectives_are_rejected(text: str) -> None:
+    with pytest.raises(ParameterError, match=r"goodput is .*: it must be NAME:MILLISECONDS"):
+        parse_goodput([text])
+
+
+def test_saved_figures_have_the_names_of_vllm() -> None:
+    fields = summarise(8.0, result(), {"ttft": 1.0}).to_vllm_json()
+    assert (fields["completed"], fields["duration"], fields["request_goodput"]) == (3, 4.0, 0.75)
+    assert (fields["total_input_tokens"], fields["total_token_throughput"]) == (30, 9.5)
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert all(f"{key}_{metric}_ms" in fields for key in ("mean", "median", "std", "p99"))
+    assert fields["median_ttft_ms"] == 500.0
+
+
+def test_goodput_is_printed() -> None:
+    for rates in ((8.0,), (8.0, 16.0)):
+        console = Console(width=140, file=io.StringIO())
+        print_runs([summarise(rate, result(), {"ttft": 0.6}) for rate in rates], "", console)
+        assert isinstance(console.file, io.StringIO)
+        assert "good" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

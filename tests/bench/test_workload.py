@@ -16,8 +16,10 @@ from inflight.bench.workload import (
     Range,
     ServingWorkload,
     arrival_times,
+    is_sharegpt,
     parse_rate,
     read_dataset,
+    read_sharegpt,
 )
 from inflight.errors import ConfigError, ParameterError
 
@@ -52,6 +54,71 @@ def test_ramp_starts_slowly_and_reaches_the_rate() -> None:
     assert early == pytest.approx(125, abs=40)
     assert late == pytest.approx(375, abs=60)
     assert after == pytest.approx(500, abs=70)
+
+
+@pytest.mark.parametrize(("burstiness", "spread"), [(0.25, 2.0), (4.0, 0.5)])
+def test_burstiness_changes_the_spread_of_gaps_but_not_the_rate(burstiness: float, spread: float) -> None:
+    times = arrival_times(20_000, 20.0, seed=3, burstiness=burstiness)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(spread / 20, rel=0.1)  # 1 / sqrt(burstiness) of the mean
+    assert arrival_times(50, 20.0, 3, burstiness=1.0) == arrival_times(50, 20.0, 3)
+
+
+@pytest.mark.parametrize("burstiness", [0.0, -1.0, math.inf, math.nan])
+def test_invalid_burstiness_is_rejected(burstiness: float) -> None:
+    with pytest.raises(ParameterError, match=r"burstiness is .*: it must be a positive number"):
+        arrival_times(1, 1.0, 0, burstiness=burstiness)
+
+
+def test_range_ratio_widens_a_single_length() -> None:
+    assert Range(100, 100).widened("prompt_len", 0.2) == Range(80, 120)
+    assert Range(3, 3).widened("prompt_len", 0.5) == Range(1, 5)
+    assert Range(1, 1).widened("prompt_len", 0.9) == Range(1, 2)
+    assert Range(7, 7).widened("prompt_len", 0.0) == Range(7, 7)
+    with pytest.raises(ParameterError, match="random_range_ratio is 1"):
+        Range(7, 7).widened("prompt_len", 1.0)
+    with pytest.raises(
+        ParameterError, match="prompt_len is 3:9: with random_range_ratio it must be a single"
+    ):
+        Range(3, 9).widened("prompt_len", 0.5)
+
+
+def turns(*values: str) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": "human", "value": value} for value in values]}
+
+
+def test_sharegpt_prompts_are_the_first_turns(tmp_path: Path) -> None:
+    words = "one two three four five six"
+    good = [turns(f"{number} {words}", "a b c d e", "more") for number in range(5)]
+    skipped = [
+        turns("short", words),
+        turns(words, "short"),
+        turns("word " * 1025, words),
+        turns(words * 2, "word " * 2048),
+        turns(words),
+        turns("x" * 100_000, words),
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([*good, *skipped]))
+    assert is_sharegpt(path)
+    requests = read_sharegpt(path, "completions", 10, 0, lambda text: len(text.split()))
+    assert sorted(request["prompt"] for request in requests) == [f"{number} {words}" for number in range(5)]
+    assert {request["max_tokens"] for request in requests} == {5}
+    assert read_sharegpt(path, "completions", 2, 0, lambda text: len(text.split())) == requests[:2]
+    other = read_sharegpt(path, "completions", 10, 1, lambda text: len(text.split()))
+    assert other != requests, "the order depends on the seed"
+    chats = read_sharegpt(path, "chat", 10, 0, lambda text: len(text.split()), keep_lengths=False)
+    assert chats[0] == {"messages": [{"role": "user", "content": chats[0]["messages"][0]["content"]}]}
+    assert len(chats) == 6, "an answer may be short if its length is given"
+
+
+@pytest.mark.parametrize("text", ["[]", '[{"conversations": []}]', '[{"text": "x"}]', "[1"])
+def test_unusable_sharegpt_file_is_rejected(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_sharegpt(path, "completions", 10, 0, len)
 
 
 def test_requests_depend_only_on_the_seed() -> None:

@@ -88,3 +88,75 @@ def _tree(leaf: dict[str, Any]) -> dict[str, Any]:
     properties = {"value": leaf, "children": children}
     node = {"type": "object", "properties": properties, "required": ["value"], "additionalProperties": False}
     return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+def logical_schema(generator: random.Random, depth: int = 0) -> Any:
+    """Return a random schema with conditions and negations, over a few names and values that instances have too."""
+
+    def inner() -> Any:
+        return logical_schema(generator, depth + 1)
+
+    if depth > 2 or generator.random() < 0.2:
+        return _logical_leaf(generator)
+    name, other = generator.sample("abc", 2)
+    match generator.randrange(12):
+        case 0:
+            return {"not": inner()}
+        case 1:
+            made = {"if": inner(), "then": inner(), "else": inner()}
+            del made[generator.choice(("then", "else"))]
+            return made
+        case 2:
+            return {"type": "array", "contains": inner(), "minContains": generator.randint(0, 2)}
+        case 3:
+            return {"type": "array", "contains": _logical_leaf(generator), "maxContains": 1}
+        case 4:
+            values = generator.sample(SMALL_VALUES, 3)
+            return {"type": "array", "items": {"enum": values}, "uniqueItems": True}
+        case 5:
+            return {"type": "object", "dependentRequired": {name: [other]}, "properties": {name: inner()}}
+        case 6:
+            return {"type": "object", "dependentSchemas": {name: inner()}, "properties": {other: inner()}}
+        case 7:
+            rule = generator.choice(({"pattern": "^[ab]"}, {"enum": ["a", "c"]}, {"maxLength": 1}, False))
+            return {"type": "object", "propertyNames": rule, "properties": {"a": inner()}}
+        case 8:
+            branches = [{"properties": {name: inner()}, "required": [name]}, {"properties": {other: inner()}}]
+            keyword = generator.choice(("allOf", "anyOf", "oneOf"))
+            return {"type": "object", keyword: branches, "unevaluatedProperties": False}
+        case 9:
+            rest = generator.choice((False, {"type": "null"}))
+            return {"type": "array", "anyOf": [{"prefixItems": [inner()]}, inner()], "unevaluatedItems": rest}
+        case 10:
+            return {generator.choice(("oneOf", "anyOf", "allOf")): [inner(), inner()]}
+    return {"properties": {name: inner(), other: inner()}, "required": [name]}
+
+
+SMALL_VALUES: tuple[Any, ...] = (None, True, False, 0, 1, 2.5, "", "a", "ab", [], [0], {}, {"a": 1})
+
+
+def _logical_leaf(generator: random.Random) -> Any:
+    match generator.randrange(7):
+        case 0:
+            return generator.choice((True, False, {}))
+        case 1:
+            return {"type": generator.choice(("string", "integer", "number", "boolean", "null", "array"))}
+        case 2:
+            return {"enum": generator.sample(SMALL_VALUES, 2)}
+        case 3:
+            return {"const": generator.choice(SMALL_VALUES)}
+        case 4:
+            return {generator.choice(("minimum", "exclusiveMaximum")): 1}
+        case 5:
+            return {generator.choice(("minLength", "maxLength", "minItems", "maxItems")): 1.0}
+    return {"required": [generator.choice("abc")]}
+
+
+def small_value(generator: random.Random, depth: int = 0) -> Any:
+    """Return a random value of the kinds that logical schemas distinguish, with properties in alphabetical order."""
+    kind = generator.random()
+    if depth > 1 or kind < 0.4:
+        return generator.choice(SMALL_VALUES)
+    if kind < 0.65:
+        return [small_value(generator, depth + 1) for _ in range(generator.randint(0, 3))]
+    return {name: small_value(generator, depth + 1) for name in "abc" if generator.random() < 0.5}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from typing import Any
 
 import jsonschema
@@ -10,8 +12,11 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.errors import ParameterError
-from tests.constraints.walking import compiler, vocabulary, walk
+from tests.constraints import walking
+from tests.constraints.schemas import logical_schema, small_value
+from tests.constraints.walking import compiler, walk
 
+NUM_SCHEMAS = 200
 OBJECT, ARRAY, STRING, INTEGER = ({"type": kind} for kind in ("object", "array", "string", "integer"))
 NUMBER = {"type": "number"}
 A_INTEGER = {"properties": {"a": INTEGER}}
@@ -67,14 +72,73 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         ["{}", '{"b":2}'],
     ),
     ({"oneOf": [INTEGER, STRING]}, ["1", "[]", "1.5"]),
+    ({"oneOf": [{"minimum": 2}, {**INTEGER, "maximum": 5}]}, ["1", "2", "5"]),
+    # integral floats
+    ({**STRING, "maxLength": 2.0, "minLength": 1.0}, ['"ab"', '""', '"abc"']),
+    ({**ARRAY, "contains": {"const": 1}, "minContains": 2.0}, ["[1,2,1]", "[1,2]"]),
+    # negations
+    ({"not": STRING}, ["1", '"a"']),
+    ({**STRING, "not": {"enum": ["a", "ab"]}}, ['"abc"', '"a"', '"ab"']),
+    ({**STRING, "not": {"const": '"'}}, ['"a"', r'"\""']),
+    ({**STRING, "not": {"pattern": "^x-"}}, ['"x"', '"x-"', '"x-a"']),
+    ({**INTEGER, "not": {"enum": [3, 5]}}, ["4", "3", "5"]),
+    ({**OBJECT, "not": {"required": ["a"]}}, ['{"b":1}', '{"a":1}', '{"b":1,"a":1}']),
+    ({"not": {"anyOf": [INTEGER, {**STRING, "minLength": 2}]}}, ['"a"', "1", '"ab"']),
+    ({**ARRAY, "not": {"items": INTEGER}}, ['[1,"a"]', "[]", "[1,2]"]),
+    # conditions
+    (
+        {
+            **OBJECT,
+            "properties": {"kind": {"enum": ["a", "b"]}, "size": INTEGER},
+            "required": ["kind"],
+            "additionalProperties": False,
+            "if": {"properties": {"kind": {"const": "a"}}},
+            "then": {"required": ["size"]},
+            "else": {"properties": {"size": False}},
+        },
+        ['{"kind":"a","size":1}', '{"kind":"a"}', '{"kind":"b","size":1}'],
+    ),
+    ({**OBJECT, "dependentRequired": {"a": ["b"]}}, ['{"a":1,"b":1}', '{"a":1}', '{"c":1,"a":1}']),
+    (
+        {**OBJECT, "dependentSchemas": {"a": {"properties": {"b": INTEGER}}}},
+        ['{"b":"x"}', '{"a":1,"b":"x"}'],
+    ),
+    ({**OBJECT, "dependencies": {"a": ["b"], "c": {"required": ["d"]}}}, ["{}", '{"a":1}', '{"c":1}']),
+    # items
+    ({**ARRAY, "contains": {"const": 5}}, ["[1,5,2]", "[]", "[1]"]),
+    ({**ARRAY, "contains": STRING, "maxContains": 1, "minContains": 0}, ['[1,"a"]', '["a","b"]']),
+    ({**ARRAY, "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}, ['["b","a"]', '["a","a"]']),
+    ({**ARRAY, "items": {"enum": list("abcdefg")}, "uniqueItems": True}, ['["b","g"]', '["g","g"]']),
+    ({**ARRAY, "uniqueItems": True, "maxItems": 1}, ["[1]", "[1,1]"]),
+    ({**ARRAY, "prefixItems": [INTEGER], "unevaluatedItems": False}, ["[1]", "[1,2]", '["a"]']),
+    # properties
+    ({**OBJECT, "propertyNames": {"pattern": "^[ab]"}}, ['{"ax":1}', '{"c":1}', '{"a":1,"c":1}']),
+    ({**OBJECT, **A_INTEGER, "propertyNames": {"maxLength": 2}}, ['{"a":1,"bb":2}', '{"bbb":2}']),
+    ({**OBJECT, "propertyNames": {"enum": ["a", "b"]}}, ['{"b":1}', '{"c":1}']),
+    ({**OBJECT, **A_INTEGER, "unevaluatedProperties": False}, ['{"a":1}', '{"b":1}']),
+    (
+        {
+            **OBJECT,
+            **A_INTEGER,
+            "anyOf": [{"properties": {"b": STRING}, "required": ["b"]}, {"properties": {"c": STRING}}],
+            "unevaluatedProperties": False,
+        },
+        ['{"a":1,"b":"x","c":"y"}', '{"d":1}', '{"b":1}'],
+    ),
+    # references
+    (
+        {**OBJECT, "properties": {"a": {"not": {"$ref": "#/$defs/b"}}}, "$defs": {"b": {"minLength": 2}}},
+        ['{"a":"x"}', '{"a":"xy"}'],
+    ),
+    (
+        {**ARRAY, "items": {"$dynamicRef": "#x"}, "$defs": {"x": {"$dynamicAnchor": "x", **STRING}}},
+        ['["a"]', "[1]"],
+    ),
 ]
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
-    """Whether the grammar accepts a text, spelled in single bytes."""
-    state = compiler().compile(StructuredOutputs(json=schema)).matcher().state
-    ids = [vocabulary().pieces.index(bytes([byte])) for byte in text.encode()]
-    return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+    return walking.accepts(StructuredOutputs(json=schema), text)
 
 
 @pytest.mark.parametrize(("schema", "texts"), CASES)
@@ -146,6 +210,81 @@ def test_character_classes_that_dialects_read_differently_are_rejected(pattern: 
         with pytest.raises(ParameterError, match="has a character class"):
             compiler().compile(StructuredOutputs(json=schema))
     assert accepts({**STRING, "pattern": r"^[\[\]&-]--~~&&[^]\[]$"}, '"&--~~&&x"')
+
+
+@pytest.mark.parametrize(
+    ("kind", "valid", "invalid"),
+    [
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-04-30"],
+            ["2023-02-29", "1900-02-29", "2023-04-31", "0000-01-01"],
+        ),
+        (
+            "time",
+            ["23:59:60Z", "08:30:06.28+01:00", "12:00:00z"],
+            ["22:59:60Z", "23:59:60+01:00", "24:00:00Z"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T12:00:00Z"],
+            ["2023-02-29T12:00:00Z", "2024-02-29T12:58:60Z", "2024-02-29"],
+        ),
+    ],
+)
+def test_dates_and_times_follow_the_calendar(kind: str, valid: list[str], invalid: list[str]) -> None:
+    schema = {**STRING, "format": kind}
+    assert [text for text in valid if not accepts(schema, f'"{text}"')] == []
+    assert [text for text in invalid if accepts(schema, f'"{text}"')] == []
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        {"dependentRequired": {"b": ["a"]}},
+        {"not": {"required": ["c"]}},
+        {"if": {"properties": {"b": {"const": 1}}, "required": ["b"]}, "then": {"required": ["a"]}},
+        {"propertyNames": {"enum": ["a", "b", "z"]}},
+        {"allOf": [{"required": ["a"]}], "unevaluatedProperties": False},
+    ],
+)
+def test_conditions_keep_the_order_of_properties(condition: dict[str, Any]) -> None:
+    schema = {**OBJECT, "properties": dict.fromkeys("zba", INTEGER), **condition}
+    assert accepts(schema, '{"z":1,"b":1,"a":1}')
+    assert not accepts(schema, '{"a":1,"b":1,"z":1}')
+
+
+def test_byte_order_mark_is_neither_space_nor_text() -> None:
+    """ECMA 262 calls it whitespace, other dialects do not."""
+    for pattern in (r"^\s$", r"^\S$", r"^[\S]$", r"^[^\s]$"):
+        assert not accepts({**STRING, "pattern": pattern}, '"\ufeff"')
+    assert accepts({**STRING, "pattern": r"^\s[^\s]$"}, '" a"')
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_conditions_and_negations_allow_no_invalid_value(part: int) -> None:
+    """Random schemas and values, in addition to random walks. Most schemas must be supported."""
+    num_supported = num_valid = num_accepted = 0
+    for seed in range(part * NUM_SCHEMAS // 2, (part + 1) * NUM_SCHEMAS // 2):
+        generator = random.Random(seed)
+        constraint = StructuredOutputs(json={"title": "random", "allOf": [logical_schema(generator)]})
+        schema = json.loads(constraint.text)
+        try:
+            compiler().compile(constraint)
+        except ParameterError:
+            continue
+        num_supported += 1
+        validator = jsonschema.Draft202012Validator(schema)
+        with contextlib.suppress(walking.NoEndError):
+            validator.validate(json.loads(walk(constraint, seed)))
+        for value in (small_value(generator) for _ in range(20)):
+            is_accepted = walking.accepts_value(constraint, value)
+            if is_accepted:
+                validator.validate(value)
+            num_valid += validator.is_valid(value)
+            num_accepted += is_accepted
+    assert num_supported > 0.6 * NUM_SCHEMAS / 2
+    assert num_accepted > 0.99 * num_valid
 
 
 def test_thousands_of_choices_are_allowed() -> None:

@@ -22,19 +22,20 @@ OBJECT = {"type": "object"}
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"not": {}}, "not"),
-        ({"if": {}, "then": {}}, "if"),
+        ({"not": {"format": "email"}}, "format"),
+        ({"if": {"multipleOf": 2}, "then": {"minimum": 3}}, "multipleOf"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "array", "contains": {}}, "contains"),
-        ({**OBJECT, "propertyNames": {"pattern": "a"}}, "propertyNames"),
-        ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        ({**OBJECT, "dependentSchemas": {"a": {}}}, "dependentSchemas"),
-        ({**OBJECT, "unevaluatedProperties": False}, "unevaluatedProperties"),
-        ({"$dynamicRef": "#x"}, "$dynamicRef"),
+        ({"type": "array", "contains": {"pattern": "a"}, "maxContains": 1}, "pattern"),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 9}, "contains"),
+        ({**OBJECT, "propertyNames": {"format": "email"}}, "propertyNames"),
+        ({"contains": {"const": 1}, "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"$dynamicRef": "#x", "$defs": {name: {"$dynamicAnchor": "x"} for name in "ab"}}, "$dynamicRef"),
         ({"type": "string", "nullable": True}, "nullable"),
         ({**OBJECT, "requried": ["a"]}, "requried"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
-        ({**OBJECT, "properties": {"not": {"anyOf": [{"items": {"not": {}}}]}}}, "not"),
+        ({**OBJECT, "properties": {"not": {"anyOf": [{"items": {"uniqueItems": True}}]}}}, "uniqueItems"),
+        ({**OBJECT, "dependentSchemas": {"a": {"nullable": True}}}, "nullable"),
+        ({"not": {"if": {"requried": []}}}, "requried"),
         ({**OBJECT, "$defs": {"a": {"else": {}}}}, "else"),
         ({**OBJECT, "additionalProperties": {"minContains": 1}}, "minContains"),
     ],
@@ -241,11 +242,11 @@ def test_forbidden_token_is_a_permanent_error() -> None:
 
 def test_grammars_and_rejections_are_cached_until_evicted() -> None:
     small = GrammarCompiler(lambda: Vocabulary([b"a", b"b", b""], frozenset(), (2,)))
-    valid, invalid = StructuredOutputs(choice=["a"]), StructuredOutputs(json={"not": {}})
+    valid, invalid = StructuredOutputs(choice=["a"]), StructuredOutputs(json={"uniqueItems": True})
     assert not small.is_compiled(valid)
     assert small.compile(valid) is small.compile(StructuredOutputs(choice=["a"]))
     for _ in range(2):
-        with pytest.raises(ParameterError, match="'not'"):
+        with pytest.raises(ParameterError, match="'uniqueItems'"):
             small.compile(invalid)
     assert small.is_compiled(valid)
     assert small.is_compiled(invalid)

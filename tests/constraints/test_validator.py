@@ -41,6 +41,21 @@ from tests.support.processes import children
 # Two dozen patterns at once take hours unless they are interrupted.
 INTERSECTIONS = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
 SPECIAL = vocabulary().pieces[vocabulary().eos_token_ids[0]].decode()
+
+
+def nested(keyword: str, depth: int, leaf: Any = True) -> Any:
+    other = {"then": {"minItems": 1}} if keyword == "if" else {"minContains": 2}
+    for _ in range(depth):
+        leaf = {keyword: leaf, **other}
+    return leaf
+
+
+def nested_cases(depth: int) -> Any:
+    case: Any = {"properties": {f"p{depth}": True}, "required": [f"p{depth}"]}
+    branches = [case, {"required": ["q"]}, nested_cases(depth - 1)] if depth else [case]
+    return {"anyOf": branches, "unevaluatedProperties": False}
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "intersections": {"json": INTERSECTIONS},
     "behind a special token": {
@@ -58,6 +73,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "nesting": {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
     "deep schema": {"json": '{"items":' * 10_000 + "{}" + "}" * 10_000},
     "parentheses": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+    "conditions": {"json": nested("if", 40)},
+    "negations": {"json": {"not": {"anyOf": [{"not": nested("contains", 12)}] * 60}}},
+    "cases": {"json": nested_cases(6)},
+    "long constants": {"json": nested("contains", 4, {"const": "a" * 100_000})},
     # These once took minutes to parse in Python, with the GIL held.
     "words that refusals have": {"regex": "state " * 20_000 + "("},
     "names without an end": {"json": {"type": "string", "pattern": "\\p{" * 40_000}},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +20,11 @@ from inflight.text import Tokenizer
 PADDING = 70  # a model's vocabulary may be wider than its tokenizer's
 HURRY_AFTER = 40
 MAX_TOKENS = 1000
+MAX_SPELLINGS = 200  # orders of properties that are tried for one value
+
+
+class NoEndError(AssertionError):
+    """A walk reached no end of its text in `MAX_TOKENS` tokens."""
 
 
 @cache
@@ -43,6 +52,42 @@ def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     return ids
 
 
+def accepts(constraint: StructuredOutputs, text: str) -> bool:
+    """Whether the grammar accepts a text, spelled in single bytes."""
+    state = compiler().compile(constraint).matcher().state
+    ids = [_byte_ids()[byte] for byte in text.encode()]
+    return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+
+def _spellings(value: Any) -> Iterator[Any]:
+    """Yield a value with its objects' properties in every order."""
+    if isinstance(value, list):
+        for items in itertools.product(*map(_first_spellings, value)):
+            yield list(items)
+    elif isinstance(value, dict):
+        for names in itertools.permutations(value):
+            for items in itertools.product(*(_first_spellings(value[name]) for name in names)):
+                yield dict(zip(names, items, strict=True))
+    else:
+        yield value
+
+
+def _first_spellings(value: Any) -> list[Any]:
+    return list(itertools.islice(_spellings(value), MAX_SPELLINGS))
+
+
+def accepts_value(constraint: StructuredOutputs, value: Any) -> bool:
+    """Whether the grammar accepts a value with its properties in some order."""
+    texts = (json.dumps(spelling, ensure_ascii=False) for spelling in _spellings(value))
+    return any(accepts(constraint, text) for text in itertools.islice(texts, MAX_SPELLINGS))
+
+
+@cache
+def _byte_ids() -> list[int]:
+    pieces = list(vocabulary().pieces)
+    return [pieces.index(bytes([byte])) for byte in range(256)]
+
+
 def walk(constraint: StructuredOutputs, seed: int) -> str:
     """Return a text of random allowed tokens, preferring those that close brackets after a while."""
     words, matcher = vocabulary(), compiler().compile(constraint).matcher()
@@ -60,7 +105,7 @@ def walk(constraint: StructuredOutputs, seed: int) -> str:
         if ids[-1] == end:
             return _text(ids[:-1])
         matcher.advance(ids[-1:])
-    raise AssertionError(f"no end after {_text(ids)!r}")
+    raise NoEndError(f"no end after {_text(ids)!r}")
 
 
 def _text(ids: list[int]) -> str:

@@ -17,6 +17,7 @@ from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
 from inflight.models.encoders.encoder import PoolingEncoder
+from tests.scheduling.policies import NAMES
 from tests.support.encoder_checkpoints import (
     FAMILIES,
     HIDDEN,
@@ -180,7 +181,7 @@ def test_padding_changes_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", ["continuous", "static", "sequential", "priority", "fair"])
+@pytest.mark.parametrize("policy", NAMES)
 def test_every_policy_gives_the_same_results(engine: LoadedEngine, policy: str, depth: int) -> None:
     expected = vectors(engine, RAGGED)
     engine.use(policy=policy, pipeline_depth=depth, **SMALL)

@@ -12,6 +12,7 @@ from inflight import LLM, RequestOutput, SamplingParams
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS, GREEDY_FAIR, GREEDY_PRIORITY
 from tests.e2e.reference import NUM_STEPS, Reference
+from tests.scheduling.policies import NAMES
 from tests.support.checkpoints import FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
@@ -30,11 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "depth-2-tiny-chunks": {"pipeline_depth": 2, "max_num_batched_tokens": 7, "block_size": 4},
     "depth-2-scarce": SCARCE | {"pipeline_depth": 2, "max_num_batched_tokens": 11},
     "max-kv-tokens": {"max_kv_tokens": 120, "pipeline_depth": 2, "policy": GREEDY_CONTINUOUS},
-    "sequential": {"policy": "sequential"},
-    "priority": {"policy": "priority", "max_num_seqs": 2},
-    "fair": {"policy": "fair", "max_num_seqs": 2},
+    **{name: {"policy": name, "max_num_seqs": 2} for name in NAMES},
     "continuous-scarce": {"num_blocks": 29, "block_size": 4},
-    "static": {"policy": "static", "max_num_seqs": 2},
     "static-scarce-depth-2": SCARCE | {"policy": "static", "pipeline_depth": 2, "num_blocks": 48},
     "priority-scarce": SCARCE | {"policy": GREEDY_PRIORITY},
     "fair-scarce-depth-2": SCARCE | {"policy": GREEDY_FAIR, "pipeline_depth": 2},

@@ -10,12 +10,10 @@ import pytest
 from inflight import LLM, SamplingParams
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS, GREEDY_FAIR, GREEDY_PRIORITY
+from tests.scheduling.policies import NAMES
 from tests.support.checkpoints import VOCAB_SIZE
 
-POLICIES = (
-    *("sequential", "static", "continuous", "priority", "fair"),
-    *(GREEDY_CONTINUOUS, GREEDY_PRIORITY, GREEDY_FAIR),
-)
+POLICIES = (*NAMES, GREEDY_CONTINUOUS, GREEDY_PRIORITY, GREEDY_FAIR)
 LONGEST = 80  # tokens of the longest request, outputs included: what memory must hold at least
 
 

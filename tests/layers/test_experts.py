@@ -186,6 +186,32 @@ def test_padding_tokens_have_no_experts(kernels: Kernels) -> None:
     assert torch.equal(some[1], x[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["softmax", "groups"])
+def test_compiled_experts_give_a_token_the_same_bits_in_every_batch(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    routing, norm = ROUTINGS[case], torch.rand(1100) + 0.5
+    weights = random_weights(routing, 1100, 70, dtype)
+    experts = native().experts(1100, 70, routing, dtype, "silu")
+    weights.load(experts)
+    x = torch.randn(700, 1100)
+    crowd = experts.add_to(Residual(x.clone(), norm), EPS, None).x
+    for tokens in ([5], [699, 5], [*range(20)], [*range(0, 700, 3)]):
+        some = experts.add_to(Residual(x[tokens], norm), EPS, None).x
+        assert torch.equal(some, crowd[tokens])
+
+
+def test_compiled_experts_survive_logits_that_are_not_finite() -> None:
+    weights = random_weights(ROUTINGS["groups"], 32, 16)
+    experts = native().experts(32, 16, ROUTINGS["groups"], torch.float32, "silu")
+    weights.load(experts)
+    x = torch.randn(4, 32)
+    x[1], x[2, 3] = torch.nan, torch.inf
+    out = experts.add_to(Residual(x.clone(), torch.ones(32)), EPS, None).x
+    assert out[[0, 3]].isfinite().all()
+    assert not out[1].isfinite().any()
+
+
 class Sum:
     """Implements `Reduce` for two layers that are called one after the other."""
 

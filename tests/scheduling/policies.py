@@ -1,19 +1,19 @@
-"""Policies for random tests: without headroom, memory runs out frequently."""
+"""The policies that tests run: all that have a name, and some without headroom, so that memory runs out frequently."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from inflight.scheduling import Policy
+from inflight.scheduling import Policy, policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
 
+NAMES = tuple(policy.POLICIES)
+
 POLICIES: tuple[str | Callable[[], Policy], ...] = (
-    "sequential",
-    "static",
-    "continuous",
+    *NAMES,
     partial(Continuous, headroom=0),
     partial(Continuous, headroom=0, short=3),  # so that there are long prompts among those of a few tokens
     partial(Priority, headroom=0),

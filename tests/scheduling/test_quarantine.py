@@ -14,10 +14,9 @@ from inflight.request import Request
 from inflight.scheduling import Policy
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.quarantine import MAX_FAILURES, Quarantine
+from tests.scheduling.policies import NAMES
 from tests.scheduling.trouble import POISON, Trouble
 from tests.support.seen import SeenBatch
-
-ALL = ("sequential", "static", "continuous", "priority", "fair")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("chunk", [3, 64])
@@ -94,7 +93,7 @@ def test_long_prompt_stays_suspect_until_its_first_token(depth: int, method: str
     assert len(trial) >= 5, "40 tokens, 8 a step"
 
 
-@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_fault_after_some_tokens_ends_only_its_request(policy: str, depth: int) -> None:
     def fault(batch: SeenBatch) -> bool:
@@ -148,7 +147,7 @@ def test_transient_fault_ends_no_request() -> None:
     trouble.check(failed=set())
 
 
-@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", ["a", "b", "bad", "waiting"])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])

@@ -20,7 +20,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     # unknown, unsupported, of the wrong type
     (COMPLETIONS, {"foo": 1}, "foo", "unknown parameter: foo"),
     (CHAT, {"guided_json": 5}, "guided_json", "valid"),
-    (COMPLETIONS, {"guided_json": {"not": {}}}, "guided_json", "unsupported_keyword"),
+    (COMPLETIONS, {"guided_json": {"uniqueItems": True}}, "guided_json", "unsupported_keyword"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs.regex"),
     (COMPLETIONS, {"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
     (CHAT, {"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown parameter"),

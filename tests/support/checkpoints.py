@@ -62,6 +62,48 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
     "phi3": _config("Phi3Config", original_max_position_embeddings=MAX_POSITION),
     "gemma3": _config("Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=24, sliding_window=8),
     "olmo2": _config("Olmo2Config"),
+    "qwen3-moe": _config(
+        "Qwen3MoeConfig",
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen2-moe": _config(
+        "Qwen2MoeConfig",
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "mixtral": _config("MixtralConfig", intermediate_size=32, num_local_experts=4, sliding_window=8),
+    "olmoe": _config("OlmoeConfig", intermediate_size=32, num_experts=8, num_experts_per_tok=2),
+    "glm4-moe": _config(
+        "Glm4MoeConfig",
+        head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+    ),
+    "granite-moe": _config(
+        "GraniteMoeConfig",
+        intermediate_size=32,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        logits_scaling=0.7,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+    ),
 }
 
 # Its usual pattern, one full layer in six, would leave a small model without any.
@@ -92,6 +134,9 @@ def randomise(model: Any, seed: int = 0) -> None:
                 parameter.copy_(noise * 0.3)
             else:  # norms, around the value that transformers starts them at
                 parameter.add_(noise * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 def write_checkpoint(

@@ -23,6 +23,14 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CONSTRAIN, _CALL = "<|end|>", "<|constrain|>", "<|call|>"
 _ENDS = (_END, _CALL, "<|return|>")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, " to=")  # the prompt ends with `<|start|>assistant`
+_BUILT_IN = (
+    "python",
+    "browser",
+    "container",
+    "assistant",
+    "user",
+    "all",
+)  # recipients that are not functions
 _BEGIN, _END_OF_HEADER = Markers(_START, _CHANNEL), Markers(_MESSAGE)
 _END_OF_BODY = Markers(*_ENDS, _START, _CHANNEL)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -63,7 +71,7 @@ class _HarmonyReader:
     def _read_body(self, source: Source, header: str) -> Reading[None]:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
         name = recipient.group(1) if recipient else ""
-        if self._with_calls and name.startswith("functions."):
+        if self._with_calls and self._is_function(name):
             yield from self._read_call(source, name.removeprefix("functions."))
             return
         is_reasoning = channel is not None and channel.group(1) == "analysis"
@@ -73,6 +81,13 @@ class _HarmonyReader:
         source.in_reasoning = False
         if ending is not None and ending not in _ENDS:
             source.unread(len(ending))
+
+    def _is_function(self, recipient: str) -> bool:
+        """Return whether this is a function. Models omit the namespace, which their built-in tools do not have."""
+        if recipient.startswith("functions."):
+            return True
+        is_built_in = recipient.partition(".")[0] in _BUILT_IN
+        return bool(recipient) and self._calls.may_call(recipient, unless_known=not is_built_in)
 
     def _read_call(self, source: Source, name: str) -> Reading[None]:
         yield self._calls.begin(name)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from inflight.agents.formats.base import CallEmitter, ToolFormat
 from inflight.agents.grammar_writer import CallGrammar, GrammarWriter, Tool
 from inflight.agents.reading import Markers, Reading, Source
 from inflight.agents.values import emit_string, emit_value, take_string, take_value
+from inflight.constraints import literal
 
 MAX_JSON_HEADER = 16_384  # characters: the arguments may come before the name
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-_OTHERS = ("type", "id", "index")  # members that some models add
+_OTHERS = ("type", "id", "index", "tool_call_id")  # members that some models add
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,37 +30,50 @@ class JsonCalls:
     brackets: bool = False  # around these calls
     bare_start: str = ""  # see `CallGrammar`
     key: str = "arguments"  # that the model writes; both names are read
+    others: tuple[tuple[str, str], ...] = ()  # other pairs of opening and closing that are read
+    tokens: tuple[str, ...] = ()  # that the markers consist of; () if each is one
+    repeats: bool = False  # models repeat the opening even where a separator could follow
+    name_pattern: re.Pattern[str] | None = None
 
     def format(self) -> ToolFormat:
+        openings, closings = zip((self.opening, self.closing), *self.others, strict=True)
         grammar = CallGrammar(
-            self.opening, self.write, repeats_opening=not self.separator, bare_start=self.bare_start
+            self.opening,
+            self.write,
+            repeats_opening=self.repeats or not self.separator,
+            bare_start=self.bare_start,
+            forbidden=openings[1:],
+            name_pattern=self.name_pattern,
         )
-        markers = tuple(filter(None, (self.opening, self.closing)))
-        return ToolFormat(markers, Markers(self.opening), self.read, grammar)
+        endings = tuple(filter(None, dict.fromkeys(closings)))
+        return ToolFormat(
+            self.tokens or (*openings, *endings), Markers(*openings), self.read, endings, grammar
+        )
 
     def read(self, source: Source, calls: CallEmitter, _: str = "") -> Reading[bool]:
-        # The bracket separates the first call from what precedes it, as the separator does for the others. Without a
-        # marker, a call could be ordinary text.
-        only_known = bool(self.bare_start)
-        bracket = "[" if self.brackets else ""
-        if not (yield from read_json_call(source, calls, bracket, only_known)):
+        # The bracket separates the first call from what precedes it, as the separator does for the others.
+        if not (yield from self.read_call(source, calls, "[" if self.brackets else "")):
             return False
-        while self.separator and (yield from read_json_call(source, calls, self.separator, only_known)):
+        while self.separator and (yield from self.read_call(source, calls, self.separator)):
             pass
         if self.brackets:
             yield from source.accept_after_space("]")
-        if self.closing:
-            yield from source.accept_after_space(self.closing)
-        yield from source.skip_trailing_space()
         return True
 
+    def read_call(self, source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
+        # Without a marker, a call could be ordinary text.
+        return (yield from read_json_call(source, calls, separator, only_known=bool(self.bare_start)))
+
     def write(self, writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
-        call = writer.json_call(tools, self.key)
+        call = self.write_call(writer, tools)
         separator = writer.terminals(self.separator)
         calls = f"{call} (GAP {separator} GAP {call})*" if parallel and separator else call
         if self.brackets:
             calls = f'"[" GAP {calls} GAP "]"'
         return f"GAP {calls}" + (f" GAP {writer.terminals(self.closing)}" if self.closing else "")
+
+    def write_call(self, writer: GrammarWriter, tools: Sequence[Tool]) -> str:
+        return writer.json_call(tools, self.key)
 
 
 @dataclass(slots=True)
@@ -138,7 +155,7 @@ def _take_members(source: Source) -> Reading[_CallMembers | None]:
 
 
 def _take_member(source: Source, members: _CallMembers, key: str) -> Reading[bool]:
-    if key == "name":
+    if key in _NAMES:
         members.name = yield from take_string(source)
         return members.name is not None
     if key == "id" and (yield from source.peek()) == '"':
@@ -205,7 +222,6 @@ class _MistralCalls(JsonCalls):
         yield calls.begin(name, call_id)
         complete = yield from emit_arguments(source, calls)
         yield from calls.end(complete)
-        yield from source.skip_trailing_space()
         return True
 
     def write(self, writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
@@ -218,16 +234,88 @@ class _MistralCalls(JsonCalls):
         return f"({' | '.join(alternatives)})"
 
 
+class _CohereCalls(JsonCalls):
+    """`{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}` for each call, numbered within an answer."""
+
+    __slots__ = ()
+
+    def write_call(self, writer: GrammarWriter, tools: Sequence[Tool]) -> str:
+        before_number, before_name = literal('{"tool_call_id": "'), literal('", "tool_name": ')
+        alternatives = (
+            literal(f'{json.dumps(tool.name)}, "parameters": ') + f" {arguments}"
+            for tool, arguments in writer.arguments(tools)
+        )
+        return writer.rule(
+            "call", f'{before_number} /[0-9]{{1,3}}/ {before_name} ({" | ".join(alternatives)}) GAP "}}"'
+        )
+
+
+class _ApertusCalls(JsonCalls):
+    """`{"name": {...}}` for each call."""
+
+    __slots__ = ()
+
+    def read_call(self, source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
+        source.hold(MAX_JSON_HEADER)
+        yield from source.skip_space()
+        if (yield from source.accept(separator)):
+            yield from source.skip_space()
+        name = None
+        if (yield from source.accept("{")):
+            yield from source.skip_space()
+            name = yield from take_string(source)
+        if not name or not (yield from _accept_colon(source)) or (yield from source.peek()) != "{":
+            source.rewind()
+            return False
+        source.release()
+        yield calls.begin(name)
+        complete = yield from emit_value(source, calls.arguments)
+        yield from calls.end(complete)
+        yield from source.accept_after_space("}")
+        return True
+
+    def write_call(self, writer: GrammarWriter, tools: Sequence[Tool]) -> str:
+        alternatives = (
+            f'{writer.terminals(json.dumps(tool.name))} ":" GAP {arguments}'
+            for tool, arguments in writer.arguments(tools)
+        )
+        return writer.rule("call", f'"{{" GAP ({" | ".join(alternatives)}) GAP "}}"')
+
+
 _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _MISTRAL_NAME = re.compile(r"[\w.\-]*")
-_MISTRAL = _MistralCalls("[TOOL_CALLS]", separator=",", brackets=True)
+_list = partial(JsonCalls, separator=",", brackets=True)
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>").format()
-# Without the tag, an object counts only at the start of a message and if it names one of the request's tools.
+LONGCAT = JsonCalls("<longcat_tool_call>", "</longcat_tool_call>").format()
+GRANITE_20B_FC = JsonCalls("<function_call>").format()
+INTERNLM2 = JsonCalls(
+    "<|action_start|><|plugin|>",
+    "<|action_end|>",
+    key="parameters",
+    tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+).format()
+GIGACHAT3 = JsonCalls(
+    "function call<|role_sep|>",
+    others=(("<|message_sep|>\n\nfunction call<|role_sep|>", "<|message_sep|>"),),
+    tokens=("<|role_sep|>", "<|message_sep|>"),
+).format()
+JAMBA = _list("<tool_calls>", "</tool_calls>").format()
+NEMOTRON = _list("<TOOLCALL>", "</TOOLCALL>").format()
+PHI4_MINI = JsonCalls("functools[", "]", separator=",").format()
+GRANITE = _list("<|tool_call|>", bare_start="\\[", others=(("<tool_call>", ""),)).format()
+# Without a marker, calls count only at the start of a message and if they name one of the request's tools.
 LLAMA3_JSON = JsonCalls("<|python_tag|>", separator=";", bare_start="{", key="parameters").format()
-MISTRAL = ToolFormat(
-    (_MISTRAL.opening, _MISTRAL_ID, _MISTRAL_ARGUMENTS),
-    Markers(_MISTRAL.opening),
-    _MISTRAL.read,
-    CallGrammar(_MISTRAL.opening, _MISTRAL.write, name_pattern=_MISTRAL_NAME),
-)
+XLAM = _list(
+    "<tool_call>", "</tool_call>", bare_start="\\[", others=(("[TOOL_CALLS]", ""), ("```json", "```"))
+).format()
+APERTUS = _ApertusCalls("<|tools_prefix|>", "<|tools_suffix|>", separator=",", brackets=True).format()
+COHERE_COMMAND = _CohereCalls("<|START_ACTION|>", "<|END_ACTION|>", separator=",", brackets=True).format()
+MISTRAL = _MistralCalls(
+    "[TOOL_CALLS]",
+    separator=",",
+    brackets=True,
+    tokens=("[TOOL_CALLS]", _MISTRAL_ID, _MISTRAL_ARGUMENTS),
+    repeats=True,
+    name_pattern=_MISTRAL_NAME,
+).format()

@@ -1,13 +1,10 @@
-"""Pythonic calls of Llama 3.2 and 4: a message consisting of `[name(key=value, ...), ...]`.
-
-Only their shape or Llama 4's `<|python_start|>` marks them as calls. So they count only at the start of a message or
-after that token, and only if they name one of the request's tools.
-"""
+"""Calls in Python's syntax, `name(key=value, ...)`, in a list or one per line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inflight.agents.formats.base import CallEmitter, ToolFormat
 from inflight.agents.grammar_writer import (
@@ -16,49 +13,86 @@ from inflight.agents.grammar_writer import (
     Parameter,
     Tool,
     json_value,
+    separated_parameters,
     tool_parameters,
 )
 from inflight.agents.reading import Markers, Reading, Source
 from inflight.agents.values import json_string, python_to_json, schema_types
 
-_START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[\w.\-]*")
 _IN_VALUE = re.compile(r"""[^,()\[\]{}'"]*""")
 _IN_STRING = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 
 
-def _read_calls(source: Source, calls: CallEmitter, _: str) -> Reading[bool]:
-    if not (yield from _read_call(source, calls, "[")):
-        return False
-    while (yield from _read_call(source, calls, ",")):
-        pass
-    yield from source.accept_after_space("]")
-    yield from source.accept_after_space(_END)
-    yield from source.skip_trailing_space()
-    return True
+@dataclass(frozen=True, slots=True)
+class PythonicCalls:
+    """The text around Python calls."""
 
+    opening: str
+    closing: str
+    brackets: bool = True  # around the calls, which then have commas between them
+    # A list at the start of a message counts as calls too, if it names one of the request's tools.
+    bare: bool = False
 
-def _read_call(source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
-    """Read one call. Its first event is emitted once the name of its first argument is known."""
-    source.hold()
-    yield from source.skip_space()
-    separated = yield from source.accept(separator)
-    yield from source.skip_space()
-    name = yield from source.take_while(_NAME)
-    if not (separated and name and calls.may_call(name) and (yield from source.accept("("))):
-        source.rewind()
-        return False
-    yield from source.skip_space()
-    closed = (yield from source.accept(")")) is not None
-    key = "" if closed else (yield from _take_key(source))
-    if not key and not closed:
-        source.rewind()
-        return False
-    source.release()
-    yield calls.begin(name)
-    complete = closed or (yield from _read_arguments(source, calls, key))
-    yield from calls.end(complete)
-    return True
+    def format(self) -> ToolFormat:
+        grammar = CallGrammar(
+            self.opening,
+            self.write,
+            repeats_opening=False,
+            bare_start="\\[" if self.bare else "",
+            name_pattern=_NAME,
+        )
+        markers = self.opening, self.closing
+        return ToolFormat(markers, Markers(self.opening), self.read, (self.closing,), grammar)
+
+    def read(self, source: Source, calls: CallEmitter, _: str) -> Reading[bool]:
+        if not (yield from self._read_call(source, calls, "[" if self.brackets else "")):
+            return False
+        while (yield from self._read_call(source, calls, "," if self.brackets else "")):
+            pass
+        if self.brackets:
+            yield from source.accept_after_space("]")
+        return True
+
+    def _read_call(self, source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
+        """Read one call. Its first event is emitted once the name of its first argument is known."""
+        source.hold()
+        yield from source.skip_space()
+        separated = (yield from source.accept(separator)) is not None
+        yield from source.skip_space()
+        name = yield from source.take_while(_NAME)
+        is_known = not self.bare or calls.may_call(name)
+        if not (separated and name and is_known and (yield from source.accept("("))):
+            source.rewind()
+            return False
+        yield from source.skip_space()
+        closed = (yield from source.accept(")")) is not None
+        key = "" if closed else (yield from _take_key(source))
+        if not key and not closed:
+            source.rewind()
+            return False
+        source.release()
+        yield calls.begin(name)
+        complete = closed or (yield from _read_arguments(source, calls, key))
+        yield from calls.end(complete)
+        return True
+
+    def write(self, writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
+        alternatives = (
+            f"{writer.terminals(f'{tool.name}(')} {_write_arguments(writer, parameters)} GAP "
+            f"{writer.terminals(')')}"
+            for tool, parameters in zip(tools, tool_parameters(tools, _NAME), strict=True)
+        )
+        call = writer.rule("call", " | ".join(alternatives))
+        end = writer.terminals(self.closing)
+        if self.bare:  # without an opening there is no closing
+            end = f"({end})?" if writer.is_special(self.closing) else ""
+        if not self.brackets:
+            line_break = writer.rule("BREAK", "/[ \\t]{0,8}\\n[ \\t\\r\\n]{0,8}/")
+            more = f"({line_break} {call})*" if parallel else ""
+            return f"GAP {call} {more} {line_break}? {end}"
+        more = f'(GAP "," GAP {call})*' if parallel else ""
+        return f'GAP "[" GAP {call} {more} GAP "]" {end}'
 
 
 def _read_arguments(source: Source, calls: CallEmitter, key: str) -> Reading[bool]:
@@ -124,33 +158,13 @@ def _take_string(source: Source, quote: str) -> Reading[str]:
             return "".join(parts)
 
 
-def _write(writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
-    alternatives = (
-        f"{writer.terminals(f'{tool.name}(')} {_write_arguments(writer, parameters)} GAP {writer.terminals(')')}"
-        for tool, parameters in zip(tools, tool_parameters(tools, _NAME), strict=True)
-    )
-    call = writer.rule("call", " | ".join(alternatives))
-    more = f'(GAP "," GAP {call})*' if parallel else ""
-    end = f"{writer.terminals(_END)}?" if writer.is_special(_END) else ""
-    return f'GAP "[" GAP {call} {more} GAP "]" {end}'
-
-
 def _write_arguments(writer: GrammarWriter, parameters: list[Parameter]) -> str:
-    """Return an expression for the arguments in order, with commas between those that are present."""
-    tail = ""  # what may follow the current parameter
-    alternatives: list[str] = []  # to start the arguments
-    for parameter in reversed(parameters):
-        argument = f"{writer.terminals(f'{parameter.name}=')} {_write_value(writer, parameter)}"
-        if parameter.required:
-            alternatives.clear()
-        alternatives.append(f"{argument} {tail}")
-        next_argument = f'GAP "," GAP {argument}'
-        tail = writer.rule(
-            f"{parameter.rule}_tail",
-            f"{next_argument if parameter.required else f'({next_argument})?'} {tail}",
-        )
-    optional = "" if any(parameter.required for parameter in parameters) else "?"
-    return f"({' | '.join(alternatives)}){optional}" if alternatives else ""
+    return separated_parameters(
+        writer,
+        parameters,
+        lambda parameter: f"{writer.terminals(f'{parameter.name}=')} {_write_value(writer, parameter)}",
+        'GAP "," GAP',
+    )
 
 
 def _write_value(writer: GrammarWriter, parameter: Parameter) -> str:
@@ -161,9 +175,6 @@ def _write_value(writer: GrammarWriter, parameter: Parameter) -> str:
     return json_value(writer, parameter)
 
 
-PYTHONIC = ToolFormat(
-    (_START, _END),
-    Markers(_START),
-    _read_calls,
-    CallGrammar(_START, _write, repeats_opening=False, bare_start="\\[", name_pattern=_NAME),
-)
+PYTHONIC = PythonicCalls("<|python_start|>", "<|python_end|>", bare=True).format()
+LFM2 = PythonicCalls("<|tool_call_start|>", "<|tool_call_end|>").format()
+OLMO3 = PythonicCalls("<function_calls>", "</function_calls>", brackets=False).format()

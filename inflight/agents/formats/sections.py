@@ -42,18 +42,16 @@ class CallSections:
         fenced = [f"{before}{fence}{after}{call[1]}" for before, after in line_breaks]
         self._endings = Markers(*fenced, call[1])
 
-    def format(
-        self, name_pattern: re.Pattern[str] | None = None, ends_reasoning: tuple[str, ...] = ()
-    ) -> ToolFormat:
+    def format(self, name_pattern: re.Pattern[str] | None = None) -> ToolFormat:
         opening, call = self._section[0], self._call[0]
         return ToolFormat(
             (*self._section, *self._call, self._separator),
             Markers(opening, call),  # models sometimes omit the section
             self._read,
+            (self._section[1], self._call[1]),
             CallGrammar(
                 opening, self._write, repeats_opening=False, forbidden=(call,), name_pattern=name_pattern
             ),
-            ends_reasoning,
         )
 
     def _read(self, source: Source, calls: CallEmitter, opening: str) -> Reading[bool]:
@@ -61,8 +59,6 @@ class CallSections:
             return False
         while (yield from self._read_call(source, calls, False)):
             pass
-        yield from source.accept_after_space(self._section[1])
-        yield from source.skip_trailing_space()
         return True
 
     def _read_call(self, source: Source, calls: CallEmitter, opened: bool) -> Reading[bool]:
@@ -130,15 +126,15 @@ DEEPSEEK_V3 = CallSections(
 ).format(_DEEPSEEK_NAME)
 
 
-_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
-_KIMI_NUMBER = re.compile(r":\d+$")
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.DOTALL)
 
 
 def _read_kimi_header(_: Source, text: str) -> Reading[CallHeader]:
     """Read the call's id, `functions.name:number`, which must be sent back with the tool's result."""
     yield from ()
-    return CallHeader(_KIMI_NUMBER.sub("", text).removeprefix("functions."), text)
+    call_id = _KIMI_ID.fullmatch(text)
+    return CallHeader("" if call_id is None else call_id[1].strip(), text)
 
 
 def _write_kimi_call(writer: GrammarWriter, tool: Tool, arguments: str) -> list[str]:
@@ -146,11 +142,10 @@ def _write_kimi_call(writer: GrammarWriter, tool: Tool, arguments: str) -> list[
     return [f"{name} /[0-9]{{1,4}}/ {writer.terminals(_KIMI_SEPARATOR)} {arguments}"]
 
 
-# Models of this format may start a call without ending their reasoning.
 KIMI_K2 = CallSections(
-    _KIMI_SECTION,
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
     _KIMI_SEPARATOR,
     _read_kimi_header,
     _write_kimi_call,
-).format(ends_reasoning=_KIMI_SECTION[:1])
+).format()

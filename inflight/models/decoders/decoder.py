@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,56 +16,10 @@ from torch import Tensor
 from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape
 from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
+from inflight.models.decoders.mlps import Mlp, build_mlp, empty_norm, norm_targets
 from inflight.models.decoders.spec import DecoderSpec, GatheringCollective, QKNorm, Shard, whole_shard
 from inflight.models.heads import Head
-from inflight.models.tensors import LinearRows, NormWeight, RowRun, Target, packed_rows
-
-
-class Mlp(Protocol):
-    """The part of a layer that handles each token by itself."""
-
-    in_norm: Tensor | None  # applied to the residual it reads
-
-    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
-        """Return the residual plus the MLP's output, to be read through `next_norm`. `live` [T] is negative for padding
-        tokens, whose output is not used."""
-
-    def targets(self) -> Mapping[str, Target]:
-        """Return all load targets by name, packed weights both whole and in the parts that checkpoints hold."""
-
-
-class DenseMlp:
-    """Implements `Mlp`: norm, gate and up in one product, activation, down."""
-
-    def __init__(self, shard: Shard, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        spec = shard.spec
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self._spec = spec
-        self._shard = shard
-        self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, spec.mlp_bias)
-        has_bias = spec.mlp_bias and shard.rank == 0
-        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, shard.collective)
-        self.in_norm = _norm(spec.norm_placement.before, hidden, device)
-        self.out_norm = _norm(spec.norm_placement.after, hidden, device)
-
-    def __call__(
-        self,
-        residual: Residual,
-        next_norm: Tensor | None,
-        live: Tensor | None = None,  # noqa: ARG002
-    ) -> Residual:
-        eps = self._spec.norm_eps
-        inner = self.gate_up.gated(residual, eps, self._spec.activation)
-        return self.down.add_to(residual, inner, self.out_norm, eps, next_norm)
-
-    def targets(self) -> Mapping[str, Target]:
-        shard, bias = self._shard, self._spec.mlp_bias
-        inner = shard.inner, shard.whole.intermediate_size
-        linears = {
-            **packed_rows(self.gate_up, "gate_up", {"gate": inner, "up": inner}, bias),
-            "down": _summed(self.down, *inner, bias, shard),
-        }
-        return linears | _norm_targets(self._spec, in_norm=self.in_norm, out_norm=self.out_norm)
+from inflight.models.tensors import Target, packed_rows, summed_columns
 
 
 class SelfAttention:
@@ -90,11 +44,11 @@ class SelfAttention:
         self.qkv: Linear = kernels.linear(hidden, spec.query_size + 2 * spec.kv_size, dtype, spec.qkv_bias)
         has_bias = spec.output_bias and shard.rank == 0
         self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, shard.collective)
-        self.in_norm = _norm(spec.norm_placement.before, hidden, device)
-        self.out_norm = _norm(spec.norm_placement.after, hidden, device)
+        self.in_norm = empty_norm(spec.norm_placement.before, hidden, device)
+        self.out_norm = empty_norm(spec.norm_placement.after, hidden, device)
         whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
-        self.q_norm = _norm(any_norm, spec.query_size if whole else spec.head_dim, device)
-        self.k_norm = _norm(any_norm, spec.kv_size if whole else spec.head_dim, device)
+        self.q_norm = empty_norm(any_norm, spec.query_size if whole else spec.head_dim, device)
+        self.k_norm = empty_norm(any_norm, spec.kv_size if whole else spec.head_dim, device)
         self._heads = AttentionLayer(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -125,6 +79,8 @@ class SelfAttention:
         if spec.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
         attended = self._backend.attend(qkv, self._heads, cache, inputs)
+        if spec.attention_output_scale != 1.0:
+            attended = attended * spec.attention_output_scale
         if output_tokens is not None:
             residual, attended = Residual(residual.x[output_tokens], None), attended[output_tokens]
             if not len(output_tokens):
@@ -137,9 +93,9 @@ class SelfAttention:
         kv = shard.kv, shard.whole.kv_size
         linears = {
             **packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, spec.qkv_bias),
-            "output": _summed(self.output, *query, spec.output_bias, shard),
+            "output": summed_columns(self.output, *query, spec.output_bias, shard.rank == 0),
         }
-        norms = _norm_targets(
+        norms = norm_targets(
             spec, in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
         )
         if spec.qk_norm is QKNorm.WHOLE:
@@ -179,27 +135,6 @@ class Layer:
         return {f"{part}.{name}": to for part, targets in parts.items() for name, to in targets.items()}
 
 
-def _norm(exists: bool, size: int, device: torch.device) -> Tensor | None:
-    """Return an empty norm weight [size] float32, or None if the spec has no such norm."""
-    return torch.empty(size, dtype=torch.float32, device=device) if exists else None
-
-
-def _norm_targets(spec: DecoderSpec, **norms: Tensor | None) -> dict[str, NormWeight]:
-    return {
-        name: NormWeight(norm, len(norm), offset=spec.norm_offset)
-        for name, norm in norms.items()
-        if norm is not None
-    }
-
-
-def _summed(linear: Linear, features: range, whole: int, bias: bool, shard: Shard) -> LinearRows:
-    """Return the target of a layer that holds some columns and whose product is summed over the ranks."""
-    run = RowRun(0, linear.out_features, 0)
-    return LinearRows(
-        linear, linear.out_features, whole, (run,), features.start, bias, bias and shard.rank == 0
-    )
-
-
 class Decoder:
     """Token ids to hidden states to logits. Holds the weights, never the KV cache.
 
@@ -228,9 +163,9 @@ class Decoder:
         self.layers = [
             Layer(
                 SelfAttention(shard, kernels, attention, dtype, device, tables[rope], window),
-                DenseMlp(shard, kernels, dtype, device),
+                build_mlp(shard, mlp, kernels, dtype, device),
             )
-            for rope, window in zip(spec.layer_ropes, spec.windows, strict=True)
+            for rope, window, mlp in zip(spec.layer_ropes, spec.windows, spec.mlps, strict=True)
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
@@ -296,6 +231,8 @@ class Decoder:
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's part of the vocabulary."""
         logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
+        if self.spec.logit_divisor != 1.0:
+            logits.div_(self.spec.logit_divisor)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

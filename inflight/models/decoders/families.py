@@ -11,11 +11,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.errors import ModelError, UnknownArchitectureError
-from inflight.models.decoders.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
+from inflight.models.decoders.experts_config import (
+    ReadMlps,
+    glm_mlps,
+    granite_mlps,
+    mixtral_mlps,
+    olmoe_mlps,
+    qwen2_mlps,
+    qwen3_mlps,
+)
+from inflight.models.decoders.spec import (
+    DecoderSpec,
+    DenseMlpSpec,
+    MlpSpec,
+    NormPlacement,
+    QKNorm,
+    WeightNames,
+)
 from inflight.models.encoders.families import ENCODERS
 from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context, read_rope
 
+_MAX_EXTRA_LAYERS = 16
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -52,6 +69,51 @@ _PHI3_NAMES = WeightNames(
     }
     | _PRE_NORMS
 )
+_INDEXED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.{}.gate_proj": "mlp.experts.gate",
+    "mlp.experts.{}.up_proj": "mlp.experts.up",
+    "mlp.experts.{}.down_proj": "mlp.experts.down",
+}
+_STACKED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up",
+    "mlp.experts.down_proj": "mlp.experts.down",
+}
+_TRANSPOSED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up.transposed",
+    "mlp.experts.down_proj": "mlp.experts.down.transposed",
+}
+_EXPERTS = (_INDEXED, _STACKED, _TRANSPOSED)
+_MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.{}.w1": "mlp.experts.gate",
+    "block_sparse_moe.experts.{}.w3": "mlp.experts.up",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
+}
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "mlp.router",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down",
+}
+_GRANITE_RENAMED = {
+    "block_sparse_moe.router": "mlp.router",
+    "block_sparse_moe.experts.gate_up_proj": "mlp.experts.gate_up",
+    "block_sparse_moe.experts.down_proj": "mlp.experts.down",
+}
+_QWEN2_SHARED = {
+    "mlp.shared_expert.gate_proj": "mlp.shared.gate_up.gate",
+    "mlp.shared_expert.up_proj": "mlp.shared.gate_up.up",
+    "mlp.shared_expert.down_proj": "mlp.shared.down",
+    "mlp.shared_expert_gate": "mlp.shared_gate",
+}
+_GLM_SHARED = {
+    "mlp.shared_experts.gate_proj": "mlp.shared.gate_up.gate",
+    "mlp.shared_experts.up_proj": "mlp.shared.gate_up.up",
+    "mlp.shared_experts.down_proj": "mlp.shared.down",
+    "mlp.gate.e_score_correction_bias": "mlp.correction",
+}
 _GEMMA3_LAYER = _ATTENTION | _QK_NORM | _MLP | _BOTH_NORMS
 
 
@@ -61,16 +123,19 @@ class Family:
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
-    windows: Literal["none", "all", "late", "pattern"] = "none"
+    windows: Literal["none", "all", "late", "pattern", "switched", "even"] = "none"
+    experts: ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
     qk_norm: QKNorm = QKNorm.NONE
+    qk_norm_field: str | None = None  # the field that switches these norms on; None: they are always on
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     activation_field: str = "hidden_act"
     attention_scale_field: str | None = None  # the square of the divisor of attention scores; None: head_dim
     scaled_embedding: bool = False
+    multipliers: bool = False  # whether the config scales embeddings, attention, residuals and logits
     partial_rotary: bool = False
     section: str | None = None  # the text model's part of a multimodal config
     # Fields that configs may omit because transformers has a default.
@@ -154,12 +219,63 @@ _CAUSAL: Mapping[str, Family] = {
     ),
 }
 
+_EXPERT_FAMILIES: Mapping[str, Family] = {
+    "Qwen3MoeForCausalLM": Family(
+        replace(_QWEN3_NAMES, experts=_EXPERTS),
+        windows="switched",
+        experts=qwen3_mlps,
+        qk_norm=QKNorm.HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_QWEN_DEFAULTS,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        WeightNames(_ATTENTION | _MLP | _PRE_NORMS | _QWEN2_SHARED, experts=_EXPERTS),
+        windows="even",
+        experts=qwen2_mlps,
+        qkv_bias="qkv_bias",
+        defaults=_QWEN_DEFAULTS | {"qkv_bias": True},
+    ),
+    "MixtralForCausalLM": Family(
+        WeightNames(_ATTENTION | _PRE_NORMS, experts=(_MIXTRAL_EXPERTS, _STACKED, _TRANSPOSED)),
+        windows="all",
+        experts=mixtral_mlps,
+        defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    ),
+    "OlmoeForCausalLM": Family(
+        WeightNames(_ATTENTION | _QK_NORM | _PRE_NORMS, experts=_EXPERTS),
+        experts=olmoe_mlps,
+        qk_norm=QKNorm.WHOLE,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
+        fixed={"clip_qkv": (None,), "sliding_window": (None,)},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS | _GLM_SHARED, experts=_EXPERTS),
+        experts=glm_mlps,
+        qk_norm=QKNorm.HEAD,
+        qk_norm_field="use_qk_norm",
+        qkv_bias="attention_bias",
+        partial_rotary=True,
+        defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    ),
+    "GraniteMoeForCausalLM": Family(
+        WeightNames(_ATTENTION | _PRE_NORMS, experts=(_GRANITE_EXPERTS, _GRANITE_RENAMED)),
+        experts=granite_mlps,
+        multipliers=True,
+        defaults=_DEFAULTS,
+        fixed={"attention_bias": (None, False)},
+    ),
+}
+
 # How transformers names the same decoders with a classification head, and without any head.
 _FAMILY_NAMES = {name.removesuffix("ForCausalLM"): name for name in _CAUSAL if name.endswith("ForCausalLM")}
 _FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
 
 FAMILIES: Mapping[str, Family] = {
     **_CAUSAL,
+    **_EXPERT_FAMILIES,
     **{
         f"{name}ForSequenceClassification": replace(_CAUSAL[causal], head="classifier")
         for name, causal in _FAMILY_NAMES.items()
@@ -177,6 +293,12 @@ _MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "olmo2": "Olmo2ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
 }
 
 
@@ -191,6 +313,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     decoders = [name.removesuffix("Text") for name in _FAMILY_NAMES]
+    decoders += [name.removesuffix("ForCausalLM") for name in _EXPERT_FAMILIES]
     raise UnknownArchitectureError(
         f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
         f"{', '.join(ENCODERS)}"
@@ -221,7 +344,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     reach = ropes[kinds.index(FULL)] if FULL in kinds else ropes[0]
     max_position, served = default_context(reach, fields.integer("max_position_embeddings"))
     hidden_size = fields.integer("hidden_size")
-    scale_field = family.attention_scale_field
+    mlps = _mlps(fields, family, num_layers)
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -230,7 +353,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
+        mlps=mlps,
         windows=tuple(window if kind == SLIDING else None for kind in layer_types),
         ropes=ropes,
         layer_ropes=tuple(kinds.index(kind) for kind in layer_types),
@@ -239,19 +362,52 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         norm_eps=fields.number("rms_norm_eps"),
         norm_placement=family.norm_placement,
         norm_offset=family.norm_offset,
-        qk_norm=family.qk_norm,
+        qk_norm=_qk_norm(fields, family),
         qkv_bias=_bias(fields, family.qkv_bias),
         output_bias=_bias(fields, family.output_bias),
-        mlp_bias=_bias(fields, family.mlp_bias),
-        activation=_activation(fields, family.activation_field),
-        attention_scale=(fields.number(scale_field) if scale_field else head_dim) ** -0.5,
+        attention_scale=_attention_scale(fields, family, head_dim),
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         logit_softcap=_softcap(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        names=family.names,
+        names=_names(fields, family, num_layers),
         num_labels=len(read_labels(config)) if family.head == "classifier" else 0,
     )
+    if family.multipliers:
+        spec = replace(
+            spec,
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            attention_output_scale=fields.number("residual_multiplier", 1.0),
+            logit_divisor=fields.number("logits_scaling", 1.0),
+        )
     return spec if family.head == "language" else without_lm_head(spec)
+
+
+def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...]:
+    activation = _activation(fields, family.activation_field)
+    if family.experts is not None:
+        return tuple(family.experts(fields, num_layers, activation))
+    dense = DenseMlpSpec(fields.integer("intermediate_size"), activation, _bias(fields, family.mlp_bias))
+    return (dense,) * num_layers
+
+
+def _qk_norm(fields: Fields, family: Family) -> QKNorm:
+    is_on = family.qk_norm_field is None or fields.boolean(family.qk_norm_field, False)
+    return family.qk_norm if is_on else QKNorm.NONE
+
+
+def _attention_scale(fields: Fields, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return fields.number("attention_multiplier", 1.0)
+    name = family.attention_scale_field
+    scale: float = (fields.number(name) if name else head_dim) ** -0.5
+    return scale
+
+
+def _names(fields: Fields, family: Family, num_layers: int) -> WeightNames:
+    """Return the family's names. Layers that predict further tokens follow the others, and are ignored."""
+    count = fields.integer("num_nextn_predict_layers", 0, least=0)
+    extra = tuple(rf"\blayers\.{num_layers + index}\." for index in range(min(count, _MAX_EXTRA_LAYERS)))
+    return replace(family.names, ignored=(*family.names.ignored, *extra))
 
 
 def without_lm_head(spec: DecoderSpec) -> DecoderSpec:
@@ -281,7 +437,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
 
 
 def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
-    listed = family.windows in ("late", "pattern") and "layer_types" in fields
+    listed = family.windows in ("late", "even", "pattern") and "layer_types" in fields
     if listed:
         kinds = fields.strings("layer_types")
         if len(kinds) != num_layers:
@@ -295,12 +451,16 @@ def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
     elif family.windows == "pattern":
         every = fields.integer("sliding_window_pattern")
         kinds = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
+    elif family.windows == "even":
+        end = fields.integer("max_window_layers", least=0)
+        kinds = [FULL if index % 2 or index >= end else SLIDING for index in range(num_layers)]
     elif family.windows == "late":
         first = fields.integer("max_window_layers", least=0)
         kinds = [SLIDING if index >= first else FULL for index in range(num_layers)]
     else:
-        kinds = [SLIDING if family.windows == "all" else FULL] * num_layers
-    in_use = family.windows != "late" or fields.boolean("use_sliding_window", False)
+        kinds = [FULL if family.windows == "none" else SLIDING] * num_layers
+    switched = family.windows in ("late", "even", "switched")
+    in_use = not switched or fields.boolean("use_sliding_window", False)
     if in_use and "sliding_window" in fields:
         return kinds
     if listed and SLIDING in kinds:

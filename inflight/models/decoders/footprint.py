@@ -7,6 +7,7 @@ the layer itself: size checks, the shares of ranks and plans are derived from it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -63,16 +64,44 @@ def cut_layers(
             f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs at "
             "least one"
         )
-    single = meta_decoder(shard_of(spec, 0, 1, range(1)), kernels, dtype)
-    layer = num_bytes(single.layers) + context * single.kv_shape(1).bytes_per_block
+    if num_stages == 1:
+        return [range(spec.num_layers)]
+    kv = context * meta_decoder(shard_of(spec, 0, 1, range(1)), kernels, dtype).kv_shape(1).bytes_per_block
+    kinds = {mlp: index for index, mlp in enumerate(spec.mlps)}
+    layers = {mlp: range(index, index + 1) for mlp, index in kinds.items()}
+    sizes = {
+        mlp: kv + num_bytes(meta_decoder(shard_of(spec, 0, 1, layer), kernels, dtype).layers)
+        for mlp, layer in layers.items()
+    }
     table = spec.vocab_size * spec.hidden_size * dtype.itemsize
-    ends = {0: table, num_stages - 1: table} if num_stages > 1 else {}
-    counts = [1] * num_stages
-    for _ in range(spec.num_layers - num_stages):
-        sizes = [ends.get(stage, 0) + (count + 1) * layer for stage, count in enumerate(counts)]
-        counts[sizes.index(min(sizes))] += 1
-    starts = [sum(counts[:stage]) for stage in range(num_stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return _balanced([sizes[mlp] for mlp in spec.mlps], num_stages, table)
+
+
+def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:
+    """Cut layers of these sizes into stages, of which the first and the last also hold a table, so that the largest
+    stage is as small as possible, and the others are as even as that allows."""
+    ends = [0, *accumulate(sizes)]
+    # (largest stage, sum of squares, first layer of the last stage) for the first `end` layers in some stages
+    best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]
+    for stage in range(num_stages):
+        extra = table if stage in (0, num_stages - 1) else 0
+        cuts: dict[int, tuple[int, int, int]] = {}
+        for end in range(stage + 1, len(sizes) - (num_stages - stage - 1) + 1):
+            options = (
+                (max(largest, size), squares + size * size, start)
+                for start, (largest, squares, _) in best[-1].items()
+                if start < end
+                for size in (ends[end] - ends[start] + extra,)
+            )
+            cuts[end] = min(options)
+        best.append(cuts)
+    stages: list[range] = []
+    end = len(sizes)
+    for cuts in reversed(best[1:]):
+        start = cuts[end][2]
+        stages.insert(0, range(start, end))
+        end = start
+    return stages
 
 
 def rank_shares(

@@ -61,10 +61,12 @@ class DecoderPlan:
             decoder.pooling_head = self.make_head(decoder)
 
 
-def plan_decoder(model: str, checkpoint: Checkpoint, encode: Encode | None) -> DecoderPlan:
+def plan_decoder(
+    model: str, checkpoint: Checkpoint, encode: Encode | None, expert_parallel: bool = False
+) -> DecoderPlan:
     """Choose what to load. `model` is the configured folder or hub id; `encode` is None without a tokenizer."""
     config = checkpoint.config
-    spec = decoder_spec(config)
+    spec = replace(decoder_spec(config), expert_parallel=expert_parallel)
     named = is_qwen3_reranker(model, config)
     if ANSWERS_FIELD in config or (named and spec.architecture == "Qwen3ForCausalLM"):
         return _reranker(config, spec, encode)

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.kernels import ExpertRouting
 from inflight.layers.rotary import Rope
 
 
@@ -45,11 +46,15 @@ class QKNorm(Enum):
 class WeightNames:
     """How a checkpoint names its tensors.
 
-    `layer` maps the modules inside a layer to targets in the decoder's (`layer.py`): "attention.qkv.k" is the part "k"
-    of the packed linear layer "qkv" of attention, "attention.qkv" all of it.
+    `layer` maps the modules inside a layer to targets in the decoder's: "attention.qkv.k" is the part "k" of the packed
+    linear layer "qkv" of attention, "attention.qkv" all of it. Modules whose target a layer does not have are skipped.
+
+    `experts` are the layouts in which checkpoints hold routers and experts, and likewise map names to targets. A name
+    with "{}" is that of a module, once for each expert; others are names of tensors that hold all experts.
     """
 
     layer: Mapping[str, str]
+    experts: tuple[Mapping[str, str], ...] = ({},)
     prefixes: tuple[str, ...] = ("model.",)  # the first that the checkpoint has an embedding under
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
     classifier: str = "score.weight"  # the head of a model that classifies
@@ -59,8 +64,41 @@ class WeightNames:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseMlpSpec:
+    """A gated MLP."""
+
+    inner: int  # features
+    activation: str
+    bias: bool = False
+
+    def step_features(self, hidden: int) -> int:  # noqa: ARG002
+        """Return the number of intermediate features of a token."""
+        return 2 * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMlpSpec:
+    """Experts, of which each token uses a few, and a shared MLP that all tokens use."""
+
+    inner: int  # features of one expert
+    activation: str
+    routing: ExpertRouting
+    bias: bool = False
+    limit: float = 0.0  # of the clamped activation
+    shared_inner: int = 0  # 0: there is no shared MLP
+    has_shared_gate: bool = False  # whether each token scales the shared MLP's output
+
+    def step_features(self, hidden: int) -> int:
+        """Return the number of intermediate features of a token."""
+        return self.routing.top_k * (self.inner + hidden) + 2 * self.shared_inner
+
+
+MlpSpec = DenseMlpSpec | ExpertsMlpSpec
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder-only transformer with rotary positions, RMS norms and a gated MLP."""
+    """One decoder-only transformer with rotary positions, RMS norms and gated MLPs."""
 
     architecture: str
     vocab_size: int
@@ -69,7 +107,7 @@ class DecoderSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    mlps: tuple[MlpSpec, ...]  # of each layer
     windows: tuple[int | None, ...]  # a layer: tokens it sees, itself included; None: all before it
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]  # a layer: index into ropes
@@ -81,8 +119,6 @@ class DecoderSpec:
     qk_norm: QKNorm
     qkv_bias: bool
     output_bias: bool
-    mlp_bias: bool
-    activation: str
     attention_scale: float
     embedding_scale: float
     logit_softcap: float | None
@@ -90,6 +126,12 @@ class DecoderSpec:
     names: WeightNames
     has_lm_head: bool = True
     num_labels: int = 0  # of its classification head; 0: it has none
+    attention_output_scale: float = (
+        1.0  # multiplies the output of attention before it is added to the residual
+    )
+    logit_divisor: float = 1.0
+    # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
+    expert_parallel: bool = False
 
     @property
     def query_size(self) -> int:
@@ -130,7 +172,6 @@ class Shard:
     layers: range
     query: range  # features of the query projection
     kv: range  # of keys, and of values
-    inner: range  # of the MLP
     vocab: range
     collective: Collective | None = None  # None: the stage has one rank
 
@@ -146,17 +187,21 @@ class Shard:
 
     @property
     def spec(self) -> DecoderSpec:
-        """The decoder that this rank computes; only its vocabulary is that of the whole."""
+        """The decoder that this rank computes; only its vocabulary and MLPs are those of the whole."""
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
         return replace(
             whole,
             num_layers=len(self.layers),
             num_heads=len(self.query) // whole.head_dim,
             num_kv_heads=len(self.kv) // whole.head_dim,
-            intermediate_size=len(self.inner),
+            mlps=whole.mlps[layers],
             windows=whole.windows[layers],
             layer_ropes=whole.layer_ropes[layers],
         )
+
+    def part(self, count: int) -> range:
+        """Return this rank's share of `count` features."""
+        return _part(count, self.rank, self.size)
 
     @property
     def kv_copies(self) -> int:
@@ -180,11 +225,21 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
             f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
             f"which can be split across {', '.join(map(str, fitting))} ranks"
         )
-    if min(spec.intermediate_size, spec.vocab_size) < size:
+    inner = min(_num_parts(spec, mlp) for mlp in spec.mlps)
+    if min(inner, spec.vocab_size) < size:
+        kind = "experts" if spec.expert_parallel else "inner features"
         raise ConfigError(
-            f"tensor_parallel_size is {size}: the model has {spec.intermediate_size} inner features and "
-            f"{spec.vocab_size} tokens, and every rank needs at least one of each"
+            f"tensor_parallel_size is {size}: the model has {inner} {kind} and {spec.vocab_size} tokens, and every "
+            "rank needs at least one of each"
         )
+
+
+def _num_parts(spec: DecoderSpec, mlp: MlpSpec) -> int:
+    """Return the largest number of parts that an MLP can be split into."""
+    if isinstance(mlp, DenseMlpSpec):
+        return mlp.inner
+    parts = mlp.routing.num_experts if spec.expert_parallel else mlp.inner
+    return min(parts, mlp.shared_inner or parts)
 
 
 def whole_shard(spec: DecoderSpec) -> Shard:
@@ -216,7 +271,6 @@ def shard_of(
         range(spec.num_layers) if layers is None else layers,
         range(query.start * dim, query.stop * dim),
         range(kv.start * dim, kv.stop * dim),
-        _part(spec.intermediate_size, rank, size),
         _part(spec.vocab_size, rank, size),
         collective,
     )

@@ -33,9 +33,9 @@ from inflight.models.tensors import (
 )
 
 
-def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
+def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[Placement]:
     """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
-    prefixes."""
+    prefixes, `layout` one of its layouts of experts."""
     shard, spec, names = decoder.shard, decoder.spec, decoder.spec.names
     prefix = names.prefixes[variant]
     table_shape = (spec.vocab_size, spec.hidden_size)
@@ -51,8 +51,9 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
         yield Placement(names.classifier, (spec.num_labels, spec.hidden_size), decoder.classifier.load)
     for index, layer in zip(shard.layers, decoder.layers, strict=True):
         targets = layer.targets()
-        for module, target in names.layer.items():
-            yield from targets[target].placements(f"{prefix}layers.{index}.{module}")
+        for module, target in {**names.layer, **names.experts[layout]}.items():
+            if target in targets:
+                yield from targets[target].placements(f"{prefix}layers.{index}.{module}")
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
@@ -76,16 +77,17 @@ def load_decoder(
     `shard` to the whole decoder."""
     shard = shard or whole_shard(spec or decoder_spec(checkpoint.config))
     stored: dict[str, StoredTensor] = {}
-    variant = 0
+    variant = layout = 0
     if load_format != "dummy":
         stored = read_headers(checkpoint.weight_files)
         variant = _variant(shard.whole, stored)
-        _check_files(shard, variant, stored)
+        layout = _check_files(shard, variant, stored)
     decoder = Decoder(shard.whole, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
         fill_random(placements(decoder), dtype, device, seed)
     else:
-        fill({placement.name: placement for placement in placements(decoder, variant)}, stored, progress)
+        needed = placements(decoder, variant, layout)
+        fill({placement.name: placement for placement in needed}, stored, progress)
     return decoder
 
 
@@ -95,8 +97,19 @@ def _variant(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> int:
     return next(present, 0)
 
 
-def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) -> None:
-    """Raise unless the files hold exactly the tensors of the whole decoder, each in its shape.
+def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> int:
+    """Return the layout of experts with which most of the stored tensors agree."""
+
+    def agreement(layout: int) -> tuple[int, int]:
+        needed = [p for p in placements(decoder, variant, layout) if p.name in stored]
+        return sum(stored[p.name].shape == p.shape for p in needed), len(needed)
+
+    return max(range(len(decoder.spec.names.experts)), key=agreement)
+
+
+def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) -> int:
+    """Raise unless the files hold exactly the tensors of the whole decoder, each in its shape. Return the layout of its
+    experts.
 
     This runs before any memory is allocated: a config may claim anything, but the headers show what is there.
     """
@@ -105,9 +118,11 @@ def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) ->
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
     copies = set(names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = (*names.ignored, *(f"^{re.escape(name)}$" for name in copies))
-    check_tensors(placements(decoder, variant), stored, ignored, layers_hint(spec.num_layers, stored))
+    layout = _layout(decoder, variant, stored)
+    check_tensors(placements(decoder, variant, layout), stored, ignored, layers_hint(spec.num_layers, stored))
     for name in copies & stored.keys() if shard.is_last else ():
         _check_copy(names.prefixes[variant] + names.embedding, name, stored)
+    return layout
 
 
 def _check_copy(embedding: str, head: str, stored: dict[str, StoredTensor]) -> None:

@@ -54,6 +54,7 @@ class Caller:
     requests_per_minute: float | None = None
     max_concurrent: int | None = None
     own_cache: bool = False  # cached prefixes are not shared: timing reveals nothing about its prompts
+    is_admin: bool = False  # sees the requests of all callers
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
     usage: KeyUsage = field(default_factory=KeyUsage)
@@ -110,6 +111,7 @@ class KeyDigests:
 
     secret: bytes
     callers: Sequence[tuple[bytes, str, bool]]  # digest, name, own_cache
+    admin: bytes | None = None  # digest of the admin key, with which all requests may be seen
 
 
 class Keys:
@@ -120,6 +122,19 @@ class Keys:
         self._secret = secrets.token_bytes(32)
         self._callers = {self._digest(key): caller for key, caller in callers}
         self._everyone = Caller()
+        self._admin: bytes | None = None  # digest of the admin key
+
+    def set_admin(self, key: str | None) -> None:
+        """Let the admin key see the requests of all callers."""
+        if key is not None:
+            self._admin = self._digest(key)
+
+    def is_admin(self, authorization: str | None) -> bool:
+        """Return whether an `Authorization` header has the admin key."""
+        scheme, _, key = (authorization or "").partition(" ")
+        if self._admin is None or scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(self._digest(key.strip()), self._admin)
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode(), "sha256")
@@ -142,13 +157,13 @@ class Keys:
     def digests(self) -> KeyDigests:
         """Return what another process needs to find callers by their keys."""
         callers = [(digest, caller.name, caller.own_cache) for digest, caller in self._callers.items()]
-        return KeyDigests(self._secret, callers)
+        return KeyDigests(self._secret, callers, self._admin)
 
     @classmethod
     def from_digests(cls, digests: KeyDigests) -> Keys:
         """Return the same callers, without their limits and usage."""
         keys = cls()
-        keys._secret = digests.secret
+        keys._secret, keys._admin = digests.secret, digests.admin
         by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in digests.callers}
         keys._callers = {digest: by_name[name] for digest, name, _ in digests.callers}
         return keys

@@ -18,6 +18,7 @@ from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError, error_response, is_anthropic, of_exception
 from inflight.server.http.bodies import PacedSend
+from inflight.server.pages import PAGES
 
 if TYPE_CHECKING:
     from inflight.server.state import ServerState
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.access")
 
 # Open without a key: health checks, and pages that contain no data of the server.
-OPEN = frozenset({"/health", "/ready", "/ping", "/", "/replicas"})
+OPEN = frozenset({"/health", "/ready", "/ping", *PAGES})
 
 ADMIN = "/v1/replicas"  # and below: reading needs an API key, changing needs the admin key
+SHOWING = frozenset({"/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"})  # the admin sees everyone's
 UNLOGGED = frozenset({"/health", "/ready", "/ping", "/metrics"})  # polled all the time
 ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})
 
@@ -95,6 +97,8 @@ class AccessMiddleware:
                 return Caller()
             if self._state.admin_key.matches(headers.get("authorization")):
                 return Caller()
+        if scope["path"] in SHOWING and self._state.keys.is_admin(headers.get("authorization")):
+            return Caller(is_admin=True)
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
     def _name(self, message: Message, answer: dict[str, Any], also: bytes | None) -> None:

@@ -160,7 +160,7 @@ class MessageToolChoice(Body):
 class ThinkingOptions(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = ranged(minimum=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None  # the first two are the same here
 
 
 class JsonOutputFormat(Body):

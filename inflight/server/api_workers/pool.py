@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from inflight.engine import EngineClient, EngineStats
@@ -47,7 +48,7 @@ from inflight.server.api_workers.messages import (
     WorkerHeartbeat,
     WorkerRequest,
 )
-from inflight.server.api_workers.relay import answer_with
+from inflight.server.api_workers.relay import answer_with, relayed_request
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
 from inflight.server.observability.metrics import MetricCounts, add_counts
@@ -268,6 +269,7 @@ class ApiWorkerPool:
         self._stats = await state.model.client.stats()
         state.counts_of_others = self.counts
         state.num_answered_by_others = lambda: sum(worker.num_answered for worker in self._workers.values())
+        state.ask_workers = self._ask_all
         self._app: ASGIApp = create_app(state)
         self._state = state
         for worker in self._workers.values():
@@ -320,6 +322,18 @@ class ApiWorkerPool:
         opened = [worker for worker in self._workers.values() if worker.is_open]
         all_counts = await asyncio.gather(*map(of_one, opened))
         return [counts for counts in all_counts if counts is not None]
+
+    async def _ask_all(self, request: Request) -> list[bytes]:
+        """Send a request to all workers and return the bodies of their successful answers."""
+        relayed = relayed_request(request.scope, MAIN)
+        bodies = []
+        for worker in [worker for worker in self._workers.values() if worker.is_open]:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(COUNTS_SECONDS):
+                    response: RelayedResponse = await worker.rpc.call(relayed, RelayedResponse)
+                if response.status == 200:
+                    bodies.append(response.body)
+        return bodies
 
     async def _answer(self, worker: ApiWorkerProcess, request: WorkerRequest) -> object:
         state = self._state

@@ -16,7 +16,7 @@ from inflight.server.http.bodies import PacedSend
 from inflight.server.state import ServerState
 
 # The main process answers these paths and those below ADMIN. No other process has the admin key.
-COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
+COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/v1/requests", ADMIN}) | ADMIN_ALONE
 REQUESTS = "/v1/requests/"  # followed by an id; answered by the worker that has or had the request
 # Followed by an id; answered by the worker that writes it, or by any once it is stored.
 RESPONSES = "/v1/responses/"
@@ -42,7 +42,7 @@ class RelayMiddleware:
             target = await self._target(scope)
             if target == self._number:
                 return await self._app(scope, receive, send)
-            relayed = await self._relay(_relayed(scope, target))
+            relayed = await self._relay(relayed_request(scope, target))
         except EngineDeadError:
             message = "the process that has this request or response has just ended: send the request again"
             error = ApiError(503, message, code="api_worker_unavailable", retry_after=1)
@@ -75,7 +75,8 @@ class RelayMiddleware:
         return self._number if number is None else number
 
 
-def _relayed(scope: Scope, target: int) -> RelayedRequest:
+def relayed_request(scope: Scope, target: int) -> RelayedRequest:
+    """Return an HTTP request as a message to another process."""
     return RelayedRequest(
         target,
         scope["method"],

@@ -39,6 +39,8 @@ def _banner(state: ServerState, sockname: Any) -> str:
         ("API keys", "required" if state.keys.required else "not required"),
         ("OpenAI API", f"{url}/v1"),
         *([("Anthropic API", url), ("Chat page", f"{url}/")] if facts.generates else []),
+        ("Timeline", f"{url}/timeline"),
+        ("Other pages", ", ".join(f"{url}{path}" for path in ("/requests", "/memory", "/replicas", "/docs"))),
         ("Metrics", f"{url}/metrics"),
         ("Health", f"{url}/health"),
     ]

@@ -174,6 +174,12 @@ class RequestLog:
             raise ApiError(404, f"request {shown(request_id, 200)} does not exist", code="request_not_found")
         return logged
 
+    def seen_by(self, caller: Caller) -> list[LoggedRequest]:
+        """Return a caller's requests, the latest first; an administrator sees those of all callers."""
+        everything = [*self._finished.values(), *self._running.values()]
+        seen = [logged for logged in everything if caller.is_admin or logged.caller.name == caller.name]
+        return sorted(seen, key=lambda logged: -logged.started_at)
+
     async def cancel(self, logged: LoggedRequest) -> int | None:
         """Cancel a request. Return the number of freed blocks, or None if it had already ended."""
         if logged.outcome is not None:

@@ -15,7 +15,7 @@ from inflight.errors import EngineDeadError, EngineError, shown
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
 from inflight.server.openapi import documented, respond
-from inflight.server.pages import docs_page, page_at
+from inflight.server.pages import PAGES, application_page
 from inflight.server.routes.schemas import Done, HealthStatus, ServerInfo, ServerLoad, Sleeping
 from inflight.server.state import ServerState, state_of
 
@@ -93,25 +93,16 @@ async def metrics(request: Request) -> Response:
     return Response(content, media_type=CONTENT_TYPE)
 
 
-@router.head("/", include_in_schema=False)
-@router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """Show a page to chat with the model."""
-    return page_at("/")
+    """Show the web application: chat, timeline, requests, memory, replicas and API reference."""
+    return application_page()
 
 
-@router.head("/replicas", include_in_schema=False)
-@router.get("/replicas", response_class=HTMLResponse)
-async def replicas_page() -> Response:
-    """Show a page with the state of the engines."""
-    return page_at("/replicas")
-
-
-@router.head("/docs", include_in_schema=False)
-@router.get("/docs", response_class=HTMLResponse)
-async def docs(request: Request) -> Response:
-    """Show a page with all routes and the fields of their bodies."""
-    return docs_page(request.app.openapi())
+for path in PAGES:
+    router.add_api_route(
+        path, page, methods=["GET"], response_class=HTMLResponse, include_in_schema=path == "/"
+    )
+    router.add_api_route(path, page, methods=["HEAD"], include_in_schema=False)
 
 
 # ---- administration ----

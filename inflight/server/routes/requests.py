@@ -12,12 +12,70 @@ from starlette.responses import Response
 from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
+from inflight.server.errors import ApiError
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.openapi import documented, respond
-from inflight.server.routes.schemas import AnswerReport, Breakdown, Cancelled, RequestReport, Status, Waited
+from inflight.server.openapi import documented, query_parameters, respond
+from inflight.server.routes.schemas import (
+    AnswerReport,
+    Breakdown,
+    Cancelled,
+    NeighbourReport,
+    RequestReport,
+    RequestReports,
+    Status,
+    Waited,
+)
+from inflight.server.routes.timeline import seen_by
 from inflight.server.state import ServerState, caller_of, state_of
+from inflight.timeline import TimelineQuery, decode_chunk
+from inflight.timeline.neighbours import Neighbour, neighbours_of
 
 router = APIRouter()
+
+MAX_LISTED = 1000
+MAX_PAGES = 16  # of the recording that are read to find a request's neighbours
+
+
+# The statuses of reports that each `status` selects.
+_SELECTED: dict[str, tuple[Status, ...]] = {
+    "waiting": ("queued",),
+    "running": ("running",),
+    "finished": ("finished", "failed", "cancelled"),
+}
+_LIST = query_parameters(
+    ("status", "string", "Only requests that are waiting, running or finished."),
+    ("limit", "integer", f"The most requests to return: at most {MAX_LISTED}; 100 by default."),
+)
+
+
+@router.get("/v1/requests", **documented(None, RequestReports, 400, extra=_LIST))
+async def list_requests(request: Request) -> Response:
+    """List your requests, the latest first: those that wait, run, or finished recently. The admin key lists all."""
+    state, caller = state_of(request), caller_of(request)
+    status = request.query_params.get("status")
+    if status not in (None, *_SELECTED):
+        message = f"status is {status!r:.100}: it must be waiting, running or finished"
+        raise ApiError(400, message, code="invalid_value", param="status")
+    text = request.query_params.get("limit", "100")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LISTED:
+        message = f"limit is {text!r:.100}: it must be from 1 to {MAX_LISTED}"
+        raise ApiError(400, message, code="invalid_value", param="limit")
+    reports: list[RequestReport] = []
+    for logged in state.request_log.seen_by(caller):
+        if status == "finished" and logged.outcome is None:
+            continue
+        if status in ("waiting", "running") and logged.outcome is not None:
+            continue
+        report = await _report(state, logged)
+        if status is None or report.status in _SELECTED[status]:
+            reports.append(report)
+        if len(reports) == int(text):
+            break
+    if state.ask_workers is not None:
+        for body in await state.ask_workers(request):
+            reports += RequestReports.model_validate_json(body).data
+        reports.sort(key=lambda report: -report.created)
+    return respond(RequestReports(data=reports[: int(text)]))
 
 
 @router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
@@ -25,7 +83,9 @@ async def request_report(request: Request) -> Response:
     """Report what happened to a request of yours and why it took so long."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
-    return respond(await _report(state, logged))
+    report = await _report(state, logged)
+    report.neighbours = await _neighbours(state, logged, report)
+    return respond(report)
 
 
 @router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
@@ -91,6 +151,46 @@ async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -
     return request_state
 
 
+async def _neighbours(
+    state: ServerState, logged: LoggedRequest, report: RequestReport
+) -> list[NeighbourReport]:
+    """Return the requests that cost the slowest answer most, as far as the recording reaches back."""
+    answers = [answer for answer in report.answers if answer.number is not None]
+    if not answers:
+        return []
+    slowest = max(answers, key=_seconds)
+    number = slowest.number
+    assert number is not None
+    since = time.monotonic() - (time.perf_counter() - logged.started_at) - 1.0
+    query = TimelineQuery(since, None, slowest.replica or None)
+    encoded: list[bytes] = []
+    for _ in range(MAX_PAGES):
+        try:
+            page = await state.model.client.read_timeline(query)
+        except EngineError:
+            return []
+        encoded += [data for _, data in page.chunks]
+        if not page.positions:
+            break
+        query = TimelineQuery(since, page.positions, slowest.replica or None)
+
+    def analyse() -> list[Neighbour]:
+        return neighbours_of(number, map(decode_chunk, encoded))
+
+    own = {answer.number for answer in report.answers}
+    sees = seen_by(state, logged.caller)
+    return [
+        NeighbourReport(
+            number=info.number,
+            id=info.origin.request_id if info.origin is not None and sees(info) else None,
+            seconds=seconds,
+            why=why,
+        )
+        for info, seconds, why in await state.in_service_thread(analyse)
+        if info.number not in own and seconds > 0
+    ]
+
+
 def _status(logged: LoggedRequest, answers: list[AnswerReport]) -> Status:
     if logged.outcome is not None:
         return logged.outcome
@@ -110,6 +210,9 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         num_output_tokens=record.num_output_tokens,
         num_preemptions=record.num_preemptions,
         replica=record.engine_id,
+        number=None if record.number < 0 else record.number,
+        waiting_reason=state.waiting_reason,
+        num_ahead=state.num_ahead,
         num_failovers=record.num_failovers,
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),

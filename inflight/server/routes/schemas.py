@@ -140,6 +140,9 @@ class AnswerReport(BaseModel):
     num_output_tokens: int
     num_preemptions: int
     replica: str  # the last one that computed it; empty without replicas
+    number: int | None  # on the timeline of that replica ("0" without replicas)
+    waiting_reason: str | None  # while it waits: step, memory, slots, budget or policy
+    num_ahead: int  # while it waits: requests that arrived before it and wait too
     num_failovers: int  # how many replicas died under it
     queued_seconds: float | None
     prefill_seconds: float | None
@@ -152,6 +155,15 @@ class Waited(BaseModel):
 
     num_requests: int
     ids: list[str]
+
+
+class NeighbourReport(BaseModel):
+    """A request that cost another one time: by its prompt, or by running while the other was preempted."""
+
+    number: int  # on the timeline
+    id: str | None  # null: it belongs to another key
+    seconds: float
+    why: Literal["prompt", "preemption"]
 
 
 Status = Literal["queued", "running", "finished", "failed", "cancelled"]
@@ -174,6 +186,12 @@ class RequestReport(BaseModel):
     answers: list[AnswerReport]
     waited_for: Waited
     why: str
+    neighbours: list[NeighbourReport] | None = None  # those that cost it most; null in lists
+
+
+class RequestReports(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[RequestReport]
 
 
 class Cancelled(BaseModel):

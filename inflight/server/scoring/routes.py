@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestRecord
+from inflight.request import RequestOrigin
 from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
@@ -170,6 +171,7 @@ class PoolingCall:
                 priority=logged.priority,
                 tenant=logged.tenant,
                 cache_salt=response.caller.salt(self.cache_salt or ""),
+                origin=RequestOrigin(logged.request_id, key=response.caller.name, route=logged.route),
                 on_record=partial(self._count, response),
             )
         except RequestError as error:

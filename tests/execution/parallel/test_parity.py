@@ -12,7 +12,7 @@ import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
-from inflight.errors import EngineAsleepError
+from inflight.errors import ConfigError, EngineAsleepError
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.runner import LoadedRank
@@ -99,6 +99,22 @@ def check(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
 def test_every_family_gives_the_tokens_of_one_rank(family: str, shape: str, folder: Folder) -> None:
     path = folder(family)
     check(run(LLM(path, show_progress=False, **SHAPES[shape])), of_one_rank(path))
+
+
+# Five experts do not divide evenly.
+@pytest.mark.parametrize(
+    ("family", "size"), [("qwen3-moe", 2), ("qwen2-moe", 2), ("glm4-moe", 4), ("granite-moe", 4)]
+)
+def test_ranks_with_whole_experts_give_the_tokens_of_one_rank(family: str, size: int, folder: Folder) -> None:
+    path = folder(family)
+    llm = LLM(path, show_progress=False, tensor_parallel_size=size, enable_expert_parallel=True)
+    check(run(llm), of_one_rank(path))
+
+
+def test_ranks_without_experts_are_rejected(folder: Folder) -> None:
+    path = folder("mixtral", num_attention_heads=8, num_key_value_heads=8, head_dim=8)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 8: the model has 4 experts"):
+        LLM(path, show_progress=False, tensor_parallel_size=8, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from inflight.layers.kernels import Residual, TorchKernels
-from inflight.models.decoders.decoder import DenseMlp, Layer
+from inflight.models.decoders.decoder import Layer
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.spec import NormPlacement, whole_shard
+from inflight.models.decoders.mlps import DenseMlp
+from inflight.models.decoders.spec import DenseMlpSpec, NormPlacement, whole_shard
 from inflight.models.tensors import LinearRows, Target
 from tests.models.decoders.test_weights import dummy
 from tests.models.running import CPU, logprobs, prompt
@@ -26,9 +27,10 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @pytest.mark.parametrize("placement", NormPlacement)
 def test_dense_mlp_matches_float64(placement: NormPlacement) -> None:
     torch.manual_seed(0)
-    spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement, mlp_bias=True)
-    mlp = DenseMlp(whole_shard(spec), TorchKernels(), torch.float32, CPU)
-    hidden, inner, eps = spec.hidden_size, spec.intermediate_size, spec.norm_eps
+    spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement)
+    hidden, inner, eps = spec.hidden_size, 96, spec.norm_eps
+    mlp_spec = DenseMlpSpec(inner, "silu", bias=True)
+    mlp = DenseMlp(whole_shard(spec), mlp_spec, TorchKernels(), torch.float32, CPU)
     gate, up = torch.randn(2, inner, hidden) / 8
     down = torch.randn(hidden, inner) / 8
     biases = torch.randn(2 * inner), torch.randn(hidden)

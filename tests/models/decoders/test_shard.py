@@ -11,7 +11,13 @@ import torch
 from inflight.errors import ConfigError
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import cut_layers, meta_decoder, meta_kernels, num_bytes
-from inflight.models.decoders.spec import DecoderSpec, check_tensor_parallel, shard_of, whole_shard
+from inflight.models.decoders.spec import (
+    DecoderSpec,
+    DenseMlpSpec,
+    check_tensor_parallel,
+    shard_of,
+    whole_shard,
+)
 from tests.support.checkpoints import FAMILIES
 
 
@@ -21,17 +27,17 @@ def spec(**fields: Any) -> DecoderSpec:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_part_is_on_exactly_one_rank(size: int) -> None:
-    whole = spec(num_heads=8, num_kv_heads=4, vocab_size=321, intermediate_size=97)
+    whole = spec(num_heads=8, num_kv_heads=4, vocab_size=321)
     shards = [shard_of(whole, rank, size) for rank in range(size)]
     for name, count in (
         ("query", whole.query_size),
         ("kv", whole.kv_size),
-        ("inner", 97),
         ("vocab", 321),
     ):
         parts = [getattr(shard, name) for shard in shards]
         assert [i for part in parts for i in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert [i for shard in shards for i in shard.part(97)] == list(range(97))
     assert sum(shard.spec.num_heads for shard in shards) == 8
     assert {shard.spec.num_kv_heads for shard in shards} == {4 // size}
     assert shards[0].vocab_sizes == [len(shard.vocab) for shard in shards]
@@ -59,17 +65,23 @@ def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
             3,
             "12 attention heads and 4 key/value heads.* across 1, 2, 4, 12",
         ),
-        ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 4}, 8, "4 inner features and 320 tokens"),
+        (
+            {"num_heads": 8, "num_kv_heads": 8, "mlps": (DenseMlpSpec(4, "silu"),)},
+            8,
+            "4 inner features and 320 tokens",
+        ),
     ],
 )
-def test_sizes_that_cannot_be_split_are_rejected(fields: dict[str, int], size: int, message: str) -> None:
+def test_sizes_that_cannot_be_split_are_rejected(fields: dict[str, Any], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
         check_tensor_parallel(spec(**fields), size)
 
 
 def test_stages_are_cut_by_the_bytes_they_hold() -> None:
     """The table at one end and the head at the other weigh as much as some layers."""
-    whole = spec(num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12)
+    whole = spec(
+        num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12, mlps=(DenseMlpSpec(96, "silu"),) * 12
+    )
     kernels, dtype = meta_kernels("cuda", torch.float32), torch.float32
 
     def cut(spec: DecoderSpec, num_stages: int, context: int = 1) -> list[range]:

@@ -18,6 +18,7 @@ from inflight.layers.kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.spec import ExpertsMlpSpec
 from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.tensors import LinearRows, fill_random
 from tests.models.running import CPU, load, logprobs, prompt
@@ -180,9 +181,13 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     weights = sum(math.prod(placement.shape) for placement in placed if placement.dummy is None)
     targets = [target for layer in decoder.layers for target in layer.targets().values()]
     linears = {id(target.linear): target.linear for target in targets if isinstance(target, LinearRows)}
-    assert len(linears) == 4 * spec.num_layers
+    experts = [mlp for mlp in spec.mlps if isinstance(mlp, ExpertsMlpSpec)]
+    # Two of attention; gate and up, and down of a dense MLP; or a router, a shared MLP and its gate.
+    shared = sum(2 * (mlp.shared_inner > 0) + mlp.has_shared_gate for mlp in experts)
+    assert len(linears) == 4 * spec.num_layers - len(experts) + shared
     assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
+    expected += sum(3 * mlp.routing.num_experts * mlp.inner * spec.hidden_size for mlp in experts)
     expected += sum(layer.attention.qkv.out_features for layer in decoder.layers) * spec.qkv_bias
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
     assert weights == expected

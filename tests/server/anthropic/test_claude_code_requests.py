@@ -127,15 +127,24 @@ def send(server: Live, body: dict[str, Any]) -> list[Any]:
     return read_events(response.content)
 
 
-def test_first_request_is_answered_with_a_call(server: Live, agent: Agent) -> None:
+@pytest.mark.parametrize("display", ["omitted", "updates", "summarized"])
+def test_first_request_is_answered_with_a_call(server: Live, agent: Agent, display: str) -> None:
     agent.say("I will look." + call("Read", query="picture.png"))
-    events = send(server, body_of())
+    events = send(server, body_of() | {"thinking": {"type": "adaptive", "display": display}})
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [(block["type"], block.get("name")) for block in starts] == [("text", None), ("tool_use", "Read")]
     assert "billing" not in agent.prompt
     assert "DeferredToolPlaceholder" not in agent.prompt
     assert "Platform: linux" in agent.prompt
+
+
+def test_safeguards_are_rejected_by_name(server: Live) -> None:
+    """The server has no classifier of dangerous calls. The client sends the request again and checks calls itself."""
+    body = body_of() | {"safeguards": [{"type": "dangerous_tool_use", "classifier_context": {"v": 1}}]}
+    response = server.http.post("/v1/messages?beta=true", json=body, headers=HEADERS)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "unknown parameter: safeguards"
 
 
 def test_tool_that_a_search_refers_to_can_be_called(server: Live, agent: Agent) -> None:

@@ -181,6 +181,35 @@ def test_any_worker_reports_and_cancels_a_request(server: TwoWorkers) -> None:
         assert refusal(http.get("/v1/requests/unknown")) == (404, "request_not_found")
 
 
+def shown_ids(http: httpx.Client, name: str) -> set[str | None]:
+    """Return the ids on the timeline of the last minute, up to the request with this one."""
+    ids: set[str | None] = set()
+    with http.stream("GET", "/v1/steps", params={"since": -60}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                ids |= {item.get("id") for item in json.loads(line[6:])["requests"]}
+            if name in ids:
+                return ids
+    raise AssertionError("the stream ended")
+
+
+def test_both_workers_show_the_same_timeline_and_requests(server: TwoWorkers) -> None:
+    first, second = server.pair()
+    for number, http in enumerate((first, second)):
+        answered(http, {**GOOD, "request_id": f"shown-{number}"})
+    names = {"shown-0", "shown-1"}
+    for http in (first, second):
+        assert names <= shown_ids(http, "shown-1")
+        assert names <= {item["id"] for item in http.get("/v1/requests").json()["data"]}
+    memories = [http.get("/v1/memory").json() for http in (first, second)]
+    assert memories[0]["map"] == memories[1]["map"]
+    admin = server.connect("the-admin-key")
+    assert names <= shown_ids(admin, "shown-1")
+    assert names <= {item["id"] for item in admin.get("/v1/requests").json()["data"]}
+    other = server.connect("one-key")
+    assert names.isdisjoint(item["id"] for item in other.get("/v1/requests").json()["data"])
+
+
 def test_stored_response_is_continued_by_another_worker(server: TwoWorkers) -> None:
     first, second = server.pair()
     body = {"input": "Tell me of foxes.", "max_output_tokens": 4, "temperature": 0}

@@ -138,6 +138,8 @@ def _call(name: str, arguments: Any) -> str:
 def _say(prompt: str, *, constrained: bool) -> str:
     """Return the next output of a model that knows the task."""
     report = REPORT.model_dump_json()
+    if "[[ ## " in prompt:
+        return _say_fields(prompt)
     for name in ("final_result", "Report", "PartialReport"):  # tools by which packages ask for an object
         if f'"name": "{name}"' in prompt:
             return _call(name, json.loads(report))
@@ -149,12 +151,28 @@ def _say(prompt: str, *, constrained: bool) -> str:
         assert "<tool_response>\nsunny\n</tool_response>" in prompt
         assert "<tool_response>\n84\n</tool_response>" in prompt
         return ANSWER
+    if "Observation:" in prompt.rpartition(QUESTION)[2]:  # smolagents, which ends with a call
+        return _call("final_answer", {"answer": ANSWER})
     calls = "\n".join(_call(*call) for call in EXPECTED_CALLS)
     return f"<think>\n{THOUGHT}\n</think>\n\n{calls}"
 
 
+def _say_fields(prompt: str) -> str:
+    """Return the next output for dspy, which asks for fields between markers, and lists earlier calls in the prompt."""
+    fields = {"reasoning": THOUGHT, "answer": ANSWER}
+    if "[[ ## next_tool_name ## ]]" in prompt:
+        done = [index for index in range(len(EXPECTED_CALLS)) if f"[[ ## observation_{index} ## ]]" in prompt]
+        name, arguments = [*EXPECTED_CALLS, ("finish", {})][len(done)]
+        fields = {"next_thought": THOUGHT, "next_tool_name": name, "next_tool_args": json.dumps(arguments)}
+    return (
+        "".join(f"[[ ## {name} ## ]]\n{text}\n\n" for name, text in fields.items()) + "[[ ## completed ## ]]"
+    )
+
+
 class KnowingBackend(ScriptedBackend):
     """A model that knows the task."""
+
+    max_model_len = 16384  # smolagents' own prompt is long
 
     def __init__(self, folder: Path) -> None:
         super().__init__(write_folder(folder))

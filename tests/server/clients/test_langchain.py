@@ -107,6 +107,25 @@ def test_streaming_agent_completes_the_task(served: Served, toolbox: Toolbox) ->
     toolbox.check(said)
 
 
+def test_langgraph_runs_the_task_as_a_graph(served: Served, toolbox: Toolbox) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from langchain_core.tools import tool
+        from langgraph.graph import START, MessagesState, StateGraph
+        from langgraph.prebuilt import ToolNode, tools_condition
+
+    tools = [tool(function) for function in toolbox.functions()]
+    model: Any = model_of(served).bind_tools(tools)
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+    graph.add_node("tools", ToolNode(tools))
+    graph.add_edge(START, "model")
+    graph.add_conditional_edges("model", tools_condition)
+    graph.add_edge("tools", "model")
+    state = graph.compile().invoke({"messages": [("user", TASK)]})
+    toolbox.check(state["messages"][-1].text)
+
+
 @knowing_model
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_object_is_parsed(served: Served, method: str) -> None:

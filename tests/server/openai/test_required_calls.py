@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,3 +103,32 @@ def test_required_call_matches_its_schema_in_every_api(ask: Any, server: Live) -
     name, arguments = ask(server.url)
     assert name == "weather"
     jsonschema.validate(arguments, SCHEMA)
+
+
+GRAMMARS: dict[str, tuple[str, str]] = {
+    "lark": (
+        'start: "run" LF line{1,2}\nline: "+" /[^\\n]{0,4}/ LF\n%import common.LF\n',
+        r"run\n(\+.{0,4}\n){1,2}",
+    ),
+    "regex": (r'^set [a-z]{1,3}="[^"]{0,4}"$', r'set [a-z]{1,3}="[^"]{0,4}"'),
+}
+
+
+@pytest.mark.parametrize("syntax", GRAMMARS)
+def test_custom_tool_input_matches_its_grammar(server: Live, syntax: str) -> None:
+    definition, pattern = GRAMMARS[syntax]
+    input_format = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool: Any = {"type": "custom", "name": "edit", "format": input_format}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        for seed in range(3):
+            answer = client.responses.create(
+                model="m",
+                input=[QUESTION],
+                tools=[tool],
+                tool_choice={"type": "custom", "name": "edit"},
+                parallel_tool_calls=False,
+                extra_body={"seed": seed},
+            )
+            (called,) = answer.output
+            assert called.type == "custom_tool_call"
+            assert re.fullmatch(pattern, called.input), called.input

@@ -321,7 +321,7 @@ def test_required_calls_and_formats_are_constrained(
     assert (model.requests[-1].params.structured_outputs is not None) == constrained
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"not": {}}}}
+SCHEMA = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
 ROWS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "add"}, "tools", "array"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]", "only tools of type function"),
@@ -332,7 +332,7 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(parameters=[])]}, "tools[0]", "JSON schema"),
     ({"tools": [tool(strict=1)]}, "tools[0]", "true or false"),
     ({"tools": [tool()] * 600}, "tools", "512"),
-    ({"tools": [tool(strict=True, parameters=SCHEMA)]}, "tools[0].function.parameters", "'not'"),
+    ({"tools": [tool(strict=True, parameters=SCHEMA)]}, "tools[0].function.parameters", "'uniqueItems'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "it must be none, auto, required"),
     (
@@ -360,9 +360,9 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
         "response_format",
-        "'not'",
+        "'uniqueItems'",
     ),
-    ({"guided_json": SCHEMA}, "guided_json", "'not'"),
+    ({"guided_json": SCHEMA}, "guided_json", "'uniqueItems'"),
     ({"guided_json": "{"}, "guided_json", "guided_json"),
     ({"guided_regex": "("}, "guided_regex", "guided_regex"),
     ({"guided_choice": []}, "guided_choice", "guided_choice has 0 texts"),
@@ -370,7 +370,7 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both given"),
     ({"structured_outputs": {}}, "structured_outputs", "nothing"),
     ({"structured_outputs": {"answer": "x"}}, "structured_outputs", "has answer"),
-    ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs", "'not'"),
+    ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs", "'uniqueItems'"),
     (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
         "messages",

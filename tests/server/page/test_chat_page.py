@@ -49,12 +49,12 @@ def test_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
 
 def test_replicas_page_shows_a_single_engine(page: Page, live: Live) -> None:
     open_chat(page, live)
-    page.click("header a")
+    page.click("nav a[href=replicas]")
     page.wait_for("document.querySelectorAll('#replicas li').length === 1")
     assert page.text("#summary") == "This server has one engine and no router; it is running."
     assert page.text("h2").split() == ["Engine", "running"]
-    page.click("header a")
-    page.wait_for("document.querySelector('#model')?.innerText.includes('context')")
+    page.click("nav a")
+    page.wait_for("document.querySelector('#chat')")
 
 
 def test_example_question_and_new_chat(page: Page, live: Live, backend: Backend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -85,12 +86,21 @@ def test_server_info_has_no_keys(served: Live) -> None:
     assert served.http.get("/ping").status_code == served.http.post("/ping").status_code == 200
 
 
-def test_docs_page_is_self_contained(served: Live) -> None:
-    page = served.http.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
+def test_pages_are_one_self_contained_document(served: Live) -> None:
+    pages = [
+        served.http.get(path) for path in ("/", "/timeline", "/requests", "/memory", "/replicas", "/docs")
+    ]
+    assert {page.text for page in pages} == {pages[0].text}
+    for page in pages:
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)
+
+
+def test_unknown_path_is_a_page_for_browsers_and_json_for_programs(served: Live) -> None:
+    page = served.http.get("/redoc", headers={"accept": "text/html"})
+    assert page.status_code == 404
+    assert "unknown path &#x27;/redoc&#x27;: use /docs" in page.text
+    assert '<a href="/">' in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "http://" not in page.text
-    assert "https://" not in page.text
-    for path in served.http.get("/openapi.json").json()["paths"]:
-        assert f"<code>{path}</code>" in page.text
-    assert "<code>continue_final_message</code>" in page.text
+    assert served.http.get("/redoc").json()["error"]["code"] == "unknown_path"

@@ -256,7 +256,6 @@ def test_openapi_document_has_every_route(live: Live) -> None:
     assert set(document["paths"]) == {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),
         *(
-            "/docs",
             "/load",
             "/server_info",
             "/reset_prefix_cache",
@@ -269,9 +268,10 @@ def test_openapi_document_has_every_route(live: Live) -> None:
         *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
         *("/classify", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
-        *("/v1/responses/{response_id}/input_items", "/replicas"),
+        *("/v1/responses/{response_id}/input_items", "/v1/responses/input_tokens"),
         *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}"),
         *("/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
+        *("/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"),
     }
     text = str(document)
     schemas = document["components"]["schemas"]

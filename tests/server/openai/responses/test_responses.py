@@ -472,8 +472,8 @@ def test_text_format_is_enforced(builtin: openai.OpenAI) -> None:
         streamed = stream.get_final_response() if list(stream) else None
     assert streamed is not None
     assert streamed.output_parsed == response.output_parsed
-    schema: Any = {"type": "json_schema", "name": "n", "schema": {"type": "array", "contains": {}}}
-    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema.*contains") as refused:
+    schema: Any = {"type": "json_schema", "name": "n", "schema": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema.*uniqueItems") as refused:
         builtin.responses.create(model=MODEL, input="x", text={"format": schema})
     assert refused.value.param == "text.format"
 

@@ -1,8 +1,6 @@
-"use strict";
-
 // Tools that run in this page, to watch a model call them. Each returns a string.
 
-const CITIES = {
+const CITIES: Record<string, string> = {
   amsterdam: "Europe/Amsterdam", beijing: "Asia/Shanghai", berlin: "Europe/Berlin", cairo: "Africa/Cairo",
   delhi: "Asia/Kolkata", london: "Europe/London", madrid: "Europe/Madrid", mumbai: "Asia/Kolkata",
   nairobi: "Africa/Nairobi", "new york": "America/New_York", oslo: "Europe/Oslo", paris: "Europe/Paris",
@@ -10,7 +8,7 @@ const CITIES = {
   sydney: "Australia/Sydney", tokyo: "Asia/Tokyo", vienna: "Europe/Vienna",
 };
 
-const FACTS = {
+const FACTS: Record<string, string> = {
   "continuous batching": "Requests join and leave the batch at every step; none waits for the whole batch to end.",
   "kv cache": "The keys and values of all tokens so far, kept so that each new token computes only its own.",
   "prefix cache": "KV blocks of a prompt that was seen before are used again instead of being computed.",
@@ -21,7 +19,11 @@ const FACTS = {
   "photosynthesis": "Plants make sugar and oxygen from water, carbon dioxide and light.",
 };
 
-const TOY_TOOLS = [
+interface ToyTool {
+  name: string; description: string; parameter: string; about: string; run: (value: string) => string;
+}
+
+export const TOY_TOOLS: ToyTool[] = [
   {
     name: "calculate", description: "Compute an arithmetic expression.",
     parameter: "expression", about: "The expression, such as (3 + 4) * 2", run: calculate,
@@ -40,15 +42,15 @@ const TOY_TOOLS = [
   },
 ];
 
-// The tool in the format of a request.
-function described({ name, description, parameter, about }) {
+/** The tool in the format of a request. */
+export function described({ name, description, parameter, about }: ToyTool) {
   const properties = { [parameter]: { type: "string", description: about } };
   const parameters = { type: "object", properties, required: [parameter] };
   return { type: "function", function: { name, description, parameters } };
 }
 
-// Runs a tool call and returns its result. The model may call anything, with any arguments.
-function resultOf(name, text) {
+/** Run a tool call and return its result. The model may call anything, with any arguments. */
+export function resultOf(name: string, text: string): string {
   try {
     const tool = TOY_TOOLS.find((tool) => tool.name === name);
     if (!tool) throw new Error("there is no tool " + name);
@@ -56,34 +58,34 @@ function resultOf(name, text) {
     if (typeof value !== "string" && typeof value !== "number") throw new Error(tool.parameter + " is missing");
     return tool.run(String(value).trim());
   } catch (error) {
-    return "Error: " + error.message;
+    return "Error: " + (error as Error).message;
   }
 }
 
 // A recursive-descent parser for numbers, + - * / % ^ and parentheses.
-function calculate(expression) {
+function calculate(expression: string): string {
   const tokens = expression.replaceAll("**", "^").match(/\d+(?:\.\d+)?|\.\d+|\S/g) ?? [];
-  const next = (...signs) => (signs.includes(tokens[0]) ? tokens.shift() : undefined);
-  const fail = () => { throw new Error("cannot compute " + expression); };
-  const sum = () => {
+  const next = (...signs: string[]) => (signs.includes(tokens[0] ?? "") ? tokens.shift() : undefined);
+  const fail = (): never => { throw new Error("cannot compute " + expression); };
+  const sum = (): number => {
     let value = product();
-    for (let sign; (sign = next("+", "-", "−"));) value = sign === "+" ? value + product() : value - product();
+    for (let sign: string | undefined; (sign = next("+", "-", "−"));) value = sign === "+" ? value + product() : value - product();
     return value;
   };
-  const product = () => {
+  const product = (): number => {
     let value = signed();
-    for (let sign; (sign = next("*", "×", "/", "÷", "%"));) {
+    for (let sign: string | undefined; (sign = next("*", "×", "/", "÷", "%"));) {
       const other = signed();
       value = "*×".includes(sign) ? value * other : sign === "%" ? value % other : value / other;
     }
     return value;
   };
-  const signed = () => (next("-", "−") ? -signed() : power());
-  const power = () => {
+  const signed = (): number => (next("-", "−") ? -signed() : power());
+  const power = (): number => {
     const base = single();
     return next("^") ? base ** signed() : base;
   };
-  const single = () => {
+  const single = (): number => {
     if (next("(")) {
       const value = sum();
       return next(")") ? value : fail();
@@ -97,20 +99,20 @@ function calculate(expression) {
 }
 
 // Made up, but constant for a city.
-function weather(city) {
+function weather(city: string): string {
   let hash = 2166136261;
-  for (const letter of city.toLowerCase()) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619) >>> 0;
+  for (const letter of city.toLowerCase()) hash = Math.imul(hash ^ letter.codePointAt(0)!, 16777619) >>> 0;
   const sky = ["sunny", "cloudy", "rainy", "windy", "foggy", "clear"][hash % 6];
   return `${sky}, ${(hash >>> 8) % 30} °C`;
 }
 
-function timeOfDay(city) {
-  const zone = CITIES[city.toLowerCase().split(",")[0]];
+function timeOfDay(city: string): string {
+  const zone = CITIES[city.toLowerCase().split(",")[0]!];
   const time = new Date().toLocaleTimeString("en-GB", { timeZone: zone ?? "UTC", hour: "2-digit", minute: "2-digit" });
   return zone ? time : `${time} UTC (the time zone of ${city} is unknown)`;
 }
 
-function lookup(query) {
+function lookup(query: string): string {
   const topic = Object.keys(FACTS).find((name) => query.toLowerCase().includes(name));
-  return topic ? FACTS[topic] : "Nothing was found about " + query;
+  return topic ? FACTS[topic]! : "Nothing was found about " + query;
 }

@@ -1,0 +1,121 @@
+"""How a `config.json` describes the MLPs of models with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from inflight.layers.kernels import ExpertRouting
+from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, MlpSpec
+from inflight.models.hf_config import Fields
+
+# (fields of the config, number of layers, activation) -> the MLP of each layer
+ReadMlps = Callable[[Fields, int, str], Iterator[MlpSpec]]
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+
+
+def qwen3_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    """Yield the MLPs of Qwen3-MoE. Some layers may be dense."""
+    num_experts = fields.same_integer(*_NUM_EXPERTS, least=0)
+    dense_layers = set(fields.integers("mlp_only_layers"))
+    step = fields.integer("decoder_sparse_step", 1)
+    for index in range(num_layers):
+        if not num_experts or index in dense_layers or (index + 1) % step:
+            yield DenseMlpSpec(fields.integer("intermediate_size"), activation)
+        else:
+            inner = fields.integer("moe_intermediate_size")
+            yield ExpertsMlpSpec(inner, activation, _softmax_routing(fields, num_experts))
+
+
+def qwen2_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    """Yield the MLPs of Qwen2-MoE, which have a shared MLP with a gate."""
+    for mlp in qwen3_mlps(fields, num_layers, activation):
+        if isinstance(mlp, ExpertsMlpSpec):
+            shared = fields.integer("shared_expert_intermediate_size")
+            yield replace(mlp, shared_inner=shared, has_shared_gate=True)
+        else:
+            yield mlp
+
+
+def olmoe_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    routing = _softmax_routing(fields, fields.same_integer(*_NUM_EXPERTS))
+    for _ in range(num_layers):
+        yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
+
+
+def mixtral_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    num_experts = fields.same_integer(*_NUM_EXPERTS)
+    routing = _routing(fields, num_experts, "softmax", normalise=True)
+    for _ in range(num_layers):
+        yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
+
+
+def glm_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    """Yield the MLPs of GLM-4.5. The first layers are dense, the others have shared experts."""
+    num_experts = fields.same_integer("n_routed_experts", *_NUM_EXPERTS)
+    inner = fields.integer("moe_intermediate_size")
+    routing = _routing(
+        fields,
+        num_experts,
+        "sigmoid",
+        normalise=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        top_groups=fields.integer("topk_group", 1),
+        has_correction=True,
+    )
+    shared = inner * fields.integer("n_shared_experts", 1, least=0)
+    for index in range(num_layers):
+        if index < fields.integer("first_k_dense_replace", 1, least=0):
+            yield DenseMlpSpec(fields.integer("intermediate_size"), activation)
+        else:
+            yield ExpertsMlpSpec(inner, activation, routing, shared_inner=shared)
+
+
+def granite_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    """Yield the MLPs of Granite, whose output is scaled."""
+    num_experts = fields.same_integer(*_NUM_EXPERTS)
+    routing = _routing(fields, num_experts, "chosen", scale=fields.number("residual_multiplier", 1.0))
+    for _ in range(num_layers):
+        yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
+
+
+def _softmax_routing(fields: Fields, num_experts: int) -> ExpertRouting:
+    return _routing(fields, num_experts, "softmax", normalise=fields.boolean("norm_topk_prob", False))
+
+
+def _routing(
+    fields: Fields,
+    num_experts: int,
+    scores: Literal["softmax", "sigmoid", "chosen"],
+    *,
+    normalise: bool = False,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    has_correction: bool = False,
+) -> ExpertRouting:
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+    group_size = num_experts // num_groups
+    if num_experts % num_groups or (num_groups > 1 and group_size < 2):
+        raise fields.error(
+            "n_group", f"a divisor of the number of experts, {num_experts}, with groups of at least 2"
+        )
+    if top_groups > num_groups or top_groups * group_size < top_k:
+        raise fields.error(
+            "topk_group", f"at most n_group, {num_groups}, and leave {top_k} experts to choose from"
+        )
+    return ExpertRouting(
+        num_experts,
+        top_k,
+        scores,
+        normalise=normalise,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        has_correction=has_correction,
+    )

@@ -1,0 +1,93 @@
+"""Which other requests made one slow: their prompts stretched its steps, or they took its memory or its place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from inflight.timeline.chunks import Chunk, RecordedRequest, SlotKind
+
+MAX_NEIGHBOURS = 8
+
+
+class Neighbour(NamedTuple):
+    """A request that cost another one time, and how."""
+
+    info: RecordedRequest
+    seconds: float
+    why: Literal["prompt", "preemption"]
+
+
+def neighbours_of(number: int, chunks: Iterable[Chunk]) -> list[Neighbour]:
+    """Return the requests that cost a request most time, the most expensive first.
+
+    A prompt costs every decode in the same step the time by which that step is longer than the last one without
+    prompts; several prompts share it by their tokens. While a request waits after a preemption, the others that run
+    share the time equally.
+    """
+    analysis = _Analysis(number)
+    for chunk in chunks:
+        analysis.read(chunk)
+    costs = sorted(analysis.costs.items(), key=lambda item: -item[1])
+    return [
+        Neighbour(analysis.infos[other], seconds, why)
+        for (other, why), seconds in costs[:MAX_NEIGHBOURS]
+        if other in analysis.infos
+    ]
+
+
+class _Analysis:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.costs: dict[tuple[int, Literal["prompt", "preemption"]], float] = defaultdict(float)
+        self.infos: dict[int, RecordedRequest] = {}
+        self._plain_seconds: float | None = None  # duration of the last step without prompts
+        self._is_preempted = False
+
+    def read(self, chunk: Chunk) -> None:
+        self.infos |= {info.number: info for info in chunk.requests}
+        times = chunk.times
+        durations = [
+            sum(parts) / 1e6
+            for parts in zip(
+                *(chunk.column(name) for name in ("schedule", "launch", "device", "update")), strict=True
+            )
+        ]
+        own: dict[int, int] = {}  # what the request did, by step
+        prompts: dict[int, dict[int, int]] = defaultdict(dict)  # by step: the tokens of each prompt
+        present: dict[int, list[int]] = defaultdict(list)
+        for run in chunk.runs():
+            for step in range(run.first_step, run.first_step + run.num_steps):
+                present[step].append(run.request)
+                if run.request == self.number:
+                    own[step] = run.kind
+                elif run.kind == SlotKind.PREFILL:
+                    prompts[step][run.request] = run.tokens_per_step
+        preempted = {event.step for event in chunk.events if _is(event, self.number, "preempt")}
+        admitted = {event.step for event in chunk.events if _is(event, self.number, "admit")}
+        for index in range(len(times)):
+            step, seconds = chunk.first_step + index, durations[index]
+            if step in preempted:
+                self._is_preempted = True
+            if step in admitted:
+                self._is_preempted = False
+            self._add_step(own.get(step), seconds, prompts.get(step, {}), present.get(step, []))
+
+    def _add_step(
+        self, kind: int | None, seconds: float, prompts: dict[int, int], present: list[int]
+    ) -> None:
+        if not prompts and kind != SlotKind.PREFILL:
+            self._plain_seconds = seconds
+        if kind == SlotKind.DECODE and prompts:
+            delay = max(0.0, seconds - (self._plain_seconds or 0.0))
+            num_tokens = sum(prompts.values())
+            for other, count in prompts.items():
+                self.costs[other, "prompt"] += delay * count / num_tokens
+        elif kind is None and self._is_preempted and present:
+            for other in present:
+                self.costs[other, "preemption"] += seconds / len(present)
+
+
+def _is(event: object, number: int, kind: str) -> bool:
+    return getattr(event, "request", None) == number and getattr(event, "type", None) == kind

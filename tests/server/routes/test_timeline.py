@@ -1,0 +1,245 @@
+"""/v1/steps, /v1/requests, /v1/memory and /v1/trace on a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inflight.server.routes import timeline as routes
+from tests.server.live import Backend, Live, ProcessBackend, live_server
+from tests.timeline.cells import cells_of
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+KEYS = """
+keys:
+  - {name: one, key: one-key}
+  - {name: two, key: two-key}
+"""
+
+
+def chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    lines = response.iter_lines()
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def read_until_finished(live: Live, request_id: str, **options: Any) -> list[dict[str, Any]]:
+    """Return the chunks of a stream up to the one in which a request finishes."""
+    read = []
+    with live.http.stream("GET", "/v1/steps", **options) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        numbers: set[int] = set()
+        for chunk in chunks(response):
+            read.append(chunk)
+            numbers |= {item["number"] for item in chunk["requests"] if item.get("id") == request_id}
+            ended = {event["request"] for event in chunk["events"] if event["type"] == "finish"}
+            if numbers and numbers <= ended:
+                return read
+    raise AssertionError("the stream ended")
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def watched(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Live]:
+    own = ProcessBackend(num_blocks=256) if request.param == "process" else None
+    with live_server(own or backend) as live:
+        yield live
+        live.wait_until_idle()
+    if own is not None:
+        own.close()
+
+
+def test_stream_shows_every_token_of_a_request(watched: Live) -> None:
+    threading.Timer(0.3, watched.post, ("/v1/completions", {**BODY, "request_id": "shown"})).start()
+    read = read_until_finished(watched, "shown")
+    (info,) = [item for chunk in read for item in chunk["requests"] if item.get("id") == "shown"]
+    assert info["route"] == "/v1/completions"
+    assert info["prompt_tokens"] == 3
+    assert "text" not in info
+    cells = [
+        cell
+        for cell in cells_of(run for chunk in read for run in chunk["runs"])
+        if cell.request == info["number"]
+    ]
+    assert sum(cell.outputs for cell in cells) == 12
+    assert len({cell.step for cell in cells}) == len(cells), "each step once"
+    types = [
+        event["type"] for chunk in read for event in chunk["events"] if event["request"] == info["number"]
+    ]
+    assert types == ["arrive", "admit", "finish"]
+
+
+def test_page_opened_late_gets_the_past(watched: Live) -> None:
+    began = time.time()
+    watched.post("/v1/completions", {**BODY, "request_id": "past"})
+    read = read_until_finished(watched, "past", params={"since": began})
+    numbers = [number for chunk in read for number in chunk["steps"]["step"]]
+    assert numbers == sorted(set(numbers)), "no step comes twice"
+    assert all(at >= began for chunk in read for at in chunk["steps"]["at"])
+    assert read_until_finished(watched, "past", params={"since": -60})
+
+
+def test_past_and_present_join_without_a_gap(watched: Live) -> None:
+    body = {**BODY, "max_tokens": 300}
+    sender = threading.Thread(target=watched.post, args=("/v1/completions", {**body, "request_id": "long"}))
+    sender.start()
+    time.sleep(0.2)
+    read = read_until_finished(watched, "long", params={"since": -60})
+    sender.join()
+    numbers = [number for chunk in read for number in chunk["steps"]["step"]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_nothing_leaves_the_engine_while_no_one_watches(live: Live) -> None:
+    read_until_finished_in_thread = threading.Timer(
+        0.2, live.post, ("/v1/completions", {**BODY, "request_id": "w"})
+    )
+    read_until_finished_in_thread.start()
+    read_until_finished(live, "w")
+    live.wait_until("no viewer", lambda: live.state.num_viewers == 0)
+    live.wait_until("an engine that no one watches", lambda: not live.backend.core.recorder.is_watched)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [("/v1/steps?since=x", "since"), ("/v1/trace?seconds=0", "seconds"), ("/v1/trace?format=svg", "format"),
+     ("/v1/requests?status=gone", "status"), ("/v1/requests?limit=0", "limit"), ("/v1/memory?replica=9", "replica")],
+)  # fmt: skip
+def test_invalid_parameters_are_refused(live: Live, path: str, param: str) -> None:
+    response = live.http.get(path)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param
+
+
+def test_number_of_viewers_is_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_VIEWERS", 0)
+    response = live.http.get("/v1/steps")
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_viewers")
+
+
+def test_open_stream_does_not_delay_the_shutdown(backend: Backend) -> None:
+    with live_server(backend) as live, live.http.stream("GET", "/v1/steps") as response:
+        assert next(response.iter_lines()) == ": connected"
+        began = time.monotonic()
+        live.stop()
+        assert time.monotonic() - began < 10
+
+
+def test_keys_see_their_own_requests_and_numbers_of_others(backend: Backend, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    with live_server(backend, keys=str(keys), admin_key="the-admin", timeline_text=True) as live:
+        one, two, admin = ({"authorization": f"Bearer {key}"} for key in ("one-key", "two-key", "the-admin"))
+        began = time.time()
+        text = {**BODY, "prompt": "Once upon a time", "request_id": "hidden-one"}
+        assert live.post("/v1/completions", text, headers=one).status_code == 200
+        assert live.post("/v1/completions", {**BODY, "request_id": "second"}, headers=two).status_code == 200
+        options = {"params": {"since": began}}
+        shown = {
+            name: {
+                item["number"]: item
+                for chunk in read_until_finished(live, end, headers=headers, **options)
+                for item in chunk["requests"]
+            }
+            for name, end, headers in (("one", "hidden-one", one), ("admin", "second", admin))
+        }
+        (mine,) = [item for item in shown["one"].values() if "id" in item]
+        assert (mine["id"], mine["key"], mine["text"]) == ("hidden-one", "one", "Once upon a time")
+        assert {item.get("id") for item in shown["admin"].values()} == {"hidden-one", "second"}
+        seen = [item["id"] for item in live.http.get("/v1/requests", headers=two).json()["data"]]
+        assert seen == ["second"]
+        listed = live.http.get("/v1/requests", headers=admin).json()["data"]
+        assert {item["id"] for item in listed} == {"hidden-one", "second"}
+        anonymous = live.http.get("/v1/trace", params={"seconds": 60}, headers=two).text
+        assert "hidden-one" not in anonymous
+        assert "Once upon" not in anonymous
+        assert "second" in anonymous
+        for path in ("/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"):
+            assert live.http.get(path).status_code == 401
+        assert live.http.get("/v1/memory", headers=admin).status_code == 200
+
+
+def test_requests_are_listed_by_status_latest_first(live: Live) -> None:
+    for name in ("early", "late"):
+        live.post("/v1/completions", {**BODY, "request_id": name})
+    finished = live.http.get("/v1/requests", params={"status": "finished", "limit": 2}).json()
+    assert [item["id"] for item in finished["data"]] == ["late", "early"]
+    assert finished["data"][0]["answers"][0]["number"] >= 0
+    assert live.http.get("/v1/requests?status=running").json()["data"] == []
+
+
+def test_causes_of_a_finished_request_add_up_to_its_latency(live: Live) -> None:
+    threads = [
+        threading.Thread(
+            target=live.post, args=("/v1/completions", {**BODY, "request_id": f"sum{index}", "n": 2})
+        )
+        for index in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with live.http.stream("GET", "/v1/steps", params={"since": -60}) as response:
+        ends: dict[int, float] = {}
+        begins: dict[int, float] = {}
+        for chunk in chunks(response):
+            begins |= {item["number"]: item["arrived"] for item in chunk["requests"]}
+            ends |= {event["request"]: event["at"] for event in chunk["events"] if event["type"] == "finish"}
+            if len(ends) >= 16:
+                break
+    for index in range(8):
+        for answer in live.http.get(f"/v1/requests/sum{index}").json()["answers"]:
+            parts = answer["breakdown"]
+            total = sum(parts.pop("queue").values()) + sum(parts.values())
+            assert total == pytest.approx(
+                ends[answer["number"]] - begins[answer["number"]], rel=0.01, abs=1e-5
+            )
+
+
+def test_memory_map_accounts_for_every_block(live: Live) -> None:
+    live.post("/v1/completions", {**BODY, "prompt": list(range(100))})
+    found = live.http.get("/v1/memory").json()
+    counts: dict[int, int] = {}
+    for value, count in found["map"]:
+        counts[value] = counts.get(value, 0) + count
+    assert sum(counts.values()) == found["num_blocks"] == 2048
+    assert counts[0] >= 6
+    assert counts[-1] + counts[0] == 2048
+    assert set(found["evict_next"])
+    assert len(found["evict_next"]) <= 64
+
+
+def test_trace_of_a_server_has_its_requests(live: Live) -> None:
+    live.post("/v1/completions", {**BODY, "request_id": "traced"})
+    response = live.http.get("/v1/trace", params={"seconds": 60})
+    assert response.headers["content-encoding"] == "gzip"
+    names = {event["name"] for event in response.json()["traceEvents"]}
+    assert {"traced", "queued", "running", "KV blocks", "tokens/s", "decode traced"} <= names
+    recording = live.http.get("/v1/trace", params={"seconds": 60, "format": "recording"}).json()
+    assert recording["object"] == "recording"
+    assert recording["chunks"]
+
+
+def test_neighbour_with_a_long_prompt_is_named(live: Live) -> None:
+    victim = threading.Thread(
+        target=live.post, args=("/v1/completions", {**BODY, "max_tokens": 400, "request_id": "victim"})
+    )
+    victim.start()
+    live.wait_until("a running victim", lambda: len(live.state.request_log) == 1)
+    time.sleep(0.3)
+    live.post(
+        "/v1/completions", {**BODY, "prompt": list(range(1, 900)), "max_tokens": 1, "request_id": "culprit"}
+    )
+    victim.join()
+    report = live.http.get("/v1/requests/victim").json()
+    assert report["neighbours"][0]["id"] == "culprit"
+    assert report["neighbours"][0]["why"] == "prompt"
+    assert report["neighbours"][0]["seconds"] > 0

@@ -1,0 +1,250 @@
+// The steps that the page knows, replica by replica. The oldest are dropped, so that a page left open does not grow.
+
+export const enum Kind { Decode = 0, Prefill = 1, Held = 2 }
+
+export interface RequestInfo {
+  number: number; id?: string; answer?: number; key?: string; route?: string; prompt_tokens?: number; priority?: number;
+  arrived: number; text?: string;
+}
+
+export interface TimelineEvent {
+  type: "arrive" | "admit" | "preempt" | "finish" | "abort";
+  at: number; request: number; step?: number; slot?: number; cached?: number; reason?: string;
+}
+
+/** One message of `GET /v1/steps`. */
+export interface Chunk {
+  replica: string; slots: number; budget: number; kv: { blocks: number; block_size: number };
+  steps: Record<ColumnName, number[]>;
+  failed?: Record<string, string>;
+  runs: [slot: number, request: number, kind: Kind, firstStep: number, numSteps: number, tokens: number, firstToken: number][];
+  requests?: RequestInfo[];
+  events?: TimelineEvent[];
+  skipped?: number;
+}
+
+const COLUMNS = ["step", "at", "schedule", "launch", "device", "update", "tokens", "output", "running", "waiting", "used", "cached"] as const;
+export type ColumnName = (typeof COLUMNS)[number];
+
+/** Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step. */
+export interface Run { slot: number; request: number; kind: Kind; first: number; end: number; tokens: number; firstToken: number }
+
+const MAX_STEPS = 1 << 20;  // ten minutes at 1,000 steps/s fit
+const MAX_RUNS = 1 << 18;
+const MAX_EVENTS = 1 << 17;
+
+/** A column of numbers that grows to a limit and then forgets its beginning. Indices are counted from the first value ever. */
+class Column {
+  private values: Float64Array;
+  private mask: number;  // lengths are powers of two
+
+  constructor(private readonly limit: number, capacity = 4096) {
+    this.values = new Float64Array(Math.min(limit, capacity));
+    this.mask = this.values.length - 1;
+  }
+
+  set(index: number, value: number) {
+    if (index >= this.values.length && this.values.length < this.limit) {
+      const larger = new Float64Array(Math.min(this.limit, this.values.length * 4));
+      larger.set(this.values);
+      this.values = larger;
+      this.mask = larger.length - 1;
+    }
+    this.values[index & this.mask] = value;
+  }
+
+  get(index: number): number {
+    return this.values[index & this.mask]!;
+  }
+}
+
+export class Replica {
+  slots = 0;
+  budget = 0;
+  kv = { blocks: 0, block_size: 0 };
+  /** Rows [begin, end) are known; a row is one step. */
+  begin = 0;
+  end = 0;
+  readonly requests = new Map<number, RequestInfo>();
+  readonly failed = new Map<number, string>();
+  readonly runs: Run[][] = [];  // by slot, in order of steps
+  events: TimelineEvent[] = [];
+  private readonly columns: Record<ColumnName, Column>;
+  private readonly began: Column;
+  private readonly ended: Column;
+  private numRuns = 0;
+
+  /** `maxSteps` is a power of two. */
+  constructor(readonly id: string, private readonly maxSteps = MAX_STEPS, private readonly maxRuns = MAX_RUNS) {
+    this.columns = Object.fromEntries(COLUMNS.map((name) => [name, new Column(maxSteps)])) as Record<ColumnName, Column>;
+    this.began = new Column(maxSteps);
+    this.ended = new Column(maxSteps);
+  }
+
+  get(column: ColumnName, row: number): number {
+    return this.columns[column].get(row);
+  }
+
+  /** When the device began with the step of a row, in unix seconds. */
+  beganAt(row: number): number {
+    return this.began.get(row);
+  }
+
+  endedAt(row: number): number {
+    return this.ended.get(row);
+  }
+
+  /** The first row whose step ended after the moment; `end` if there is none. */
+  rowAt(moment: number): number {
+    let low = this.begin, high = this.end;
+    while (low < high) {
+      const middle = (low + high) >>> 1;
+      if (this.endedAt(middle) > moment) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  /** The row of a step; the next later one if the step is not known, `end` if there is none. */
+  rowOf(step: number): number {
+    const guess = this.begin + step - this.get("step", this.begin);  // right unless steps are missing in between
+    if (guess >= this.begin && guess < this.end && this.get("step", guess) === step) return guess;
+    let low = this.begin, high = this.end;
+    while (low < high) {
+      const middle = (low + high) >>> 1;
+      if (this.get("step", middle) >= step) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  add(chunk: Chunk) {
+    this.slots = chunk.slots;
+    this.budget = chunk.budget;
+    this.kv = chunk.kv;
+    const steps = chunk.steps, known = this.end > this.begin ? this.get("step", this.end - 1) : -1;
+    const from = steps.step.findIndex((step) => step > known);
+    for (const request of chunk.requests ?? []) this.requests.set(request.number, request);
+    if (from < 0) {
+      if (!steps.step.length) this.addEvents(chunk.events ?? []);
+      return;  // a stream that was opened again repeats what is known
+    }
+    for (let index = from; index < steps.step.length; index++) {
+      for (const name of COLUMNS) this.columns[name].set(this.end, steps[name][index] ?? 0);
+      const began = steps.at[index]! + (steps.schedule[index]! + steps.launch[index]!) / 1e6;
+      this.began.set(this.end, began);
+      this.ended.set(this.end, began + steps.device[index]! / 1e6);
+      this.end++;
+    }
+    for (const [step, message] of Object.entries(chunk.failed ?? {})) this.failed.set(Number(step), message);
+    for (const [slot, request, kind, first, number, tokens, firstToken] of chunk.runs)
+      if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken });
+    this.addEvents(chunk.events ?? []);
+    this.begin = Math.max(this.begin, this.end - this.maxSteps + 1);
+    if (this.numRuns > this.maxRuns) this.dropOldRuns();
+  }
+
+  private addRun(run: Run) {
+    const runs = (this.runs[run.slot] ??= []), last = runs.at(-1);
+    if (last && last.end >= run.first && last.request === run.request && last.kind === run.kind && last.tokens === run.tokens)
+      last.end = Math.max(last.end, run.end);
+    else {
+      runs.push(run);
+      this.numRuns++;
+    }
+  }
+
+  private addEvents(events: TimelineEvent[]) {
+    this.events.push(...events);
+    if (this.events.length > MAX_EVENTS) this.events = this.events.slice(-MAX_EVENTS / 2);
+  }
+
+  /** Forget the first quarter of the known steps' runs, the requests that are then unknown, and what lies before the first run. */
+  private dropOldRuns() {
+    const row = this.begin + ((this.end - this.begin) >>> 2), step = this.get("step", row);
+    this.begin = row;
+    this.numRuns = 0;
+    const inUse = new Set<number>();
+    for (const [slot, runs] of this.runs.entries()) {
+      if (!runs) continue;
+      const kept = runs.filter((run) => run.end > step);
+      this.runs[slot] = kept;
+      this.numRuns += kept.length;
+      for (const run of kept) inUse.add(run.request);
+    }
+    const since = this.beganAt(row);
+    this.events = this.events.filter((event) => event.at >= since);
+    for (const event of this.events) inUse.add(event.request);
+    for (const number of this.requests.keys()) if (!inUse.has(number)) this.requests.delete(number);
+    for (const failed of this.failed.keys()) if (failed < step) this.failed.delete(failed);
+  }
+
+  /** The run of a slot that covers a step, if there is one. */
+  runAt(slot: number, step: number): Run | null {
+    const runs = this.runs[slot] ?? [], index = firstEndingAfter(runs, step);
+    return index < runs.length && runs[index]!.first <= step ? runs[index]! : null;
+  }
+
+  /** The runs of a request in order of steps. */
+  runsOf(request: number): Run[] {
+    return this.runs.flatMap((runs) => runs?.filter((run) => run.request === request) ?? []).sort((a, b) => a.first - b.first);
+  }
+
+  eventsOf(request: number): TimelineEvent[] {
+    return this.events.filter((event) => event.request === request);
+  }
+
+  /** The row of the step that took the device longest, among rows [from, to). */
+  slowestRow(from = this.begin, to = this.end): number | null {
+    let slowest: number | null = null, longest = -1;
+    for (let row = from; row < to; row++) {
+      const seconds = this.get("device", row) + this.get("schedule", row) + this.get("update", row);
+      if (seconds > longest) [slowest, longest] = [row, seconds];
+    }
+    return slowest;
+  }
+
+  /** The request that took longest from its arrival to its end (or until now), among those whose arrival is known. */
+  slowestRequest(): number | null {
+    const now = this.end > this.begin ? this.endedAt(this.end - 1) : 0, ends = new Map<number, number>();
+    for (const event of this.events) if (event.type === "finish" || event.type === "abort") ends.set(event.request, event.at);
+    let slowest: number | null = null, longest = -1;
+    for (const request of this.requests.values()) {
+      const seconds = (ends.get(request.number) ?? now) - request.arrived;
+      if (seconds > longest) [slowest, longest] = [request.number, seconds];
+    }
+    return slowest;
+  }
+}
+
+/** The index of the first run that ends after a step. */
+export function firstEndingAfter(runs: Run[], step: number): number {
+  let low = 0, high = runs.length;
+  while (low < high) {
+    const middle = (low + high) >>> 1;
+    if (runs[middle]!.end > step) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+export class Store {
+  readonly replicas = new Map<string, Replica>();
+
+  add(chunk: Chunk) {
+    let replica = this.replicas.get(chunk.replica);
+    if (!replica) this.replicas.set(chunk.replica, (replica = new Replica(chunk.replica)));
+    replica.add(chunk);
+  }
+
+  /** The moments of the first and last known step of all replicas. */
+  range(): [number, number] | null {
+    let first = Infinity, last = -Infinity;
+    for (const replica of this.replicas.values()) {
+      if (replica.end === replica.begin) continue;
+      first = Math.min(first, replica.beganAt(replica.begin));
+      last = Math.max(last, replica.endedAt(replica.end - 1));
+    }
+    return first < last ? [first, last] : null;
+  }
+}
