@@ -1,10 +1,11 @@
-"""What a constraint costs: a mask on a vocabulary of 150,000 tokens, a grammar, and a decode step.
+"""Measures what a constraint costs: a mask on a vocabulary of 150,000 tokens, all masks of a step, a grammar, a step.
 
-    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16]
+    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16] [--only masks]
 
-Masks are those along valid answers. The step is that of the built-in model, or of random weights of a `--shape` with a
-vocabulary of that size, with as many rows as asked for: all constrained by a schema whose answers do not end, against
-none. The first token is that of a short prompt.
+Masks are those along valid answers. The masks of a step are those of 64 rows, from the moment their last tokens are
+known; sampling waits for what is left of them a millisecond later. The decode step is that of the built-in model, or
+of random weights of a `--shape` with the large vocabulary, with `--rows` rows: all constrained by a schema whose
+answers do not end, against none. The first token is that of a short prompt.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.dummy import spelling, write_checkpoint
 from benchmarks.report import show
@@ -28,9 +32,16 @@ from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
+from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.frontend.input_processor import vocabulary_of
+from inflight.models.builtin import checkpoint_folder
+from inflight.request import Request
+from inflight.scheduling.batch import Admission
+from inflight.text import Tokenizer
 
 VOCAB_SIZE = 151_936
 NUM_STEPS = 120
+NUM_MASKED_ROWS = 64
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -122,6 +133,68 @@ def measure_masks() -> list[tuple[Any, ...]]:
     return rows
 
 
+class _Masks:
+    """The rows of a sampler, which keep their latest masks."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.latest = self.mask_buffer(0)
+
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        return np.empty((num_rows, -(-self.vocab_size // 32)), dtype=np.int32)
+
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:  # noqa: ARG002
+        self.latest = bits
+
+
+def measure_step_masks() -> list[tuple[Any, ...]]:
+    """Measure the masks of one step, and how long sampling waits for them if it comes a millisecond later."""
+    tokenizer = Tokenizer.load(checkpoint_folder())
+    assert tokenizer.eos_token_id is not None
+    small = vocabulary_of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
+    results: list[tuple[Any, ...]] = []
+    for words in (small, vocabulary()):
+        compiler = GrammarCompiler(partial(_identity, words))
+        for name, constraint in ENDLESS.items():
+            waits = []
+            for other_seconds in (0.0, 0.001):
+                state = _Masks(len(words.pieces))
+                rows = ConstrainedRows(state, compiler)
+                seconds = _waiting_seconds(rows, state, constraint, other_seconds)
+                rows.close()
+                waits.append(1e6 * statistics.median(seconds))
+            results.append((len(words.pieces), name, NUM_MASKED_ROWS, *waits))
+    return results
+
+
+def _identity(words: Vocabulary) -> Vocabulary:
+    return words
+
+
+def _waiting_seconds(
+    rows: ConstrainedRows, state: _Masks, constraint: StructuredOutputs, other_seconds: float
+) -> list[float]:
+    generator = np.random.default_rng(1)
+    numbers = list(range(NUM_MASKED_ROWS))
+    params = SamplingParams(max_tokens=NUM_STEPS, structured_outputs=constraint)
+    for number in numbers:
+        request = Request.create(f"r{number}", [1], params, NUM_STEPS)
+        rows.admit([Admission(number, request.current_spec())])
+    waits: list[float] = []
+    for _ in range(NUM_STEPS):
+        if other_seconds:
+            time.sleep(other_seconds)
+        start = time.perf_counter()
+        masks = rows.start(numbers)
+        assert masks is not None
+        rows.finish(masks)
+        waits.append(time.perf_counter() - start)
+        bits = np.unpackbits(state.latest.view(np.uint8), axis=1, bitorder="little")
+        token_ids = [int(generator.choice(np.flatnonzero(row))) for row in bits]
+        rows.expect(masks, numbers, lambda token_ids=token_ids: token_ids)
+    return waits[NUM_STEPS // 4 :]  # the first ones warm up
+
+
 def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Of the model that was asked for, which is written into the folder if it is not the built-in one."""
     options: dict[str, Any] = {"device": arguments.device} if arguments.device else {}
@@ -198,7 +271,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of the weights of a shape")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["masks"], help="measure only the masks of a step")
     arguments = parser.parse_args()
+    step_masks = measure_step_masks()
+    mask_columns = ("tokens", "schema", "rows", "all masks µs", "left after 1 ms µs")
+    if arguments.only == "masks":
+        show("masks of one step", mask_columns, step_masks, arguments.json, {})
+        return
     masks = measure_masks()
     columns = ("constraint", "compile ms", "mask µs", "p99 µs", "worst µs", "cold µs", "cold worst µs")
     with tempfile.TemporaryDirectory() as folder:
@@ -208,10 +287,17 @@ def main() -> None:
     step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
     first_columns = ("first token ms", "with a cold schema ms", "more ms")
     if arguments.json:
-        data = {"benchmark": "constraints", "masks": masks, "steps": steps, "first_token": first}
+        data = {
+            "benchmark": "constraints",
+            "masks": masks,
+            "step_masks": step_masks,
+            "steps": steps,
+            "first_token": first,
+        }
         print(json.dumps(data))
         return
     show(f"masks over {VOCAB_SIZE} tokens", columns, masks, False, {})
+    show("masks of one step", mask_columns, step_masks, False, {})
     show("a decode step", step_columns, steps, False, {})
     show("the first token, with a schema of 100 properties that is new", first_columns, first, False, {})
 

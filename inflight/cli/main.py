@@ -14,13 +14,14 @@ import typer
 from inflight import __version__
 from inflight.cli import interrupts_end_at_once
 from inflight.cli.bench import app as bench_app
-from inflight.cli.command import InflightCommand, InflightGroup
+from inflight.cli.command import Command, InflightCommand, InflightGroup
 from inflight.cli.compare import CompareCommand, compare
 from inflight.cli.option_sources import argument, with_flags
 from inflight.cli.plan import plan
 from inflight.cli.replicas import app as replicas_app
 from inflight.cli.scoring import embed, rerank
 from inflight.cli.serve import ServeCommand, serve
+from inflight.cli.timeline import top, trace
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
 from inflight.outputs import RequestOutput
@@ -150,6 +151,8 @@ app.command(cls=CompareCommand)(compare)
 app.command(cls=ServeCommand)(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(replicas_app, name="replicas")
+app.command(cls=Command)(top)
+app.command(cls=Command)(trace)
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:

@@ -14,6 +14,7 @@ from inflight.cli.command import Command
 from inflight.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from http.client import HTTPResponse
     from urllib.error import HTTPError
 
 app = typer.Typer(help="List and change the replicas of a running server.", no_args_is_help=True)
@@ -76,24 +77,29 @@ def roll(url: _URL = _ADDRESS, key: _KEY = None) -> None:
 
 
 def _call(method: str, url: str, path: str, key: str | None) -> dict[str, Any]:
-    """Call the server. There is no timeout: a replica may take minutes to load."""
+    key = key or os.environ.get("INFLIGHT_ADMIN_KEY")
+    with open_server(method, url, f"/v1/replicas{path}", key) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def open_server(method: str, url: str, path: str, key: str | None) -> HTTPResponse:
+    """Call a server and return its response. There is no timeout: a replica may take minutes to load."""
     # Imported here to keep other commands fast.
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url is {url!r}: it must start with http:// or https://")
-    key = key or os.environ.get("INFLIGHT_ADMIN_KEY")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = Request(f"{url.rstrip('/')}/v1/replicas{path}", method=method, headers=headers)
+    request = Request(f"{url.rstrip('/')}{path}", method=method, headers=headers)
     try:
-        with urlopen(request) as response:
-            answer: dict[str, Any] = json.load(response)
+        response: HTTPResponse = urlopen(request)
     except HTTPError as error:
         raise EngineError(_message(error)) from None
     except (OSError, ValueError) as error:
         raise EngineError(f"the server at {url} does not answer: {error}") from None
-    return answer
+    return response
 
 
 def _message(error: HTTPError) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MAX_MASK_THREADS = 12  # for the masks of one step
+MIN_THREADS_TO_ADVANCE = 4  # a token takes a few microseconds, so fewer threads gain nothing
 # Tokens replayed between two masks: tokens use up some of the lexer's fuel, and computing a mask renews it.
 MAX_TOKENS_PER_MASK = 64
 
@@ -55,10 +56,22 @@ def is_lexer_full(error: str) -> bool:
 
 
 class MaskFiller:
-    """Fills the masks of a step's rows in parallel, with the GIL released."""
+    """Advances the matchers of a step's rows and fills their masks in parallel, with the GIL released."""
 
     def __init__(self) -> None:
+        self._num_threads = min(_num_cores(), MAX_MASK_THREADS)
         self._executor: LLExecutor | None = None
+
+    def advance(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
+        """Consume the next token of each matcher."""
+        if self._num_threads < MIN_THREADS_TO_ADVANCE or len(matchers) == 1:
+            for matcher, token_id in zip(matchers, token_ids, strict=True):
+                matcher.advance([token_id])
+            return
+        pairs = zip(matchers, token_ids, strict=True)
+        running = [(matcher.state, token) for matcher, token in pairs if not matcher.state.is_stopped()]
+        if running:
+            self._threads().consume_token_par(running)  # a failure becomes the matcher's error
 
     def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         """Set the bits of the tokens that may come next in masks [len(matchers), words], lowest bit of a word first.
@@ -68,15 +81,19 @@ class MaskFiller:
         if len(matchers) == 1:
             matchers[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         elif matchers:
-            if self._executor is None:
-                from llguidance import LLExecutor
-
-                self._executor = LLExecutor(num_threads=min(_num_cores(), MAX_MASK_THREADS))
             states = [(matcher.state, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(states, masks.ctypes.data, masks.strides[0], len(matchers))
+            pointer, stride = masks.ctypes.data, masks.strides[0]
+            self._threads().unsafe_compute_mask_ptr(states, pointer, stride, len(matchers))
         for index, matcher in enumerate(matchers):
             if matcher.error is not None:
                 masks[index] = 0
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=self._num_threads)
+        return self._executor
 
 
 def _num_cores() -> int:

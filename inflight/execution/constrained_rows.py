@@ -1,16 +1,16 @@
 """Rows with structured outputs: the state of each in its grammar, and the tokens that it may sample next.
 
-A mask depends on the row's last token. A step's masks are therefore computed during its forward pass, once the previous
-step's tokens are known; only sampling waits for them.
+A mask depends on the row's last token. As soon as a step is launched, a thread waits for its tokens and computes the
+masks of the same rows for the next step, while the host prepares that step and the device runs its forward pass. Only
+sampling waits for the masks. Rows that sampled nothing in the step before get theirs when the next step starts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,7 +50,7 @@ class _PendingToken(NamedTuple):
     sample: int  # its index in the step
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Constrained:
     """One row. Its grammar is compiled from admission on; its outputs are replayed for its first mask."""
 
@@ -65,11 +65,18 @@ class _Constrained:
     failure: RequestFailure | None = None
 
 
+class _NextMasks(NamedTuple):
+    """The masks of rows for the step after the one that sampled their latest tokens."""
+
+    rows: list[_Constrained]
+    bits: Future[NDArray[np.int32]]  # [len(rows), words]
+
+
 class StepMasks(NamedTuple):
     """The masks of a step, being computed."""
 
     rows: list[int]
-    bits: Callable[[], NDArray[np.int32]]  # [len(rows), words]
+    bits: Future[NDArray[np.int32]]  # [len(rows), words]
     any_first: bool  # whether a row gets its first mask, which may have to wait for its grammar
 
 
@@ -79,18 +86,13 @@ class ConstrainedRows:
 
     state: MaskedRows
     compiler: GrammarCompiler | None
-    in_thread: bool = (
-        True  # compute masks in a thread; not on a GPU, where the forward pass leaves the caller free
-    )
+    prepare_thread: Callable[[], None] = lambda: None  # called first in the thread that computes masks
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
-    _latest: Future[NDArray[np.int32]] | None = None
+    _next: _NextMasks | None = None  # of the rows that sampled last
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        if admissions and self._latest is not None:  # left by a step that failed before it used its masks
-            wait([self._latest])
-            self._latest = None
         for row, request in admissions:
             self._rows.pop(row, None)
             params = request.params
@@ -122,24 +124,32 @@ class ConstrainedRows:
             return None
         constrained = [self._rows[row] for row in chosen]
         any_first = any(row.grammar is None for row in constrained)
-        if not self.in_thread:
-            return StepMasks(chosen, partial(self._compute, constrained), any_first)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "inflight-masks")
-        self._latest = self._thread.submit(self._compute, constrained)
-        return StepMasks(chosen, self._latest.result, any_first)
+        following, self._next = self._next, None
+        if following is not None and following.rows == constrained:
+            return StepMasks(chosen, following.bits, any_first)
+        return StepMasks(chosen, self._submit(self._compute, constrained, following), any_first)
 
     def finish(self, masks: StepMasks) -> None:
-        """Wait for the masks, or compute them, and pass them to the sampler."""
-        bits = masks.bits()
-        self._latest = None
-        self.state.set_masks(masks.rows, bits)
+        """Wait for the masks and pass them to the sampler."""
+        self.state.set_masks(masks.rows, masks.bits.result())
 
     def expect(self, masks: StepMasks, rows: Sequence[int], tokens: SampledTokens) -> None:
-        """Note that a step samples a token for each of `rows`, which `tokens` will return."""
+        """Start computing the next masks of a step's rows, for each of which it samples a token.
+
+        `tokens` waits for them in the thread. Failures of this step must be read before.
+        """
         indices = {row: index for index, row in enumerate(rows)}
-        for row in masks.rows:
-            self._rows[row].pending = _PendingToken(tokens, indices[row])
+        constrained = [self._rows[row] for row in masks.rows]
+        for row, each in zip(masks.rows, constrained, strict=True):
+            each.pending = _PendingToken(tokens, indices[row])
+        self._next = _NextMasks(constrained, self._submit(self._compute, constrained))
+
+    def _submit(
+        self, compute: Callable[..., NDArray[np.int32]], *arguments: object
+    ) -> Future[NDArray[np.int32]]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "inflight-masks", self.prepare_thread)
+        return self._thread.submit(compute, *arguments)
 
     def failures(self, masks: StepMasks, rows: Sequence[int]) -> dict[int, RequestFailure]:
         """Return why rows got no mask, by their index in `rows`."""
@@ -150,9 +160,14 @@ class ConstrainedRows:
         if self._thread is not None:
             self._thread.shutdown()
 
-    # ---- during the forward pass ----
+    # ---- in the thread ----
 
-    def _compute(self, constrained: list[_Constrained]) -> NDArray[np.int32]:
+    def _compute(
+        self, constrained: list[_Constrained], computed: _NextMasks | None = None
+    ) -> NDArray[np.int32]:
+        """Return the masks of some rows; `computed` has those of some of them, and perhaps of others."""
+        if computed is not None:
+            return self._complete(constrained, computed)
         token_ids: dict[SampledTokens, Sequence[int]] = {}
         for row in constrained:
             if row.pending is not None:
@@ -161,7 +176,7 @@ class ConstrainedRows:
                     token_ids[tokens] = tokens()
                 row.outputs.append(token_ids[tokens][sample])
                 row.pending = None
-        matchers = [self._caught_up(row) for row in constrained]
+        matchers = self._catch_up(constrained)
         masks = self.state.mask_buffer(len(constrained))
         if None in matchers:
             masks[:] = 0
@@ -178,19 +193,42 @@ class ConstrainedRows:
                 mask &= row.allowed
         return masks
 
-    def _caught_up(self, row: _Constrained) -> Matcher | None:
-        """Return the row's matcher after it has consumed all tokens; None if the grammar failed to compile."""
-        if row.matcher is None and row.failure is None:
-            try:
-                row.grammar = row.compiled.result()
-            except Exception as error:
-                row.failure = _compile_failure(error)
-                return None
-            row.matcher = row.grammar.matcher()
-        if row.matcher is not None:
-            row.matcher.advance(row.outputs[row.num_matched :])
+    def _complete(self, constrained: list[_Constrained], computed: _NextMasks) -> NDArray[np.int32]:
+        """Return the masks of rows that are not exactly those of the step before."""
+        bits = computed.bits.result()  # computed by this thread before
+        indices = {id(row): index for index, row in enumerate(computed.rows)}
+        missing = [row for row in constrained if id(row) not in indices]
+        indices |= {id(row): len(bits) + index for index, row in enumerate(missing)}
+        masks = self.state.mask_buffer(len(constrained))
+        sources = np.array([indices[id(row)] for row in constrained])
+        is_new = sources >= len(bits)
+        masks[~is_new] = bits[sources[~is_new]]
+        if missing:
+            masks[is_new] = self._compute(missing)
+        return masks
+
+    def _catch_up(self, constrained: list[_Constrained]) -> list[Matcher | None]:
+        """Return the rows' matchers after they have consumed all tokens; None if a grammar failed to compile."""
+        matchers: list[Matcher | None] = []
+        decoding: list[tuple[Matcher, int]] = []
+        for row in constrained:
+            if row.matcher is None and row.failure is None:
+                try:
+                    row.grammar = row.compiled.result()
+                    row.matcher = row.grammar.matcher()
+                except Exception as error:
+                    row.failure = _compile_failure(error)
+            matchers.append(row.matcher)
+            if row.matcher is None:
+                continue
+            if len(row.outputs) == row.num_matched + 1:
+                decoding.append((row.matcher, row.outputs[-1]))
+            else:
+                row.matcher.advance(row.outputs[row.num_matched :])
             row.num_matched = len(row.outputs)
-        return row.matcher
+        if decoding:
+            self._filler.advance([matcher for matcher, _ in decoding], [token for _, token in decoding])
+        return matchers
 
     def _recover(self, row: _Constrained, mask: NDArray[np.int32]) -> None:
         """Replace a matcher that failed because its shared lexer is full, and fill its mask.

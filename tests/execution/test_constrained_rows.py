@@ -1,8 +1,9 @@
-"""Rows whose grammar's lexer, shared by all requests with the same constraint, is full."""
+"""Masks follow the tokens of their rows, also where the lexer that a constraint's requests share is full."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from unittest.mock import Mock
 
@@ -75,23 +76,22 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
 def test_masks_do_not_depend_on_earlier_requests_with_the_same_constraint(
-    compiler: GrammarCompiler, in_thread: bool
+    compiler: GrammarCompiler,
 ) -> None:
     state = Masks()
-    rows = ConstrainedRows(state, compiler, in_thread)
+    rows = ConstrainedRows(state, compiler)
     for seed in range(40):
         masks, failures = follow(rows, state, HUNGRY, letters(seed))
         assert not failures
-    alone = ConstrainedRows(Masks(), GrammarCompiler(vocabulary), in_thread=False)
+    alone = ConstrainedRows(Masks(), GrammarCompiler(vocabulary))
     assert masks == follow(alone, alone.state, HUNGRY, letters(39))[0]  # type: ignore[arg-type]
     rows.close()
 
 
 def test_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarCompiler) -> None:
     state = Masks()
-    rows = ConstrainedRows(state, compiler, in_thread=False)
+    rows = ConstrainedRows(state, compiler)
     token_ids = [letter for seed in range(60) for letter in letters(seed)]
     _, failures = follow(rows, state, HUNGRY, token_ids)
     assert "too many states" in failures[0].message
@@ -100,7 +100,7 @@ def test_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarComp
 
 def test_cached_lexers_have_a_limited_number_of_states(compiler: GrammarCompiler) -> None:
     state = Masks()
-    rows = ConstrainedRows(state, compiler, in_thread=False)
+    rows = ConstrainedRows(state, compiler)
     for number in range(compiling.MAX_CACHED_LARGE + 2):
         for seed in range(3):
             follow(rows, state, f"[a-c]*a[a-c]{{17}}x{number}", letters(seed))
@@ -138,7 +138,7 @@ def test_any_failure_to_compile_fails_only_its_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     state = Masks()
-    rows = ConstrainedRows(state, compiler, in_thread=False)
+    rows = ConstrainedRows(state, compiler)
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "_compile", Mock(side_effect=error))
         _, failures = follow(rows, state, HUNGRY, letters(0))
@@ -154,8 +154,91 @@ def test_panic_of_the_grammar_engine_fails_only_its_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = Masks()
-    rows = ConstrainedRows(state, compiler, in_thread=False)
+    rows = ConstrainedRows(state, compiler)
     with monkeypatch.context() as patch:
         patch.setattr(compiling, "first_error", Mock(side_effect=PanicException("index out of bounds")))
         _, failures = follow(rows, state, HUNGRY, letters(0))
     assert failures[0].code == "constraint_failed"
+
+
+# ---- masks of the next step ----
+
+
+def step(rows: ConstrainedRows, state: Masks, numbers: list[int], token_ids: list[int]) -> list[list[int]]:
+    """Run a step that samples these tokens for these rows. Return the tokens that its masks allowed."""
+    masks = rows.start(numbers)
+    assert masks is not None
+    rows.finish(masks)
+    assert not rows.failures(masks, numbers)
+    rows.expect(masks, numbers, lambda: token_ids)
+    bits = np.unpackbits(state.latest.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def admit(rows: ConstrainedRows, number: int, word: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(choice=[word]), max_tokens=9)
+    rows.admit([Admission(number, Request.create(f"r{number}", [1], params, 9).current_spec())])
+
+
+def piece(letter: str) -> int:
+    return vocabulary().pieces.index(letter.encode())
+
+
+def test_next_masks_are_computed_before_the_next_step_starts() -> None:
+    computed = threading.Event()
+
+    class Watched(Masks):
+        num_buffers = 0
+
+        def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+            self.num_buffers += 1
+            if self.num_buffers == 2:
+                computed.set()
+            return super().mask_buffer(num_rows)
+
+    state = Watched()
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
+    admit(rows, 0, "xyz")
+    step(rows, state, [0], [piece("x")])
+    assert computed.wait(30)
+    assert piece("y") in step(rows, state, [0], [piece("y")])[0]
+    rows.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_masks_follow_rows_that_come_go_and_pause(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: num_threads)
+    state = Masks()
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
+    admit(rows, 0, "abc")
+    admit(rows, 1, "xyz")
+    allowed = step(rows, state, [0, 1], [piece("a"), piece("x")])
+    assert [piece("a") in allowed[0], piece("x") in allowed[1]] == [True, True]
+    admit(rows, 2, "mno")
+    allowed = step(rows, state, [2, 0], [piece("m"), piece("b")])  # row 1 pauses
+    assert [piece("m") in allowed[0], piece("b") in allowed[1]] == [True, True]
+    admit(rows, 0, "uvw")  # a new request in row 0
+    allowed = step(rows, state, [0, 1, 2], [piece("u"), piece("y"), piece("n")])
+    assert [piece("u") in allowed[0], piece("y") in allowed[1], piece("n") in allowed[2]] == [True] * 3
+    allowed = step(rows, state, [2, 1, 0], [piece("o"), piece("z"), piece("v")])
+    assert [piece("o") in allowed[0], piece("z") in allowed[1], piece("v") in allowed[2]] == [True] * 3
+    (end,) = vocabulary().eos_token_ids
+    assert step(rows, state, [2, 1], [end, end]) == [[end], [end]]
+    assert step(rows, state, [2, 1], [end, end]) == [[end], [end]]  # as with ignore_eos
+    rows.close()
+
+
+def test_forbidden_token_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: 4)
+    state = Masks()
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
+    admit(rows, 0, "abc")
+    admit(rows, 1, "xyz")
+    step(rows, state, [0, 1], [piece("q"), piece("x")])
+    masks = rows.start([0, 1])
+    assert masks is not None
+    rows.finish(masks)
+    assert list(rows.failures(masks, [0, 1])) == [0]
+    assert not state.latest[0].any()
+    assert state.latest[1].any()
+    rows.close()

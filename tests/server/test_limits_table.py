@@ -17,6 +17,7 @@ from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSl
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
+from inflight.server.routes.timeline import MAX_VIEWERS
 from inflight.server.state import TEXT_THREADS
 from inflight.text import RenderLimits
 from inflight.text.chat_template import MAX_MESSAGES
@@ -61,6 +62,7 @@ CONSTANTS = {
     ),
     "new grammars of a tenant that are compiled at the same time, and that wait": f"{MAX_PER_OWNER}, {MAX_WAITING}",
     "rate and concurrency of a key": "none",
+    "readers of `/v1/steps`, for each API worker": str(MAX_VIEWERS),
 }
 ELSEWHERE = {"request_history", "shutdown_timeout"}  # limits of other groups of options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class GpuStepHandle:
 
 class GpuRunner:
     """Implements `Runner`. `launch` does not wait for the device, unless rows are constrained: their masks depend on
-    the previous step's tokens. The forward pass is launched before that wait, and only sampling after it.
+    the previous step's tokens. A thread computes them as soon as those are known; the forward pass is launched before
+    the wait for that thread, and only sampling after it.
 
     With `graphs`, each step shape is captured once and replayed. Without (and on a CPU under Triton's interpreter, as
     in tests) every kernel is launched by itself.
@@ -137,7 +139,7 @@ class GpuRunner:
         self.samples = decoder.generates and decoder.shard.is_last
         sampled_vocab_size = spec.vocab_size if self.samples else 1  # buffer sizes depend on it
         self.sampling = TritonSamplingRows(max_rows, sampled_vocab_size, device)
-        self.constrained = ConstrainedRows(self.sampling, grammars, in_thread=False)
+        self.constrained = ConstrainedRows(self.sampling, grammars, partial(_use_device, device))
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         self.sampling_workspace = SamplingWorkspace.allocate(max_rows, sampled_vocab_size, device)
@@ -217,8 +219,8 @@ class GpuRunner:
             event_on(self.decoder.device),
         )
         if masks is not None:
-            self.constrained.expect(masks, sampling_rows, handle.token_ids)
             handle.failures = self.constrained.failures(masks, sampling_rows)
+            self.constrained.expect(masks, sampling_rows, handle.token_ids)
         return handle
 
     def _run_constrained(self, shape: StepShape, masks: StepMasks) -> Tensor:
@@ -334,6 +336,12 @@ class GpuRunner:
         self.caches.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # return torch's cached memory to the device
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a device the current one of a thread that waits for its events and allocates pinned memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _num_processors(device: torch.device) -> int:
