@@ -194,7 +194,7 @@ async def _held(router: Router) -> list[str]:
         kv = (await replica.client.stats()).kv
         if replica.requests or replica.num_queued_tokens or replica.blocks._expected or kv.num_used:
             found.append(f"replica {replica.replica_id}: {kv.num_used} blocks")
-        if kv.num_free + kv.num_cached + kv.num_used != kv.num_blocks:
+        if kv.num_empty + kv.num_cached + kv.num_used != kv.num_blocks:
             found.append(f"replica {replica.replica_id}: blocks do not add up")
     return found
 

@@ -128,7 +128,7 @@ class KVUsage:
     """The state of KV memory at one moment: free + cached + used == total blocks."""
 
     num_blocks: int
-    num_free: int  # empty
+    num_empty: int
     num_cached: int  # unreferenced, but available to prefix hits
     num_used: int  # referenced by a running request
     block_size: int
@@ -146,7 +146,7 @@ class StepRecord:
     """One step of the engine, for observers. It has no slots if the last request was aborted between steps."""
 
     step: int
-    started_at: float
+    launched_at: float
     finished_at: float
     slots: tuple[SlotRecord, ...]
     admitted_ids: tuple[str, ...]
@@ -157,8 +157,10 @@ class StepRecord:
     num_waiting: int
     kv: KVUsage
     error: str | None = None  # the step failed or was in flight with one that did: it is void
-    scheduled_at: float = 0.0  # when scheduling began; it was launched at started_at
-    began_at: float = 0.0  # when the device began: after the launch and the end of the previous step
+    scheduled_at: float = 0.0  # when scheduling began
+    device_began_at: float = (
+        0.0  # when the device began the step: after the launch and the end of the previous step
+    )
     updated_at: float = 0.0  # when its results, available at finished_at, had been processed
     engine_id: str = ""
     arrived: tuple[ArrivalRecord, ...] = ()  # since the record before

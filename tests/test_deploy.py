@@ -42,7 +42,7 @@ def exposed() -> dict[str, set[str]]:
     metrics.finished["stop"] += 1
     metrics.refused["queue_full"] += 1
     metrics.responses["/v1/completions", "200"] += 1
-    kv = KVUsage(num_blocks=4, num_free=1, num_cached=1, num_used=2, num_tokens=20, block_size=16)
+    kv = KVUsage(num_blocks=4, num_empty=1, num_cached=1, num_used=2, num_tokens=20, block_size=16)
     stats = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, 1, kv)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render(stats, 0, [Caller(name="a")]).decode()):

@@ -101,7 +101,7 @@ def measure(
 
 def _busy_share(recorder: StepRecorder) -> float:
     """Return the share of the time spent in steps, for runs too short for the driver's readings."""
-    busy = sum(record.finished_at - record.began_at for record in recorder.steps)
+    busy = sum(record.finished_at - record.device_began_at for record in recorder.steps)
     return busy / recorder.ends[-1]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -302,16 +303,29 @@ class DeltaStream(AsyncGenerator[Delta]):
             self._leave(running)
 
 
+# ---- draining ----
+
+DRAIN_POLL = 0.02  # seconds
+
+
+async def wait_while(is_busy: Callable[[], bool], seconds: float) -> None:
+    """Wait while `is_busy` returns True, for at most `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while is_busy():
+                await asyncio.sleep(DRAIN_POLL)
+
+
 # ---- requests that have ended ----
 
-MAX_RECORDS = 4096
+MAX_HISTORY = 4096  # requests whose records are kept after their end
 MAX_NAMED = 32  # request ids listed in one RequestState
 
 
 class History:
     """The records of the requests that ended last."""
 
-    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+    def __init__(self, max_records: int = MAX_HISTORY) -> None:
         self._max_records = max_records
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 

@@ -36,7 +36,7 @@ class LaunchedStep:
     step: ScheduledStep
     handle: Any
     scheduled_at: float
-    started_at: float
+    launched_at: float
 
 
 class EngineCore:
@@ -182,12 +182,12 @@ class EngineCore:
         if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.limits.num_stages > 1:
             return 0.0
         launched = self._in_flight[0]
-        over_at = self._began_at(launched) + self._step_times.estimate(launched.step.batch)
+        over_at = self._device_began_at(launched) + self._step_times.estimate(launched.step.batch)
         return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
-    def _began_at(self, launched: LaunchedStep) -> float:
-        """Return when the step began: when it was launched or, if later, when the previous step was done."""
-        return max(launched.started_at, self._collected_at)
+    def _device_began_at(self, launched: LaunchedStep) -> float:
+        """Return when the device began the step: when it was launched or, if later, when the previous one was done."""
+        return max(launched.launched_at, self._collected_at)
 
     def step(self) -> list[Delta]:
         """Launch the next batch, then collect the one that is due.
@@ -197,14 +197,14 @@ class EngineCore:
         scheduled_at = self.clock()
         step = self._schedule()
         if step is not None:
-            started_at = self.clock()
+            launched_at = self.clock()
             try:
                 handle = self.runner.launch(step.batch)
             except DeviceLostError:
                 raise
             except Exception as error:
-                return self._fail(LaunchedStep(step, None, scheduled_at, started_at), error)
-            self._in_flight.append(LaunchedStep(step, handle, scheduled_at, started_at))
+                return self._fail(LaunchedStep(step, None, scheduled_at, launched_at), error)
+            self._in_flight.append(LaunchedStep(step, handle, scheduled_at, launched_at))
             self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
                 return []
@@ -231,9 +231,11 @@ class EngineCore:
         except Exception as error:
             return self._fail(launched, error)
         now, batch = self.clock(), launched.step.batch
-        began_at = self._began_at(launched)
-        self._step_times.observe(batch, now - began_at)
-        self.scheduler.token_budget.observe(batch.num_tokens, now - began_at, batch.num_tokens > len(batch))
+        device_began_at = self._device_began_at(launched)
+        self._step_times.observe(batch, now - device_began_at)
+        self.scheduler.token_budget.observe(
+            batch.num_tokens, now - device_began_at, batch.num_tokens > len(batch)
+        )
         self._collected_at = now
         deltas = self.scheduler.update(launched.step, sampled, now)
         self._num_steps += 1
@@ -242,10 +244,10 @@ class EngineCore:
         num_outputs = sum(len(delta.token_ids) for delta in deltas)
         self._num_output_tokens += num_outputs
         updated_at = self.clock()
-        times = RecordedTimes(launched.scheduled_at, launched.started_at, began_at, now, updated_at)
+        times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
         self._record(self.recorder.step, launched.step, deltas, num_outputs, self.scheduler.pool, times)
         if self.observers:
-            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, updated_at)
+            self._records.step(launched, deltas, self.scheduler.pool, device_began_at, now, updated_at)
         if not self.has_work:
             self.scheduler.pool.check_idle()
         return deltas
@@ -272,14 +274,14 @@ class EngineCore:
             exc_info=error,
         )
         self._num_failed_steps += 1 + len(others_in_flight)
-        for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
+        for other in sorted((launched, *others_in_flight), key=lambda other: other.step.batch.step):
             step_deltas = deltas if other is launched else ()
-            began_at = self._began_at(other)
-            times = RecordedTimes(other.scheduled_at, other.started_at, began_at, now, self.clock())
+            device_began_at = self._device_began_at(other)
+            times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
             self._record(self.recorder.step, other.step, step_deltas, 0, self.scheduler.pool, times, message)
             if self.observers:
                 self._records.step(
-                    other, step_deltas, self.scheduler.pool, began_at, now, self.clock(), message
+                    other, step_deltas, self.scheduler.pool, device_began_at, now, self.clock(), message
                 )
         return deltas
 
@@ -390,7 +392,7 @@ class StepRecords:
         launched: LaunchedStep,
         deltas: Sequence[Delta],
         pool: RequestPool,
-        began_at: float,
+        device_began_at: float,
         finished_at: float,
         updated_at: float,
         error: str | None = None,
@@ -404,7 +406,7 @@ class StepRecords:
         )
         record = StepRecord(
             step=batch.step,
-            started_at=launched.started_at,
+            launched_at=launched.launched_at,
             finished_at=finished_at,
             slots=slots,
             admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
@@ -416,7 +418,7 @@ class StepRecords:
             kv=step.kv,
             error=error,
             scheduled_at=launched.scheduled_at,
-            began_at=began_at,
+            device_began_at=device_began_at,
             updated_at=updated_at,
         )
         self._emit(record)

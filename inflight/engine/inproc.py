@@ -26,6 +26,7 @@ from inflight.engine.client import (
     id_in_use,
     not_added,
     notify,
+    wait_while,
 )
 from inflight.engine.core import EngineCore
 from inflight.engine.stats import EngineStats
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
 CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
-DRAIN_POLL = 0.02
 MIN_WAIT = 0.001
 
 
@@ -352,10 +352,7 @@ class InprocClient:
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain):
-                while self._core.has_work and self._error is None:
-                    await asyncio.sleep(DRAIN_POLL)
+        await wait_while(lambda: self._core.has_work and self._error is None, drain)
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
         self._core.close()

@@ -3,6 +3,7 @@
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, selected_tools
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.frontend import Frontend
+from inflight.frontend.generation import Generation
 from inflight.frontend.input_processor import (
     InputProcessor,
     Prompt,
@@ -10,7 +11,7 @@ from inflight.frontend.input_processor import (
     context_length_error,
     split_prompts,
 )
-from inflight.frontend.output_processor import Generation, MessageReader, OutputProcessor
+from inflight.frontend.output_processor import MessageReader, OutputProcessor
 from inflight.frontend.scoring import (
     CallOptions,
     PooledVectors,

@@ -38,7 +38,10 @@ def check_arguments(foreign: Mapping[str, Any]) -> None:
 
 
 def context_length_error(detail: str, param: str = "prompt") -> PromptError:
-    """Return the error for a prompt that is too long. Routers match its text and retry with a longer context."""
+    """Return the error for a prompt that is too long.
+
+    Gateways such as LiteLLM's recognize it by its text, and retry with a model that has a longer context.
+    """
     return PromptError(
         f"the prompt is longer than the model's context length: {detail}",
         param=param,

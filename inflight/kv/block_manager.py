@@ -24,7 +24,7 @@ from inflight.events import KVUsage
 from inflight.kv.prefix_cache import PrefixCache
 from inflight.request import Request
 
-MAX_EVICTIONS = 64  # blocks to be evicted next, of which `BlockPool.state` tells
+MAX_EVICTIONS = 64  # the most blocks that `BlockPool.state` lists as those to be evicted next
 
 
 class BlockPool:
@@ -180,7 +180,7 @@ class BlockManager:
         unused = self._total_capacity - num_resident
         return KVUsage(
             num_blocks=pool.num_blocks,
-            num_free=pool.num_empty,
+            num_empty=pool.num_empty,
             num_cached=pool.num_cached,
             num_used=pool.num_used,
             block_size=self.block_size,

@@ -41,6 +41,7 @@ class Placement:
     shape: tuple[int, ...]
     store: Store
     dummy: float | None = None  # fill value of dummy weights; None: random numbers
+    dummy_scale: float = 1.0  # multiplies these random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +338,8 @@ def fill_random(
             rows = values[start : start + size]
             if size > len(values):
                 rows = rows.repeat(-(-size // len(values)))[:size]
+            if placement.dummy_scale != 1.0:
+                rows = rows * placement.dummy_scale
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
 

@@ -40,25 +40,25 @@ class KnownBlocks:
         self._stored.clear()
         self._expected.clear()
 
-    def expect(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._expected[name] = self._expected.get(name, 0) + 1
+    def expect(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            self._expected[block_hash] = self._expected.get(block_hash, 0) + 1
 
-    def expect_no_more(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            count = self._expected.get(name, 0) - 1
+    def expect_no_more(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            count = self._expected.get(block_hash, 0) - 1
             if count > 0:
-                self._expected[name] = count
+                self._expected[block_hash] = count
             else:
-                self._expected.pop(name, None)
+                self._expected.pop(block_hash, None)
 
-    def num_leading(self, names: Sequence[bytes]) -> int:
+    def num_leading(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are there, by bisection: the end of a prefix is evicted first."""
         stored, expected = self._stored, self._expected
-        low, high = 0, len(names)
+        low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
-            if names[middle] in stored or names[middle] in expected:
+            if hashes[middle] in stored or hashes[middle] in expected:
                 low = middle + 1
             else:
                 high = middle
@@ -81,7 +81,11 @@ OVERFLOW_WEIGHT = 8
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """The state of one replica. Only the router changes it, in its event loop."""
+    """One replica. Only the router changes it, in its event loop.
+
+    `health` is what its client last reported. The three flags are the router's own: between a loss and the next health
+    check, and while it is drained or stopped, they know more than `health`.
+    """
 
     replica_id: str
     client: ReplicaClient
@@ -125,14 +129,14 @@ class Replica:
         free = (kv.num_blocks - kv.num_used) * kv.block_size
         return max(0, self.num_queued_tokens + num_tokens - free)
 
-    def lose_engine(self) -> set[RoutedRequest]:
-        """Mark the engine as lost and return the requests that were on it."""
-        lost, self.requests = self.requests, set()
+    def lose_engine(self) -> tuple[set[RoutedRequest], RoutedRequest | None]:
+        """Mark the engine as lost. Return the requests that were on it, and the one among them that was on trial."""
+        lost, on_trial, self.requests = self.requests, self.on_trial, set()
         self.is_gone = True
         self.num_queued_tokens = 0
         self.on_trial = None
         self.blocks.clear()
-        return lost
+        return lost, on_trial
 
 
 _TOTALS = [item.name for item in fields(EngineStats) if item.type == "int"]
@@ -150,7 +154,7 @@ def summed(all_stats: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**totals, kv=kv, step_sizes=step_sizes, is_sleeping=is_sleeping)
 
 
-def left_behind(stats: EngineStats) -> EngineStats:
+def work_done(stats: EngineStats) -> EngineStats:
     """Return the part of a lost engine's stats that still counts: the work it did."""
     nothing = dict.fromkeys(_BLOCKS, 0)
     return replace(stats, num_running=0, num_waiting=0, is_sleeping=True, kv=replace(stats.kv, **nothing))
@@ -202,16 +206,16 @@ class BlockMarks:
 
 
 class KnownTokens(NamedTuple):
-    """The tokens of a request, and the names of its blocks that may be cached."""
+    """The tokens of a request, and the hashes of its blocks that may be cached."""
 
     num_tokens: int
     block_size: int
-    names: Sequence[bytes]  # of some of its full blocks, shortened as in cache updates
+    hashes: Sequence[bytes]  # of some of its full blocks, truncated as in cache updates
     marks: Sequence[int]  # number of blocks up to the end of each of these
 
     def num_missing(self, replica: Replica) -> int:
         """Return how many tokens the replica would have to compute."""
-        num_cached = replica.blocks.num_leading(self.names)
+        num_cached = replica.blocks.num_leading(self.hashes)
         return self.num_tokens - (self.block_size * self.marks[num_cached - 1] if num_cached else 0)
 
 

@@ -18,6 +18,7 @@ from inflight.engine import (
     StepObserver,
     TimelineObserver,
 )
+from inflight.engine.client import wait_while
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,
@@ -27,7 +28,8 @@ from inflight.errors import (
     shown,
 )
 from inflight.processes.child import ProcessNotStartedError
-from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
+from inflight.router.replica import Replica, facts_of_all, same_model, summed, work_done
+from inflight.router.routed import RoutedRequest
 from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
@@ -39,29 +41,31 @@ class StartReplica(Protocol):
         is no room for both."""
 
 
+OnLoss = Callable[[Replica, set[RoutedRequest], RoutedRequest | None], None]
 WatchReplica = Callable[[Replica], Callable[[], None]]  # returns a function that ends it
 
 POLL = 0.2  # seconds between health checks
-DRAIN_POLL = 0.02
-_GONE = ("restarting", "dead", "closed")
+_GONE = ("restarting", "dead", "closed")  # states of a client whose engine is lost
 
 
 class Replicas:
-    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_change` when requests may retry."""
+    """All replicas.
 
-    def __init__(
-        self, start: StartReplica, on_loss: Callable[[Replica], None], on_change: Callable[[], None]
-    ) -> None:
+    `on_loss` is called with a replica whose engine is lost, the requests that were on it, and the one that was on trial
+    there; `on_change` when requests may retry.
+    """
+
+    def __init__(self, start: StartReplica, on_loss: OnLoss, on_change: Callable[[], None]) -> None:
         self.facts: ModelFacts  # of all replicas together
         self._start = start
         self._on_loss = on_loss
         self._on_change = on_change
         self._members: dict[str, Replica] = {}
-        self._leaving: list[Replica] = []  # replaced, and finishing their requests
+        self._replaced: list[Replica] = []  # replaced, and finishing their requests
         self._starting: list[str] = []  # ids
         self._num_ids = 0
         self._watches: dict[WatchReplica, list[Callable[[], None]]] = {}
-        self._left_behind: list[EngineStats] = []  # the summed stats of lost engines, as one item
+        self._lost_stats: list[EngineStats] = []  # the summed stats of lost engines, as one item
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
         self.are_asleep = False  # all replicas were sent to sleep
@@ -209,12 +213,12 @@ class Replicas:
             )
             await self._restart_in_place(replica, seconds, error)
             return
-        self._leaving.append(replica)
+        self._replaced.append(replica)
         self._enlist(Replica(replica.replica_id, client))
         try:
             await self._end(replica, seconds)
         finally:
-            self._leaving.remove(replica)
+            self._replaced.remove(replica)
 
     async def _restart_in_place(
         self, replica: Replica, seconds: float, no_room: ProcessNotStartedError
@@ -224,7 +228,7 @@ class Replicas:
         try:
             self._check_not_alone(replica, no_room)
             replica.draining = True
-            await _until_drained(replica, seconds)
+            await wait_while(lambda: bool(replica.requests), seconds)
             self._check_not_alone(replica, no_room)  # others may have died meanwhile
         except BaseException:
             replica.draining = was_draining
@@ -272,7 +276,7 @@ class Replicas:
 
     async def _end(self, replica: Replica, seconds: float) -> None:
         replica.draining = True
-        await _until_drained(replica, seconds)
+        await wait_while(lambda: bool(replica.requests), seconds)
         replica.is_leaving = True
         self.lose(replica)
         await replica.client.close()
@@ -293,13 +297,13 @@ class Replicas:
         await self._close_all()
 
     async def _close_all(self) -> None:
-        await asyncio.gather(*(replica.client.close() for replica in [*self.members, *self._leaving]))
+        await asyncio.gather(*(replica.client.close() for replica in [*self.members, *self._replaced]))
 
     # ---- health and stats ----
 
     async def _poll(self) -> None:
         while True:
-            for replica in [*self.members, *self._leaving]:
+            for replica in [*self.members, *self._replaced]:
                 try:
                     await self.check_health(replica)
                 except Exception:
@@ -308,8 +312,9 @@ class Replicas:
 
     async def check_health(self, replica: Replica) -> None:
         health = await replica.client.health()
-        was_available, missed = replica.available, health.num_restarts != replica.health.num_restarts
-        if health.state in _GONE or (missed and not replica.is_gone):
+        was_available = replica.available
+        has_restarted = health.num_restarts != replica.health.num_restarts  # maybe between two checks
+        if health.state in _GONE or has_restarted:
             self.lose(replica)
         replica.health = health
         if health.state not in _GONE:
@@ -326,20 +331,21 @@ class Replicas:
         """Handle the loss of a replica's engine. May be called several times for one loss."""
         if replica.is_gone:
             return
+        lost, on_trial = replica.lose_engine()
         if replica.stats is not None:
-            self._left_behind = [summed([*self._left_behind, left_behind(replica.stats)])]
+            self._lost_stats = [summed([*self._lost_stats, work_done(replica.stats)])]
             replica.stats = None
         replica.health = replace(replica.health, healthy=False, state="restarting")
-        self._on_loss(replica)
+        self._on_loss(replica, lost, on_trial)
 
     async def stats(self) -> EngineStats:
         all_stats = []
-        for replica in [*self.members, *self._leaving]:
+        for replica in [*self.members, *self._replaced]:
             with contextlib.suppress(EngineDeadError):
                 all_stats.append(await replica.client.stats())
         if not all_stats:
             raise EngineDeadError(self.trouble())
-        return summed([*all_stats, *self._left_behind])
+        return summed([*all_stats, *self._lost_stats])
 
     def health(self) -> Health:
         """Return the health of all together, which is good as long as one replica is healthy."""
@@ -416,7 +422,7 @@ class Replicas:
         """Return the next page of each replica that has more."""
         chunks: list[tuple[str, bytes]] = []
         positions: dict[str, int] = {}
-        for replica in [*self.members, *self._leaving]:
+        for replica in [*self.members, *self._replaced]:
             name = replica.replica_id
             if query.replica not in (None, name) or name not in (query.positions or self._members):
                 continue
@@ -427,11 +433,3 @@ class Replicas:
                 if page.positions:
                     positions[name] = page.positions["0"]
         return TimelinePage(chunks, positions)
-
-
-async def _until_drained(replica: Replica, seconds: float) -> None:
-    """Wait until the replica has no requests, for at most `seconds`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while replica.requests:
-                await asyncio.sleep(DRAIN_POLL)

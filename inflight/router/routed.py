@@ -22,7 +22,7 @@ from inflight.events import Delta, RequestRecord
 from inflight.request import Request
 from inflight.router.replica import KnownTokens, Replica
 
-FEW = 8
+FEW_SUSPECTS = 8  # fewer than this many likely causes are tried one at a time
 MAX_DEATHS = 32  # engines that a request may outlive, whatever the cause
 
 
@@ -35,11 +35,11 @@ class Suspicion:
 
     @property
     def is_tried_alone(self) -> bool:
-        return self.share > 1 / FEW
+        return self.share > 1 / FEW_SUSPECTS
 
     @property
     def is_confirmed(self) -> bool:
-        return self.share >= 1 + 1 / FEW or self.num_deaths >= MAX_DEATHS
+        return self.share >= 1 + 1 / FEW_SUSPECTS or self.num_deaths >= MAX_DEATHS
 
     def clear(self) -> None:
         """Clear the suspicion after a token."""
@@ -66,7 +66,7 @@ def share_blame(lost: Collection[Suspect], on_trial: Suspect | None = None) -> N
     if on_trial in likely:
         likely = [request for request in likely if request is on_trial]
     for request in likely or accepted:
-        request.suspicion.share += 1 / len(likely) if likely else min(1 / len(accepted), 1 / FEW)
+        request.suspicion.share += 1 / len(likely) if likely else min(1 / len(accepted), 1 / FEW_SUSPECTS)
     for request in accepted:
         request.suspicion.num_deaths += 1
 
@@ -89,7 +89,7 @@ class RoutedRequest:
     has_token_here: bool = False
 
     # Its share of the replica's load.
-    _names: tuple[bytes, ...] = ()
+    _hashes: tuple[bytes, ...] = ()
     _num_missing: int = 0
 
     @property
@@ -102,9 +102,9 @@ class RoutedRequest:
         """Add the request to a replica's books before it is sent there."""
         self.replica = replica
         self.is_accepted = self.has_token_here = False
-        self._names, self._num_missing = tuple(tokens.names), tokens.num_missing(replica)
+        self._hashes, self._num_missing = tuple(tokens.hashes), tokens.num_missing(replica)
         replica.requests.add(self)
-        replica.blocks.expect(self._names)
+        replica.blocks.expect(self._hashes)
         replica.num_queued_tokens += self._num_missing
         replica.recent_tokens += self._num_missing
         if self.suspicion.is_tried_alone:
@@ -121,8 +121,8 @@ class RoutedRequest:
 
     def _started(self, replica: Replica) -> None:
         """Remove its prompt from the replica's queue."""
-        replica.blocks.expect_no_more(self._names)
-        self._names = ()
+        replica.blocks.expect_no_more(self._hashes)
+        self._hashes = ()
         replica.num_queued_tokens -= self._num_missing
         if replica.on_trial is self:
             replica.on_trial = None

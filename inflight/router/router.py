@@ -20,7 +20,7 @@ from inflight.engine import (
     StepObserver,
     TimelineObserver,
 )
-from inflight.engine.client import DeltaStream, History, id_in_use, not_added
+from inflight.engine.client import DeltaStream, History, id_in_use, not_added, wait_while
 from inflight.engine.runner import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError
 from inflight.events import CACHE_HASH_LENGTH, Delta
@@ -33,7 +33,6 @@ from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
-DRAIN_POLL = 0.02
 RETRY = 1.0  # seconds after which requests waiting for a replica try again without a notification
 POISON = "poison_request"
 
@@ -174,14 +173,12 @@ class Router:
         ):  # computed without the prefix cache
             return KnownTokens(num_tokens, size, (), ())
         marks = self._marks.up_to((num_tokens - 1) // size)
-        names = [name[:CACHE_HASH_LENGTH] for name in self._hasher.hashes_at(request, marks)]
-        return KnownTokens(num_tokens, size, names, marks)
+        hashes = [block_hash[:CACHE_HASH_LENGTH] for block_hash in self._hasher.hashes_at(request, marks)]
+        return KnownTokens(num_tokens, size, hashes, marks)
 
     # ---- failover ----
 
-    def _on_loss(self, replica: Replica) -> None:
-        on_trial = replica.on_trial
-        lost = replica.lose_engine()
+    def _on_loss(self, replica: Replica, lost: set[RoutedRequest], on_trial: RoutedRequest | None) -> None:
         if not replica.is_leaving:
             share_blame(lost, on_trial)
             logger.warning(
@@ -331,10 +328,7 @@ class Router:
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain):
-                while self._requests:
-                    await asyncio.sleep(DRAIN_POLL)
+        await wait_while(lambda: bool(self._requests), drain)
         self._notify_waiting()
         await self.replicas.close()
         if self._on_close is not None:

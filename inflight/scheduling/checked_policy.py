@@ -137,18 +137,18 @@ class CheckedPolicy(Policy):
 
     # ---- waiting prompts against running prompts ----
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:
         if self._overruled:
             return 0
-        result = self._call("reserved", prompts, budget)
+        result = self._call("tokens_ahead", prompts, budget)
         count = _as_int(result)
         if count is not None and 0 <= count <= budget:
             return count
-        self._warn_invalid("reserved", result)
+        self._warn_invalid("tokens_ahead", result)
         return 0
 
-    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
-        yield from self._valid_candidates("ahead", set(), prompts)
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
+        yield from self._valid_candidates("candidates_ahead", set(), prompts)
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
         result = running if self._overruled else self._call("prompts", running)
@@ -178,17 +178,17 @@ class CheckedPolicy(Policy):
             self._warn_invalid("tokens", result)
         return super().tokens(request, num_remaining, budget)
 
-    def reserve(self, request: Request, running: Sequence[Request]) -> int:
+    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:
         if not self._overruled:
-            result = self._call("reserve", request, running)
+            result = self._call("memory_to_admit", request, running)
             count = _as_int(result)
             if count is not None and count >= 0:
                 return count
-            self._warn_invalid("reserve", result)
-        return super().reserve(request, running)
+            self._warn_invalid("memory_to_admit", result)
+        return super().memory_to_admit(request, running)
 
-    def reserves_ahead(self) -> bool:
-        return self._call_bool("reserves_ahead", False)
+    def allocates_at_once(self) -> bool:
+        return self._call_bool("allocates_at_once", False)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         result = self._call("victim", candidates)
@@ -207,7 +207,7 @@ class CheckedPolicy(Policy):
             return ()
         if not chosen:
             return ()
-        # The oldest request always stays, so that at least one makes progress.
+        # The request that arrived first always stays, so that at least one makes progress.
         staying = min(running, key=lambda request: request.arrival, default=None)
         allowed = [request for request in running if request in chosen and request is not staying]
         if len(allowed) != len(chosen):

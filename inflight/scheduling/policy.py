@@ -111,7 +111,7 @@ class Policy:
 
     # Waiting prompts against running prompts.
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
         """Return how many tokens of the step waiting requests may take ahead of the running `prompts`.
 
         `prompts` are running requests with several tokens left to compute; they get what the waiting ones do not use.
@@ -119,10 +119,11 @@ class Policy:
         """
         return 0
 
-    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
         """Yield waiting requests to try ahead of the running `prompts`, as `candidates` does.
 
-        Called only if `reserved` is not 0. A request is admitted only if it leaves memory for the rest of `prompts`.
+        Called only if `tokens_ahead` is not 0. A request is admitted only if it leaves memory for the rest of
+        `prompts`.
         """
         yield from ()
 
@@ -140,16 +141,16 @@ class Policy:
         """Return how many of its remaining tokens a request gets of the step's remaining `budget`."""
         return min(num_remaining, budget)
 
-    def reserve(self, request: Request, running: Sequence[Request]) -> int:
-        """Return for how many tokens there must be memory when the request joins the running ones."""
+    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:
+        """Return for how many tokens there must be memory so that the request may join the running ones."""
         return request.num_tokens + self.headroom * len(running)
 
-    def reserves_ahead(self) -> bool:
-        """Return whether the blocks of `reserve` are allocated at once rather than as tokens are computed."""
+    def allocates_at_once(self) -> bool:
+        """Return whether memory for `memory_to_admit` tokens is allocated on admission, not as tokens are computed."""
         return False
 
     def victim(self, candidates: Sequence[Request]) -> Request:
-        """Return the request to preempt. The oldest running request is never among the candidates."""
+        """Return the request to preempt. The running request that arrived first is never among the candidates."""
         return max(candidates, key=lambda request: request.order)
 
     def yields(self, running: Sequence[Request]) -> Sequence[Request]:  # noqa: ARG002

@@ -16,18 +16,18 @@ from inflight.scheduling.request_pool import RequestPool
 
 
 class RequestKind(Protocol):
-    def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:
-        """Return whether the request ends with this step.
+    def try_finish(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:
+        """If the request ends with this step, set its results in `delta` and the finish reason in its record.
 
-        If it does, set its results in `delta` and the finish reason in its record. Called if the last token is a stop
-        token or no more may follow, and if all tokens are computed.
+        Return whether it ends. Called if the last token is a stop token or no more may follow, and if all tokens are
+        computed.
         """
 
 
 class Generating:
     """Generates tokens until one is a stop token or there are `max_tokens`."""
 
-    def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:  # noqa: ARG002
+    def try_finish(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:  # noqa: ARG002
         record, token_id, num_tokens = request.record, delta.token_ids[-1], len(request.token_ids)
         if _stops(request, token_id, num_tokens):
             record.finish_reason, record.stop_token_id = "stop", token_id
@@ -53,7 +53,7 @@ def _stops(request: Request, token_id: int, num_tokens: int) -> bool:
 class PromptLogprobs:
     """Returns the logprobs of the prompt's own tokens. Nothing is sampled; the request ends when they are computed."""
 
-    def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:  # noqa: ARG002
+    def try_finish(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:  # noqa: ARG002
         if request.params.prompt_logprobs is not None:
             delta.prompt_logprobs = request.prompt_logprobs or [None]  # nothing predicts the first token
         request.record.finish_reason = "length"
@@ -61,9 +61,9 @@ class PromptLogprobs:
 
 
 class Pooling:
-    """Returns one vector for all tokens, an embedding or scores. It ends when they are computed."""
+    """Returns one vector for all tokens, an embedding or scores. The request ends when all tokens are computed."""
 
-    def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:
+    def try_finish(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:
         delta.vector = sampled.vectors.get(entry)
         request.record.finish_reason = "stop"
         if delta.vector is None:
@@ -121,7 +121,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
             delta.logprobs = logprobs[index]
             del delta.logprobs[len(token_ids) :]
         may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
-        if may_end and KINDS[request.kind].ends(request, delta, sampled, index):
+        if may_end and KINDS[request.kind].try_finish(request, delta, sampled, index):
             ended.append((request, delta))
         elif request.num_computed >= (request.num_published + 1) * block_size:
             pool.publish(request)
@@ -130,7 +130,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         counts.complete(request)
         if request.status in (Status.WAITING, Status.RUNNING):
             deltas.append(delta := Delta(request.request_id, []))
-            if KINDS[request.kind].ends(request, delta, sampled, index):
+            if KINDS[request.kind].try_finish(request, delta, sampled, index):
                 ended.append((request, delta))
     if ended:
         pool.finish(ended, now)

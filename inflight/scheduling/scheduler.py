@@ -217,9 +217,12 @@ class Scheduler:
                 return False
 
     def _choose_victim(self, request: Request) -> Request:
-        """Return the policy's choice among all but the oldest, which always finishes, so there is no livelock."""
-        oldest = min(self.pool.running, key=lambda other: other.arrival)
-        candidates = [other for other in self.pool.running if other is not oldest]
+        """Return the policy's choice among all but the request that arrived first, which always finishes.
+
+        So there is no livelock.
+        """
+        first = min(self.pool.running, key=lambda other: other.arrival)
+        candidates = [other for other in self.pool.running if other is not first]
         if not candidates:
             raise EngineError(
                 f"request {request.request_id!r} alone needs more KV memory than there is: "
@@ -246,11 +249,12 @@ class Scheduler:
         were admitted.
         """
         num_tokens = step.batch.num_tokens
-        reserved = self.policy.reserved(prompts, max_tokens - num_tokens) if max_tokens > num_tokens else 0
-        if reserved:
+        budget = max_tokens - num_tokens
+        num_ahead = self.policy.tokens_ahead(prompts, budget) if budget > 0 else 0
+        if num_ahead:
             num_left = sum(request.num_tokens - request.num_computed for request in prompts)
             num_kept = num_left + self.blocks.block_size * len(prompts)  # each may begin another block
-            self._admit(self.policy.ahead(prompts), step, num_tokens + reserved, num_kept)
+            self._admit(self.policy.candidates_ahead(prompts), step, num_tokens + num_ahead, num_kept)
         return len(step.batch.admissions)
 
     def _admit(
@@ -280,8 +284,8 @@ class Scheduler:
             return "memory"
         pool, policy = self.pool, self.policy
         hits = self.blocks.match(request)
-        reserved = max(policy.reserve(request, pool.running), request.num_tokens)
-        needed = reserved + num_kept
+        to_admit = max(policy.memory_to_admit(request, pool.running), request.num_tokens)
+        needed = to_admit + num_kept
         if pool.counts.num_resident + needed > self.limits.max_kv_tokens or not self.blocks.fits(
             hits, needed
         ):
@@ -290,7 +294,7 @@ class Scheduler:
         count = self._num_granted(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return "policy" if request.splittable else "budget"
-        capacity = reserved if policy.reserves_ahead() else num_cached + count
+        capacity = to_admit if policy.allocates_at_once() else num_cached + count
         pool.admit(request, hits, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))

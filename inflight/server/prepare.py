@@ -1,6 +1,6 @@
 """Turn a checked body into engine requests: its constraint, its sampling parameters, and its prompts.
 
-Tokenizing and rendering chat templates take long, so `prepare_completion` and `prepare_chat` run in a thread.
+Tokenizing and rendering chat templates take long, so `prepare_completion` and `prepare_conversation` run in a thread.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _check_strings(model: ServedModel, name: str, texts: Sequence[str]) -> None:
 # ---- prompts ----
 
 
-def split_prompts(model: ServedModel, body: CompletionBody, n: int) -> list[str | list[int]]:
+def prompts_of_body(model: ServedModel, body: CompletionBody, n: int) -> list[str | list[int]]:
     """Return the prompts of a body: one, or several."""
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -308,7 +308,7 @@ def prepare_completion(
     params: GenerationParams,
     prompts: list[str | list[int]],
 ) -> list[OutputProcessor]:
-    """Return what runs and reads each prompt's answers."""
+    """Tokenize and check the prompts. Return an output processor, which holds the requests, for each of them."""
     tokenizer = model.frontend.tokenizer
     processors = []
     _check_listed(model, params, len(prompts))
@@ -371,7 +371,7 @@ def tokenized_chat(body: ChatBody | TokenizeBody) -> ChatRequest:
     )
 
 
-def prepare_chat(
+def prepare_conversation(
     model: ServedModel,
     caller: Caller,
     body: SampledBody,
@@ -379,7 +379,7 @@ def prepare_chat(
     params: GenerationParams,
     user: str | None,
 ) -> list[OutputProcessor]:
-    """Return what runs and reads a conversation's answers, for every API that has conversations."""
+    """Render and check a conversation of any API. Return an output processor, which holds its requests, in a list."""
     check_tokenizer(model)
     contents = (message.get("content") or "" for message in chat.messages)
     # Checked before the template is rendered, which takes time too.

@@ -2,7 +2,8 @@
 
 from inflight.text.chat import encode_chat
 from inflight.text.chat_template import ChatTemplate, RenderLimits, check_messages
-from inflight.text.detokenizer import IncrementalDetokenizer, StopStrings, bad_word_ids
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.stop_strings import StopStrings, bad_word_ids
 from inflight.text.tokenizer import TextFrame, Tokenizer, check_text
 
 __all__ = [

@@ -14,7 +14,7 @@ PROMPT = 10
 
 
 def step(number: int, slots: list[SlotRecord], idle: tuple[int, ...] = (), num_tokens: int = 8) -> StepRecord:
-    kv = KVUsage(num_blocks=8, num_free=7, num_cached=0, num_used=1, block_size=16, num_tokens=num_tokens)
+    kv = KVUsage(num_blocks=8, num_empty=7, num_cached=0, num_used=1, block_size=16, num_tokens=num_tokens)
     return StepRecord(number, 0.0, float(number + 1), tuple(slots), (), (), (), idle, 0, 0, kv)
 
 

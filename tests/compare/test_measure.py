@@ -75,7 +75,7 @@ def test_busy_share_is_the_time_spent_in_steps() -> None:
     engine.add(make_request([1, 2], 5))
     engine.run()
     share = measure._busy_share(recorder)
-    busy = sum(record.finished_at - record.began_at for record in engine.records)
+    busy = sum(record.finished_at - record.device_began_at for record in engine.records)
     assert 0 < share < 1
     assert share == pytest.approx(busy / (engine.records[-1].finished_at - recorder.origin))
 

@@ -41,7 +41,7 @@ def answers(outputs: list[RequestOutput]) -> list[list[int]]:
 def check_balance(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
-    assert stats.kv.num_free + stats.kv.num_cached == stats.kv.num_blocks
+    assert stats.kv.num_empty + stats.kv.num_cached == stats.kv.num_blocks
     llm._engine.core.scheduler.pool.check()
 
 

@@ -99,6 +99,17 @@ def test_other_requests_do_not_change_an_answer(scene: str, folder: Folder, alon
         assert any(output.metrics.num_preemptions for output in outputs[::6])
 
 
+@pytest.mark.parametrize("scene", ["crowd", "crowd-scarce-depth-2-chunked"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_other_requests_do_not_change_an_answer_of_experts(family: str, scene: str, folder: Folder) -> None:
+    params = PARAMS["seeded"]
+    expected = answer(LLM(folder(family)).generate(PROMPTS[3], params)[0])
+    llm = LLM(folder(family), **SCENES[scene])
+    prompts, crowd = zip(*CROWD, strict=True)
+    outputs = llm.generate([*prompts, PROMPTS[3]], [*crowd, params])
+    check_same(llm, answer(outputs[-1]), expected)
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_preemption_chunking_and_prefix_hits_change_nothing(
     name: str, folder: Folder, alone: dict[str, Any]

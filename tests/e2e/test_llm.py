@@ -382,7 +382,7 @@ def test_ctrl_c_leaves_the_engine_usable(options: dict[str, Any], folder: Folder
         llm.generate(prompts, GREEDY)
     kv = llm.stats().kv
     assert kv.num_used == 0
-    assert kv.num_free + kv.num_cached == kv.num_blocks
+    assert kv.num_empty + kv.num_cached == kv.num_blocks
     assert (llm.stats().num_running, llm.stats().num_waiting) == (0, 0)
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
 
@@ -401,7 +401,7 @@ def test_ctrl_c_at_any_line_leaves_the_engine_usable(depth: int, folder: Folder)
             llm.generate(prompts, GREEDY)
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
         kv = llm.stats().kv
-        assert (kv.num_used, kv.num_free + kv.num_cached) == (0, kv.num_blocks)
+        assert (kv.num_used, kv.num_empty + kv.num_cached) == (0, kv.num_blocks)
 
 
 class LineCounter:

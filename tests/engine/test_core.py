@@ -366,13 +366,13 @@ def test_records_have_the_times_of_a_step(depth: int) -> None:
         assert record.engine_id == "0"
         assert (
             record.scheduled_at
-            < record.started_at
-            <= record.began_at
+            < record.launched_at
+            <= record.device_began_at
             < record.finished_at
             < record.updated_at
         )
     ends = [record.finished_at for record in engine.records]
-    assert all(later.began_at >= end for end, later in zip(ends, engine.records[1:], strict=False))
+    assert all(later.device_began_at >= end for end, later in zip(ends, engine.records[1:], strict=False))
     arrived = [one for record in engine.records for one in record.arrived]
     assert [one.request_id for one in arrived] == list(engine.outputs)
     for one in arrived:

@@ -89,7 +89,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.check(self.live)
         resident = sum(request.num_computed for request in self.live)
         usage = self.blocks.usage(resident)
-        assert usage.num_free + usage.num_cached + usage.num_used == NUM_BLOCKS
+        assert usage.num_empty + usage.num_cached + usage.num_used == NUM_BLOCKS
         assert 0 <= usage.num_tokens <= usage.num_used * BLOCK_SIZE
 
     @invariant()

@@ -79,6 +79,24 @@ def test_large_model_fits_only_on_enough_gpus() -> None:
     assert [fit.num_tokens for fit in small.fits] == [0]
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_are_planned_for_every_rank(expert_parallel: bool) -> None:
+    """30.5 billion parameters in bfloat16."""
+    config = EngineConfig.create(
+        "-",
+        hf_config=SHAPES["qwen3-30b-a3b"],
+        dtype="bfloat16",
+        load_format="dummy",
+        enable_expert_parallel=expert_parallel,
+    )
+    actual = plan_model(config, Devices("cuda", 4, 80 * 10**9))
+    assert actual.parameters == pytest.approx(30.53e9, rel=0.01)
+    for fit in actual.fits:
+        assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.02)
+    fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
+    assert fits[4, 1].shares[3].weights == pytest.approx(actual.parameters / 2, rel=0.02)
+
+
 def test_gpu_stores_weights_in_their_dtype() -> None:
     spec = decoder_spec(SHAPES["qwen3-0.6b"])
     dtype = torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.events import Delta
 from inflight.request import Request
-from inflight.router.routed import FEW, MAX_DEATHS, RoutedRequest, Suspicion, share_blame
+from inflight.router.routed import FEW_SUSPECTS, MAX_DEATHS, RoutedRequest, Suspicion, share_blame
 from inflight.sampling_params import SamplingParams
 from tests.support.requests import make_request
 
@@ -36,11 +36,11 @@ def test_requests_with_tokens_are_not_blamed_beside_one_without() -> None:
 
 
 def test_few_new_requests_are_tried_alone_and_the_next_death_identifies_the_cause() -> None:
-    newcomers = [Lost() for _ in range(FEW - 1)]
+    newcomers = [Lost() for _ in range(FEW_SUSPECTS - 1)]
     share_blame(newcomers)
     assert all(one.suspicion.is_tried_alone for one in newcomers)
     share_blame(newcomers[:1])
-    assert [one.suspicion.is_confirmed for one in newcomers] == [True, *[False] * (FEW - 2)]
+    assert [one.suspicion.is_confirmed for one in newcomers] == [True, *[False] * (FEW_SUSPECTS - 2)]
 
 
 def test_request_on_trial_is_blamed_whatever_else_ran() -> None:

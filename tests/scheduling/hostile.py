@@ -26,10 +26,10 @@ class Contrary(Policy):
     def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
         return min(num_remaining, max(1, budget // 2))
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
         return budget
 
-    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
         yield from self.candidates()
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
@@ -55,7 +55,7 @@ class OutOfRange(Policy):
     def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
         return (num_remaining, budget, num_remaining + budget, -num_remaining)[request.arrival % 4]
 
-    def reserve(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
+    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
         return (0, -5, 1 << 40)[request.arrival % 3]
 
     def yields(self, running: Sequence[Request]) -> Sequence[Request]:
@@ -121,10 +121,10 @@ class Erratic(Policy):
         for request in waiting:
             yield self._maybe(request)
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> Any:  # noqa: ARG002
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> Any:  # noqa: ARG002
         return self._maybe(self._random.randint(0, budget))
 
-    def ahead(self, prompts: Sequence[Request]) -> Any:  # noqa: ARG002
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Any:  # noqa: ARG002
         return self.candidates()
 
     def prompts(self, running: Sequence[Request]) -> Any:
@@ -136,10 +136,10 @@ class Erratic(Policy):
     def tokens(self, request: Request, num_remaining: int, budget: int) -> Any:  # noqa: ARG002
         return self._maybe(self._random.randint(0, min(num_remaining, budget)))
 
-    def reserve(self, request: Request, running: Sequence[Request]) -> Any:
-        return self._maybe(super().reserve(request, running))
+    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> Any:
+        return self._maybe(super().memory_to_admit(request, running))
 
-    def reserves_ahead(self) -> Any:
+    def allocates_at_once(self) -> Any:
         return self._maybe(self._random.random() < 0.5)
 
     def victim(self, candidates: Sequence[Request]) -> Any:

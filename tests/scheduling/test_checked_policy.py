@@ -38,12 +38,12 @@ def checked(question: str, answer: Any) -> CheckedPolicy:
 
 
 NONSENSE: dict[str, tuple[Any, ...]] = {
-    "reserved": (-1, 6, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
+    "tokens_ahead": (-1, 6, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
     "prompts": (None, 7, [[]], [WAITING[0]], [*RUNNING, *RUNNING], np.zeros(2), RuntimeError("no")),
     "tokens": (-1, 9, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
-    "reserve": (-1, None, 4.5, "x", RuntimeError("no")),
+    "memory_to_admit": (-1, None, 4.5, "x", RuntimeError("no")),
     "admits": (None, "yes", 1, RuntimeError("no")),
-    "reserves_ahead": (None, 0, RuntimeError("no")),
+    "allocates_at_once": (None, 0, RuntimeError("no")),
     "leaves": (None, "no", RuntimeError("no")),
     "victim": (None, 1, WAITING[0], RUNNING[0], RuntimeError("no")),
     "yields": (None, 7, [[]], [RUNNING[0]], [WAITING[0]], np.zeros(2), RuntimeError("no")),
@@ -52,12 +52,12 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
 
 def ask(policy: Policy, question: str) -> Any:
     args: dict[str, tuple[Any, ...]] = {
-        "reserved": (RUNNING, 5),
+        "tokens_ahead": (RUNNING, 5),
         "prompts": (RUNNING,),
         "tokens": (RUNNING[0], 8, 5),
         "victim": (RUNNING[1:],),
         "yields": (RUNNING,),
-        "reserves_ahead": (),
+        "allocates_at_once": (),
     }
     return getattr(policy, question)(*args.get(question, (WAITING[0], RUNNING)))
 
@@ -84,17 +84,17 @@ def test_invalid_results_are_replaced_and_logged_once(
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
-        ("reserved", 0),
-        ("reserved", 5),
+        ("tokens_ahead", 0),
+        ("tokens_ahead", 5),
         ("prompts", [RUNNING[2], RUNNING[0]]),
         ("prompts", []),
         ("tokens", 0),
         ("tokens", 5),
         ("tokens", np.int64(3)),
-        ("reserve", 0),
-        ("reserve", 1 << 50),
+        ("memory_to_admit", 0),
+        ("memory_to_admit", 1 << 50),
         ("admits", False),
-        ("reserves_ahead", True),
+        ("allocates_at_once", True),
         ("leaves", False),
         ("victim", RUNNING[1]),
         ("yields", [RUNNING[2], RUNNING[1]]),
@@ -147,8 +147,8 @@ def test_invalid_candidates_are_replaced() -> None:
 def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = WAITING
     for answer in ([second, RUNNING[0], first], [second, [], first]):
-        policy = checked("ahead", answer)
-        candidates, result = policy.ahead(RUNNING), []
+        policy = checked("candidates_ahead", answer)
+        candidates, result = policy.candidates_ahead(RUNNING), []
         with contextlib.suppress(StopIteration):
             request = next(candidates)
             while True:
@@ -156,9 +156,9 @@ def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixtur
                 policy.remove(request)
                 request = candidates.send(True)
         assert result == [second], "later ones wait until `candidates` is called"
-    assert list(checked("ahead", RuntimeError("no")).ahead(RUNNING)) == []
+    assert list(checked("candidates_ahead", RuntimeError("no")).candidates_ahead(RUNNING)) == []
     assert len(caplog.records) == 3
-    assert list(checked("ahead", None).ahead(RUNNING)) == []
+    assert list(checked("candidates_ahead", None).candidates_ahead(RUNNING)) == []
 
 
 def test_request_that_the_policy_failed_to_queue_still_waits() -> None:

@@ -134,7 +134,7 @@ def test_prompt_whose_prefix_was_evicted_waits_its_turn() -> None:
     engine.step()
     turn = engine.add(make_request([*chat, *[6] * 100], 1, tenant="b"))
     policy = engine.policy_given
-    assert policy.reserved([], BUDGET) > 0, "with its hits it is short"
+    assert policy.tokens_ahead([], BUDGET) > 0, "with its hits it is short"
     engine.core.reset_prefix_cache()
     engine.step()
     assert turn.num_computed == 0

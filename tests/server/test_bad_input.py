@@ -156,8 +156,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0].type",
-        "",
+        "messages[0].content[0]",
+        "images are not supported",
     ),
     # stop strings
     (COMPLETIONS, {"stop": ""}, "stop", "at least 1 character"),

@@ -270,7 +270,7 @@ def test_concurrent_streams_get_every_token_while_others_disconnect(
     assert [item for number, item in enumerate(texts) if number % 3] == [text] * 32
     live.wait_until_idle()
     usage = backend.core.scheduler.pool.usage()
-    assert usage.num_free + usage.num_cached == usage.num_blocks
+    assert usage.num_empty + usage.num_cached == usage.num_blocks
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])

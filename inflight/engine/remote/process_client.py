@@ -29,6 +29,7 @@ from inflight.engine.client import (
     id_in_use,
     not_added,
     notify,
+    wait_while,
 )
 from inflight.engine.remote.supervisor import (
     EngineEnded,
@@ -63,7 +64,6 @@ from inflight.timeline import TimelinePage, TimelineQuery
 logger = logging.getLogger(__name__)
 
 ACK_EVERY = 16  # StepOutputs: a fraction of the engine's window
-DRAIN_POLL = 0.02
 
 
 class EngineConnection(Protocol):
@@ -391,10 +391,7 @@ class ProcessClient:
 
     async def close(self, drain: float = 0.0) -> None:
         self._connection.closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain):
-                while self._open:
-                    await asyncio.sleep(DRAIN_POLL)
+        await wait_while(lambda: bool(self._open), drain)
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._end_all("the engine was closed")

@@ -15,7 +15,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
-from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec, ExpertsMlpSpec, Shard, whole_shard
 from inflight.models.tensors import (
     LinearRows,
     NormWeight,
@@ -32,6 +32,10 @@ from inflight.models.tensors import (
     read_headers,
 )
 
+# Random layers soon make all tokens of a context alike, and routers would send them to the same experts. With large
+# dummy embeddings, tokens stay different.
+_EXPERTS_EMBEDDING_SCALE = 500.0
+
 
 def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[Placement]:
     """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
@@ -41,7 +45,9 @@ def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[
     table_shape = (spec.vocab_size, spec.hidden_size)
     if decoder.embedding is not None:
         store = into_tensor(decoder.embedding, first=shard.vocab.start)
-        yield Placement(prefix + names.embedding, table_shape, store)
+        has_experts = any(isinstance(mlp, ExpertsMlpSpec) for mlp in spec.mlps)
+        scale = _EXPERTS_EMBEDDING_SCALE if has_experts else 1.0
+        yield Placement(prefix + names.embedding, table_shape, store, dummy_scale=scale)
     if decoder.head is not None:  # tied embeddings are read from it, too
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
         rows = RowRun(shard.vocab.start, len(shard.vocab), 0)

@@ -68,7 +68,7 @@ class Continuous(Policy):
 
     # ---- short prompts ----
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:
         self._num_ahead = 0
         self._find_short()
         if not len(self._short_queue):
@@ -91,7 +91,7 @@ class Continuous(Policy):
                 if self._num_left(request) <= self.short:
                     self._short_queue.push(request)
 
-    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
         first = self.queue.first()
         while (request := self._short_queue.first()) is not None:
             if (

@@ -104,10 +104,10 @@ class Fair(Policy):
             if not admitted:
                 return
 
-    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:
         return budget if self._next_ahead({request.tenant for request in prompts}) is not None else 0
 
-    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
         running = {request.tenant for request in prompts}
         while (request := self._next_ahead(running)) is not None:
             admitted = yield request

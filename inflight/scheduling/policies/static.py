@@ -30,10 +30,10 @@ class Static(Policy):
             self._last = self._newest
         return request.arrival <= self._last
 
-    def reserve(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
+    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
         return request.max_total
 
-    def reserves_ahead(self) -> bool:
+    def allocates_at_once(self) -> bool:
         return True
 
     def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002

@@ -23,7 +23,7 @@ from inflight.server.anthropic.schemas import (
 from inflight.server.engine_response import EngineResponse
 from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
+from inflight.server.prepare import check_tokenizer, conversation_params, prepare_conversation
 from inflight.server.routes.service import check_size, text_limit
 from inflight.server.state import caller_of, state_of
 
@@ -58,7 +58,7 @@ async def create_message(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller, lambda: prepare_chat(model, caller, body, chat_of(body), params, user)
+            caller, lambda: prepare_conversation(model, caller, body, chat_of(body), params, user)
         )
         await response.generate(prepared, params)
 

@@ -270,8 +270,10 @@ class Metrics:
             states = GaugeMetricFamily(
                 "inflight:kv_blocks", "KV blocks, by state", labels=["model_name", "state"]
             )
-            for state in ("free", "cached", "used"):
-                states.add_metric([self._model, state], getattr(stats.kv, f"num_{state}"))
+            kv = stats.kv
+            counts = {"free": kv.num_empty, "cached": kv.num_cached, "used": kv.num_used}
+            for state, count in counts.items():
+                states.add_metric([self._model, state], count)
             yield states
 
     def _key_families(self, callers: list[Caller]) -> Iterator[Metric]:

@@ -19,7 +19,7 @@ from inflight.server.formatters import ResponseFormatter
 
 MAX_SECONDS = 600  # the longest estimate
 _WEIGHT = 0.2  # of the latest interval between two ends in the moving average
-MAX_RECORDS = 16  # texts of one request whose records are kept: there may be thousands
+MAX_TEXT_RECORDS = 16  # texts of one request whose records are kept: there may be thousands
 Outcome = Literal["finished", "failed", "cancelled"]
 Reason = Literal[
     "first_token", "request", "disconnect", "cancelled", "shutdown"

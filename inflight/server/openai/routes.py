@@ -21,9 +21,9 @@ from inflight.server.prepare import (
     chat_request,
     check_answers,
     completion_params,
-    prepare_chat,
     prepare_completion,
-    split_prompts,
+    prepare_conversation,
+    prompts_of_body,
 )
 from inflight.server.schemas import GenerationBody
 from inflight.server.state import ServedModel, caller_of, state_of
@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionBody, state.options)
     model, name = state.find_model(body.model, "generate")
     params = await state.in_thread_if(body.is_large, caller, lambda: completion_params(model, body))
-    prompts = split_prompts(model, body, params.sampling.n)
+    prompts = prompts_of_body(model, body, params.sampling.n)
     is_long = body.is_large or sum(map(len, prompts)) > LONG_TEXT
     request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
@@ -75,7 +75,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller, lambda: prepare_chat(model, caller, body, chat_request(body), params, body.user)
+            caller, lambda: prepare_conversation(model, caller, body, chat_request(body), params, body.user)
         )
         await response.generate(prepared, params)
 

@@ -20,7 +20,7 @@ from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import read_json
-from inflight.server.observability.request_log import MAX_RECORDS
+from inflight.server.observability.request_log import MAX_TEXT_RECORDS
 from inflight.server.openapi import documented
 from inflight.server.scoring.formatters import (
     AnswerHead,
@@ -162,7 +162,7 @@ class PoolingCall:
         state, model, logged = response.state, response.model, response.logged
         engine_id = model.next_id("p")
         logged.task, logged.num_answers = self.task, self.num_texts
-        engine_ids = [f"{engine_id}/{index}" for index in range(min(self.num_texts, MAX_RECORDS))]
+        engine_ids = [f"{engine_id}/{index}" for index in range(min(self.num_texts, MAX_TEXT_RECORDS))]
         state.request_log.set_engine_ids(logged, engine_ids)
         logged.abort = partial(self._abort, response, engine_id)
         try:

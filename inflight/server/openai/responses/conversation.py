@@ -33,7 +33,7 @@ from inflight.server.openai.responses.store import (
     check_conversation,
 )
 from inflight.server.openai.responses.tools import ResponseTools, shown_name
-from inflight.server.prepare import ContentConstraint, GenerationParams, prepare_chat
+from inflight.server.prepare import ContentConstraint, GenerationParams, prepare_conversation
 from inflight.server.state import ServedModel, ServerState
 
 MAX_REPEATED_CHARACTERS = 1 << 20
@@ -184,7 +184,7 @@ class ResponseTurn(ResponseInput):
         chat = self.chat()
         if body.store is False:
             self.items = []
-        return prepare_chat(self._model, self._caller, body, chat, params, user_of(body))
+        return prepare_conversation(self._model, self._caller, body, chat, params, user_of(body))
 
     def set_ended(self, response: dict[str, Any]) -> None:
         """Set the finished response, for `store`."""

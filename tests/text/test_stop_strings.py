@@ -9,7 +9,7 @@ from tokenizers import normalizers
 
 from inflight.errors import ParameterError
 from inflight.text import StopStrings, Tokenizer, bad_word_ids
-from inflight.text.detokenizer import _Automaton
+from inflight.text.stop_strings import _Automaton
 
 from .samples import metaspace_backend, tokenizer
 
