@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> 
     """Return the layout of experts with which most of the stored tensors agree."""
 
     def agreement(layout: int) -> tuple[int, int]:
-        needed = [p for p in placements(decoder, variant, layout) if p.name in stored]
+        first = islice(placements(decoder, variant, layout), len(stored) + 10_000)
+        needed = [placement for placement in first if placement.name in stored]
         return sum(stored[p.name].shape == p.shape for p in needed), len(needed)
 
     return max(range(len(decoder.spec.names.experts)), key=agreement)

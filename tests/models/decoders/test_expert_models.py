@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,20 @@ def test_bad_weights_are_rejected_in_one_line(case: str, tmp_path: Path) -> None
     with pytest.raises(WeightsError, match=message) as rejected:
         load(tmp_path)
     assert "\n" not in str(rejected.value)
+
+
+def test_config_with_more_experts_than_there_are_is_rejected_quickly(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3-moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    edit_config(tmp_path, num_hidden_layers=4000, **{name: 4096})
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=r"the weights lack .* \(num_hidden_layers is 4000"):
+        load(tmp_path)
+    assert time.perf_counter() - start < 30
+    edit_config(tmp_path, **{name: 1 << 20})
+    with pytest.raises(ModelError, match=f"{name} in config.json"):
+        load(tmp_path)
 
 
 def test_stacked_experts_of_a_wrong_shape_are_rejected(tmp_path: Path) -> None:
