@@ -100,7 +100,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "attention_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     # Small enough to try a benchmark out.
     "tiny": {

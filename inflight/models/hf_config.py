@@ -13,7 +13,10 @@ from typing import Any
 from inflight.errors import ModelError, shown
 from inflight.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 
-_MOST = {"num_hidden_layers": 4096}
+_MOST = {
+    "num_hidden_layers": 4096,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
+}
 _MOST_OTHERWISE = 1 << 24
 _MOST_FLOAT = sys.float_info.max  # an integer of JSON may be larger
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -31,6 +32,7 @@ _ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 _DUMMY_VALUES = 1 << 20
 _DUMMY_STD = 0.02
 _SHOWN = 3
+_MAX_MISSING = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Placement:
     shape: tuple[int, ...]
     store: Store
     dummy: float | None = None  # fill value of dummy weights; None: random numbers
+    dummy_scale: float = 1.0  # multiplies these random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +272,8 @@ def check_tensors(
 
     `hint` names a likely cause.
     """
+    # A config may claim millions of tensors. If there are more than are stored, some of the first ones are missing.
+    needed = islice(needed, len(stored) + _MAX_MISSING)
     shapes = {placement.name: placement.shape for placement in needed}
     missing = [name for name in shapes if name not in stored]
     if missing:
@@ -337,6 +342,8 @@ def fill_random(
             rows = values[start : start + size]
             if size > len(values):
                 rows = rows.repeat(-(-size // len(values)))[:size]
+            if placement.dummy_scale != 1.0:
+                rows = rows * placement.dummy_scale
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
 

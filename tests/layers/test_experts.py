@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Experts, Kernels, Residual, TorchKernels
+from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_linear import native
 
 EPS = 1e-6
@@ -28,8 +29,10 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "triton":
+        return TritonKernels(torch.float32, "cpu")
     return native() if request.param == "native" else TorchKernels()
 
 

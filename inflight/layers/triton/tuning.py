@@ -11,6 +11,7 @@ from triton.runtime import driver
 
 MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
+MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
@@ -26,6 +27,26 @@ class LinearTile:
     num_warps: int
     stages: int  # steps of k in flight
     split_k: int = 1  # programs that share the features of one tile
+
+
+@dataclass(frozen=True, slots=True)
+class PairTile:
+    """One program of a product of one token and one of its experts: `block_n` outputs, `block_k` features at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """One program of a grouped product: a block of pairs and `block_n` weight rows, `block_k` features at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+    weights_left: bool  # weights, not pairs, are the left operand: for blocks of few pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,30 @@ def choose_medium(
                 block_m=block_m, block_n=block_n, block_k=128, split_k=split_k, num_warps=4, stages=stages
             )
     return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
+
+
+def choose_pairs(num_tokens: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile] | None:
+    """Return the tiles of `pair_gate_up` and `pair_down`, or None if grouping the pairs by expert pays."""
+    if num_tokens > MAX_PAIRED:
+        return None
+    gate_up = PairTile(block_n=2, block_k=min(4096 // itemsize, _padded(hidden)), num_warps=2)
+    down = PairTile(block_n=4, block_k=min(2048 // itemsize, _padded(inner)), num_warps=4)
+    return gate_up, down
+
+
+def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int, GroupedTile, GroupedTile]:
+    """Return the pairs of a block, and the tiles of `grouped_gate_up` and `grouped_down`."""
+    if itemsize == 4:
+        tile = GroupedTile(block_n=32, block_k=32, num_warps=4, stages=2, weights_left=True)
+        return 16, tile, tile
+    average = num_pairs / num_experts
+    if average <= 32:
+        tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=3, weights_left=True)
+        return 16 if average <= 10 else 32, tile, tile
+    stages = 4 if average <= 128 else 3
+    gate_up = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=stages, weights_left=False)
+    down = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=4, weights_left=False)
+    return 128, gate_up, down
 
 
 def _padded(size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
-from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec, ExpertsMlpSpec, Shard, whole_shard
 from inflight.models.tensors import (
     LinearRows,
     NormWeight,
@@ -32,6 +33,10 @@ from inflight.models.tensors import (
     read_headers,
 )
 
+# Random layers soon make all tokens of a context alike, and routers would send them to the same experts. With large
+# dummy embeddings, tokens stay different.
+_EXPERTS_EMBEDDING_SCALE = 500.0
+
 
 def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[Placement]:
     """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
@@ -41,7 +46,9 @@ def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[
     table_shape = (spec.vocab_size, spec.hidden_size)
     if decoder.embedding is not None:
         store = into_tensor(decoder.embedding, first=shard.vocab.start)
-        yield Placement(prefix + names.embedding, table_shape, store)
+        has_experts = any(isinstance(mlp, ExpertsMlpSpec) for mlp in spec.mlps)
+        scale = _EXPERTS_EMBEDDING_SCALE if has_experts else 1.0
+        yield Placement(prefix + names.embedding, table_shape, store, dummy_scale=scale)
     if decoder.head is not None:  # tied embeddings are read from it, too
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
         rows = RowRun(shard.vocab.start, len(shard.vocab), 0)
@@ -101,7 +108,8 @@ def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> 
     """Return the layout of experts with which most of the stored tensors agree."""
 
     def agreement(layout: int) -> tuple[int, int]:
-        needed = [p for p in placements(decoder, variant, layout) if p.name in stored]
+        first = islice(placements(decoder, variant, layout), len(stored) + 10_000)
+        needed = [placement for placement in first if placement.name in stored]
         return sum(stored[p.name].shape == p.shape for p in needed), len(needed)
 
     return max(range(len(decoder.spec.names.experts)), key=agreement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inflight.errors import ModelError, UnknownArchitectureError, WeightsError
-from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual, TorchKernels
+from inflight.layers import kernels
+from inflight.layers.kernels import (
+    CLAMPED_SILU,
+    ExpertRouting,
+    Residual,
+    TorchKernels,
+    choose_experts,
+)
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import ExpertsMlp
 from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, shard_of
 from inflight.models.tensors import ExpertMatrix
+from tests.models.decoders.test_weights import dummy
 from tests.models.running import CPU, load, logprobs, prompt, transformers_logprobs
 from tests.support.checkpoints import FAMILIES, make_model, write_checkpoint
 
@@ -169,6 +178,20 @@ def test_bad_weights_are_rejected_in_one_line(case: str, tmp_path: Path) -> None
     assert "\n" not in str(rejected.value)
 
 
+def test_config_with_more_experts_than_there_are_is_rejected_quickly(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3-moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    edit_config(tmp_path, num_hidden_layers=4000, **{name: 4096})
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=r"the weights lack .* \(num_hidden_layers is 4000"):
+        load(tmp_path)
+    assert time.perf_counter() - start < 30
+    edit_config(tmp_path, **{name: 1 << 20})
+    with pytest.raises(ModelError, match=f"{name} in config.json"):
+        load(tmp_path)
+
+
 def test_stacked_experts_of_a_wrong_shape_are_rejected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3-moe")
     edit(tmp_path, lambda tensors: stack(tensors, False))
@@ -252,8 +275,8 @@ def test_experts_of_gpt_oss_agree_with_transformers(fast: bool, ranks: int, expe
     x = torch.randn(11, 64)
     actual = x.clone()
     for rank in range(ranks):  # their sums are added up here
-        kernels = cpu_kernels() if fast else TorchKernels()
-        own = ExpertsMlp(shard_of(spec, rank, ranks), mlp, kernels, torch.float32, CPU)
+        device_kernels = cpu_kernels() if fast else TorchKernels()
+        own = ExpertsMlp(shard_of(spec, rank, ranks), mlp, device_kernels, torch.float32, CPU)
         targets = own.targets()
         for name, target in names.items():
             for placement in targets[target].placements(name):
@@ -262,6 +285,24 @@ def test_experts_of_gpt_oss_agree_with_transformers(fast: bool, ranks: int, expe
         actual += own(Residual(x.clone(), None), None).x - x
     expected = x + reference(x[None])[0][0]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[Tensor] = []
+
+    def choose(*arguments: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = choose_experts(*arguments)
+        counts.append(torch.bincount(ids.view(-1), minlength=8))
+        return ids, weights
+
+    monkeypatch.setattr(kernels, "choose_experts", choose)
+    tokens = torch.randint(2000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    fields = {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 2000, "mlp_only_layers": []}
+    logprobs(dummy("qwen3-moe", seed=0, **fields), tokens)
+    assert len(counts) == 12
+    for layer in counts:  # 75 on average
+        assert layer.min() > 25
+        assert layer.max() < 150
 
 
 def test_rows_of_an_expert_may_arrive_in_parts() -> None:

@@ -1,0 +1,42 @@
+"""Experts on the GPU against float64, at sizes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inflight.layers.kernels import ExpertRouting, Residual
+from inflight.layers.triton_kernels import TritonKernels
+from tests.layers.test_experts import expected_output, random_weights
+
+ROUTING = ExpertRouting(num_experts=16, top_k=4, scores="softmax", normalise=True)
+HIDDEN, INNER = 256, 192
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 100, 300, 1500])
+def test_experts_match_float64_in_all_sizes_of_steps(dtype: torch.dtype, num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    weights = random_weights(ROUTING, HIDDEN, INNER, dtype)
+    # Clear winners: rounding must not change which experts are chosen.
+    clear = torch.zeros(ROUTING.num_experts, HIDDEN)
+    clear[:, : ROUTING.num_experts] = 8 * torch.eye(ROUTING.num_experts)
+    weights = replace(weights, router=clear.to(dtype))
+    x = torch.randn(num_tokens, HIDDEN)
+    for token in range(num_tokens):
+        x[token, : ROUTING.num_experts] = torch.randperm(ROUTING.num_experts) / 4.0
+    x = x.to(dtype)
+    norm = torch.ones(HIDDEN)
+    expected = expected_output(weights, x, norm)
+    experts = TritonKernels(dtype, "cuda").experts(HIDDEN, INNER, ROUTING, dtype, "silu")
+    weights.load(experts)
+    live = torch.zeros(num_tokens, dtype=torch.int32, device="cuda")
+    live[num_tokens // 2 + 1 :: 3] = -1
+    actual = experts.add_to(Residual(x.cuda().clone(), norm.cuda()), 1e-6, norm.cuda(), live).x.cpu()
+    is_live = live.cpu() >= 0
+    added, reference = (actual.double() - x.double())[is_live], (expected - x.double())[is_live]
+    limit = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
+    assert ((added - reference).norm() / reference.norm()).item() < limit
+    assert torch.equal(actual[~is_live], x[~is_live])
