@@ -171,7 +171,7 @@ def test_embeddings_match_the_last_hidden_state_of_transformers(dense: int, tmp_
 
 
 def test_model_without_a_language_head_does_not_generate(tmp_path: Path) -> None:
-    """The front refuses such requests; one that came through fails alone."""
+    """The validator refuses such requests; one that reaches the engine nevertheless fails alone."""
     folder = write_classifier(tmp_path, "llama", 2)
     with (
         LLM(folder, skip_tokenizer_init=True, show_progress=False) as llm,
