@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_imports() -> None:
-    """What is there already, a million objects of imported packages, stays: a collection of garbage need not look at
-    it, which takes half a second each time."""
+    """Exclude the million objects of imported packages from garbage collection, which takes half a second otherwise."""
     gc.collect()
     gc.freeze()
 
@@ -118,8 +117,8 @@ def tab() -> Iterator[Page]:
     """The one browser of all tests of pages. Take `page` instead."""
     from tests.support.browser import browser
 
-    with browser() as found:
-        yield found
+    with browser() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -70,11 +70,11 @@ class RequestState:
     num_computed: int = 0  # tokens that have KV now
     num_blocks: int = 0  # blocks that it holds
     num_ahead: int = 0  # waiting requests that arrived before it, while it waits
-    waiting_reason: str | None = None  # one of QUEUE_CAUSES, while it waits
     # The latest requests that it waited for: those that ended between its arrival and its admission and, while it
     # waits, those that are running.
     waited_for: tuple[str, ...] = ()
     num_waited_for: int = 0
+    waiting_reason: str | None = None  # one of QUEUE_CAUSES, while it waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState, StepObserver, notify
 from inflight.engine.runner import NoSleepSupport, Runner, SleepingRunner, SleepSupport, asleep
@@ -20,9 +20,11 @@ from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
 from inflight.request import Request, Status
 from inflight.scheduling import Batch, RequestPool, Sampled, ScheduledStep, Scheduler
-from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder
+from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder, TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MARGIN = 0.001  # seconds that a step is launched before the device needs it
 
@@ -82,6 +84,22 @@ class EngineCore:
             self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation, max_bytes
         )
 
+    def _record(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Call the recorder. If it fails, turn it off: recording must not break the engine."""
+        try:
+            return call(*args)
+        except Exception:
+            logger.exception("the timeline could not be recorded, and is no longer")
+            self.recorder = NoRecorder()
+            return None
+
+    def take_timeline(self) -> bytes | None:
+        """Return what viewers have not been sent yet, if it is time to send something."""
+        return self._record(self.recorder.take_due, self.clock())
+
+    def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return self._record(self.recorder.page, query) or TimelinePage([], {})
+
     # ---- requests ----
 
     def add(self, request: Request) -> None:
@@ -91,7 +109,7 @@ class EngineCore:
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
-        self.recorder.arrive(request, now)
+        self._record(self.recorder.arrive, request, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
     def check_queue_limit(self, num_pending: int = 0) -> None:
@@ -123,7 +141,7 @@ class EngineCore:
             return 0, []
         num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
-        self.recorder.end(request, reason, deltas, now)
+        self._record(self.recorder.end, request, reason, deltas, now)
         return num_freed, deltas
 
     def describe(self, request_id: str) -> RequestState | None:
@@ -227,7 +245,7 @@ class EngineCore:
         self._num_output_tokens += num_outputs
         updated_at = self.clock()
         times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
-        self.recorder.step(launched.step, deltas, num_outputs, self.scheduler.pool, times)
+        self._record(self.recorder.step, launched.step, deltas, num_outputs, self.scheduler.pool, times)
         if self.observers:
             self._records.step(launched, deltas, self.scheduler.pool, device_began_at, now, updated_at)
         if not self.has_work:
@@ -260,7 +278,7 @@ class EngineCore:
             step_deltas = deltas if other is launched else ()
             device_began_at = self._device_began_at(other)
             times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
-            self.recorder.step(other.step, step_deltas, 0, self.scheduler.pool, times, message)
+            self._record(self.recorder.step, other.step, step_deltas, 0, self.scheduler.pool, times, message)
             if self.observers:
                 self._records.step(
                     other, step_deltas, self.scheduler.pool, device_began_at, now, self.clock(), message

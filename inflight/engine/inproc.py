@@ -133,7 +133,7 @@ class InprocClient:
         self._post(lambda: self._deliver(deltas))
 
     def _publish_timeline(self) -> None:
-        data = self._core.recorder.take_due(self._core.clock())
+        data = self._core.take_timeline()
         if data is not None:
             self._post(lambda: self._show_timeline(data))
 
@@ -321,7 +321,7 @@ class InprocClient:
         return stop
 
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        page: TimelinePage = await self._run_in_thread(lambda: self._core.recorder.page(query))
+        page: TimelinePage = await self._run_in_thread(lambda: self._core.read_timeline(query))
         return page
 
     async def read_memory(self, replica: str) -> MemoryState:

@@ -178,7 +178,7 @@ class LocalEngine:
         return self._loaded.core.stats()
 
     def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        return self._loaded.core.recorder.page(query)
+        return self._loaded.core.read_timeline(query)
 
     def observe(self, observer: StepObserver) -> None:
         self._loaded.core.observers.append(observer)

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from inflight.timeline.chunks import (
     COLUMNS,
-    ENDS,
     Chunk,
     RecordedRequest,
     SlotKind,
     TimelineEvent,
     encode_chunk,
+    remember,
 )
 
 MAX_EVENTS = 4096  # in one chunk
@@ -114,8 +114,7 @@ class ChunkBuilder:
         """Return the chunk, and begin the next one."""
         data = self.encode(open_runs)
         if self._known is not None:
-            self._known.update(self.requests)
-            self._known.difference_update(event.request for event in self.events if event.type in ENDS)
+            remember(self._known, self.requests.values(), self.events)
         self._begin_next()
         self.skipped = 0
         return data

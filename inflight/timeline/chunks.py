@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ COLUMNS = (
     "used",
     "cached",
 )
+MAX_KNOWN = 1 << 14  # requests of which a reader is known to have the description
 ENDS = ("finish", "abort")  # the last events of a request
 RUN_LENGTH = 8  # numbers in a run
 
@@ -233,9 +234,18 @@ def chunk_json(
         result["failed"] = {str(number): text for number, text in chunk.failed.items()}
     if chunk.skipped:
         result["skipped"] = chunk.skipped
-    known.update(info.number for info in chunk.requests)
-    known.difference_update(event.request for event in chunk.events if event.type in ENDS)
+    remember(known, chunk.requests, chunk.events)
     return result
+
+
+def remember(known: set[int], requests: Iterable[RecordedRequest], events: Iterable[TimelineEvent]) -> None:
+    """Add requests that a reader has been sent, and forget those that have ended or are very old."""
+    known.update(info.number for info in requests)
+    known.difference_update(event.request for event in events if event.type in ENDS)
+    if len(known) > MAX_KNOWN:
+        latest = sorted(known)[-MAX_KNOWN // 2 :]
+        known.clear()
+        known.update(latest)
 
 
 def request_json(info: RecordedRequest, to_unix: float, is_visible: bool) -> dict[str, Any]:

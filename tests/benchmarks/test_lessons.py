@@ -14,9 +14,9 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "continuous-batching.md")
 
 
 def head_after(command: str) -> list[str]:
-    """Of the first table behind the command."""
-    _, found, rest = PAGE.partition(f"    python -m benchmarks.{command}")
-    assert found
+    """Return the header of the first table after the command."""
+    _, command_line, rest = PAGE.partition(f"    python -m benchmarks.{command}")
+    assert command_line
     line = next(line for line in rest.splitlines() if line.startswith("|"))
     return [cell.strip() for cell in line.strip("|").split("|")]
 

@@ -14,20 +14,20 @@ def test_shares_add_up_to_the_time_from_begin_to_end() -> None:
         Interval("c", 6, 12),  # all of it is hidden behind b
         Interval("a", 20, 30),
     ]
-    found = {share.name: share for share in shares(reversed(events), 1)}
-    assert {name: share.microseconds for name, share in found.items()} == {
+    by_name = {share.name: share for share in shares(reversed(events), 1)}
+    assert {name: share.microseconds for name, share in by_name.items()} == {
         "a": 20,
         "b": 5,
         "c": 0,
         NOTHING: 5,
     }
-    assert (found["b"].own, found["a"].count) == (11, 2)
-    assert sum(share.microseconds for share in found.values()) == 30
+    assert (by_name["b"].own, by_name["a"].count) == (11, 2)
+    assert sum(share.microseconds for share in by_name.values()) == 30
 
 
 def test_shares_are_of_a_step_and_the_largest_comes_first() -> None:
-    found = shares([Interval("a", 0, 1), Interval("b", 1, 5), Interval("b", 5, 9)], 2)
-    assert [(share.name, share.microseconds, share.count) for share in found] == [
+    kernel_shares = shares([Interval("a", 0, 1), Interval("b", 1, 5), Interval("b", 5, 9)], 2)
+    assert [(share.name, share.microseconds, share.count) for share in kernel_shares] == [
         ("b", 4, 1),
         ("a", 0.5, 0.5),
     ]

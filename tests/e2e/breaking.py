@@ -60,10 +60,10 @@ class PoisonedRunner:
 
     def collect(self, handle: tuple[Any, bool]) -> Sampled:
         inner, bad = handle
-        found = self.real.collect(inner)
+        sampled = self.real.collect(inner)
         if bad:
             raise RuntimeError("poisoned")
-        return found
+        return sampled
 
     def close(self) -> None:
         self.real.close()

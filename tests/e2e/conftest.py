@@ -33,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 @pytest.fixture(scope="session")
 def reference(folder: Folder) -> Callable[[str], Reference]:
     """A function: family -> what transformers says about its prompts."""
-    found: dict[str, Reference] = {}
+    references: dict[str, Reference] = {}
 
     def get(family: str) -> Reference:
-        if family not in found:
-            found[family] = transformers_reference(folder(family))
-        return found[family]
+        if family not in references:
+            references[family] = transformers_reference(folder(family))
+        return references[family]
 
     return get

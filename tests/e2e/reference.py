@@ -1,4 +1,4 @@
-"""What transformers makes of a ragged batch of prompts, one prompt at a time."""
+"""The outputs of transformers for a ragged batch of prompts, one prompt at a time."""
 
 from __future__ import annotations
 

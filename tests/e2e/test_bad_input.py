@@ -1,4 +1,4 @@
-"""What cannot be served is refused: with the right error, in words that help, and without a trace in the engine."""
+"""Requests that cannot be served are refused with the right error and a helpful message, and leave no trace."""
 
 from __future__ import annotations
 

@@ -125,12 +125,12 @@ async def test_all_forms_of_messages_are_accepted(chat: Chat) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     plain = await chat([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}])
-    given = await chat(
+    formatted = await chat(
         [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": "x"}]
     )
-    assert given.prompt == plain.prompt
-    assert given.outputs[0].message is not None
-    assert given.outputs[0].message.content == given.outputs[0].text
+    assert formatted.prompt == plain.prompt
+    assert formatted.outputs[0].message is not None
+    assert formatted.outputs[0].message.content == formatted.outputs[0].text
     with pytest.raises(RequestError, match=r"messages\[1\].tool_calls\[0\]"):
         await chat(
             [

@@ -44,8 +44,8 @@ def test_one_prompt_prints_its_answer_and_nothing_else(folder: Folder) -> None:
 
 def test_several_prompts_print_json_lines(folder: Folder) -> None:
     prompts = [TEXT, "A batch", "Numbers such as 12"]
-    given = [argument for prompt in prompts for argument in ("-p", prompt)]
-    result = run("generate", folder(), *given, *GREEDY, "--json", "--logprobs", 1, "-n", 2)
+    prompt_options = [argument for prompt in prompts for argument in ("-p", prompt)]
+    result = run("generate", folder(), *prompt_options, *GREEDY, "--json", "--logprobs", 1, "-n", 2)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == prompts
     for line, text in zip(lines, expected(folder(), prompts), strict=True):
@@ -126,7 +126,7 @@ def test_version_and_help_are_printed() -> None:
 def error_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
 ) -> str:
-    """What `main` says on standard error, which must be one line, with exit code 1."""
+    """Run `main`, which must exit with status 1, and return its only line on standard error."""
     monkeypatch.setattr(sys, "argv", ["inflight", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         main()

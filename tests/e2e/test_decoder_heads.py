@@ -72,9 +72,9 @@ def test_a_reranker_scores_as_its_model_card_does(reranker: Path) -> None:
     expected = model_card_scores(reranker)
     assert np.abs(np.diff(expected)).min() > 1e-3  # else documents in a wrong order would pass
     with LLM(reranker, show_progress=False, max_num_batched_tokens=64) as llm:
-        found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
         best = llm.rerank(QUERY, DOCUMENTS, top_n=1, use_tqdm=False)
-    assert [output.outputs.score for output in found] == pytest.approx(expected, abs=1e-5)
+    assert [output.outputs.score for output in outputs] == pytest.approx(expected, abs=1e-5)
     assert [result.index for result in best] == [int(expected.argmax())]
 
 
@@ -91,11 +91,11 @@ def test_generation_and_scoring_share_batches_and_memory(reranker: Path) -> None
         engine = PooledEngine.load(reranker, pipeline_depth=depth, **SCARCE)
         for name, prompt in enumerate(prompts):
             engine.add(f"generates {name}", prompt, max_tokens=60)
-        found = engine.pool(texts)
+        batched = engine.pool(texts)
         assert [engine.tokens[f"generates {name}"] for name in range(len(prompts))] == answers
         if isinstance(engine.decoder.kernels, NativeKernels):
-            assert found.tolist() == np.array(one_by_one).tolist()
-        assert found == pytest.approx(np.array(one_by_one), abs=1e-4)
+            assert batched.tolist() == np.array(one_by_one).tolist()
+        assert batched == pytest.approx(np.array(one_by_one), abs=1e-4)
         ended = [engine.ended[str(index)].record for index in range(len(texts))]
         assert any(record and record.num_preemptions for record in ended)
         together = [

@@ -61,8 +61,8 @@ def test_classifier_logits_match_transformers(case: str, tmp_path: Path) -> None
     assert (facts.pooling.task, facts.pooling.size) == ("classify", model.config.num_labels)
     # Pairs, where the model tells the two texts apart.
     seconds = [len(prompt) // 2 if family == "bert" and len(prompt) > 9 else 0 for prompt in RAGGED]
-    for prompt, second, found in zip(RAGGED, seconds, vectors(engine, RAGGED, seconds), strict=True):
-        np.testing.assert_allclose(found, logits(model, prompt, second), atol=TOLERANCE, rtol=TOLERANCE)
+    for prompt, second, vector in zip(RAGGED, seconds, vectors(engine, RAGGED, seconds), strict=True):
+        np.testing.assert_allclose(vector, logits(model, prompt, second), atol=TOLERANCE, rtol=TOLERANCE)
     engine.close()
 
 
@@ -70,7 +70,7 @@ def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
     """As sentence-transformers pools."""
     length = len(states)
     weights = torch.arange(1.0, length + 1).unsqueeze(1)
-    found: dict[str, torch.Tensor] = {
+    by_mode: dict[str, torch.Tensor] = {
         "cls": states[0],
         "max": states.amax(0),
         "mean": states.sum(0) / length,
@@ -78,7 +78,7 @@ def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
         "weightedmean": (states * weights).sum(0) / weights.sum(),
         "lasttoken": states[-1],
     }
-    return found[mode]
+    return by_mode[mode]
 
 
 EMBEDDERS: dict[str, tuple[str, list[str]]] = {
@@ -100,10 +100,10 @@ def test_embeddings_match_pooled_hidden_states_of_transformers(case: str, tmp_pa
     facts = engine.facts.pooling
     assert facts is not None
     assert (facts.task, facts.size, facts.normalize) == ("embed", HIDDEN * len(modes), True)
-    for prompt, found in zip(RAGGED, vectors(engine, RAGGED), strict=True):
+    for prompt, vector in zip(RAGGED, vectors(engine, RAGGED), strict=True):
         states = hidden_states(model, prompt)
         expected = torch.cat([pooled(states, mode) for mode in modes])
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=TOLERANCE)
     engine.close()
 
 
@@ -129,10 +129,10 @@ def test_layers_after_pooling_are_read_from_their_own_folders(tmp_path: Path) ->
     engine = load(tmp_path)
     assert engine.facts.pooling is not None
     assert engine.facts.pooling.size == 24
-    for prompt, found in zip(RAGGED, vectors(engine, RAGGED), strict=True):
+    for prompt, vector in zip(RAGGED, vectors(engine, RAGGED), strict=True):
         states = hidden_states(model, prompt)
         expected = norm(torch.tanh(dense(states.mean(0)))).detach()
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=TOLERANCE)
     engine.close()
     (tmp_path / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"is named in modules\.json but is missing"):
@@ -164,9 +164,9 @@ def test_results_are_bit_identical_in_any_batch(family: str, modes: str, tmp_pat
         pytest.skip("plain torch adds up in an order that depends on the shape of the batch")
     alone = [vectors(engine, [prompt])[0] for prompt in RAGGED]
     for order in (RAGGED, RAGGED[::-1], RAGGED * 3):
-        found = vectors(engine, order)
+        together = vectors(engine, order)
         for index, prompt in enumerate(order):
-            assert np.array_equal(found[index], alone[RAGGED.index(prompt)])
+            assert np.array_equal(together[index], alone[RAGGED.index(prompt)])
     engine.close()
 
 
@@ -175,8 +175,8 @@ def test_padding_changes_nothing(folder: Path) -> None:
     expected = vectors(engine, RAGGED)
     assert isinstance(engine.core.runner, EncoderRunner)
     engine.core.runner.padded = True
-    for found, wanted in zip(vectors(engine, RAGGED), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for vector, reference in zip(vectors(engine, RAGGED), expected, strict=True):
+        np.testing.assert_allclose(vector, reference, atol=1e-6)
     engine.close()
 
 
@@ -185,8 +185,8 @@ def test_padding_changes_nothing(folder: Path) -> None:
 def test_every_policy_gives_the_same_results(engine: LoadedEngine, policy: str, depth: int) -> None:
     expected = vectors(engine, RAGGED)
     engine.use(policy=policy, pipeline_depth=depth, **SMALL)
-    for found, wanted in zip(vectors(engine, RAGGED), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for vector, reference in zip(vectors(engine, RAGGED), expected, strict=True):
+        np.testing.assert_allclose(vector, reference, atol=1e-6)
 
 
 def test_a_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
@@ -239,9 +239,9 @@ def test_rejected_text_fails_the_whole_call(folder: Path) -> None:
     stats = llm.stats()
     assert stats.num_steps > 0
     assert not llm._engine.core.has_work
-    found = llm.embed(fine, use_tqdm=False)
-    assert [output.request_id for output in found] == [str(index) for index in range(301, 601)]
-    assert np.linalg.norm(found[-1].outputs.embedding) == pytest.approx(1)
+    outputs = llm.embed(fine, use_tqdm=False)
+    assert [output.request_id for output in outputs] == [str(index) for index in range(301, 601)]
+    assert np.linalg.norm(outputs[-1].outputs.embedding) == pytest.approx(1)
 
 
 # ---- odd files ----
@@ -280,5 +280,5 @@ def test_older_norm_names_are_accepted(tmp_path: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(greek | {"bert.embeddings.position_ids": torch.arange(LONGEST)[None]}, file)
-    (found,) = vectors(load(tmp_path), RAGGED[1:2])
-    np.testing.assert_allclose(found, logits(model, RAGGED[1]), atol=TOLERANCE)
+    (vector,) = vectors(load(tmp_path), RAGGED[1:2])
+    np.testing.assert_allclose(vector, logits(model, RAGGED[1]), atol=TOLERANCE)

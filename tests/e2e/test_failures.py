@@ -97,9 +97,9 @@ def test_request_that_breaks_its_steps_fails_alone(
         for bad in (outputs.pop(), outputs.pop(2)):
             assert bad.outputs[0].finish_reason == "error"
             assert "RuntimeError" in str(bad.outputs[0].error)
-        for found, whole in zip(outputs, rich, strict=True):
-            assert found.outputs == whole.outputs
-            assert found.prompt_logprobs == whole.prompt_logprobs
+        for output, whole in zip(outputs, rich, strict=True):
+            assert output.outputs == whole.outputs
+            assert output.prompt_logprobs == whole.prompt_logprobs
         check_balance(llm)
 
 
@@ -121,8 +121,8 @@ def test_prompt_logprobs_survive_a_failed_step(depth: int, folder: Folder) -> No
     expected = LLM(folder(), **options).generate(PROMPTS, params)
     llm = LLM(folder(), **options)
     BreakingRunner(llm._engine.core, "collect", 4)
-    for found, whole in zip(llm.generate(PROMPTS, params), expected, strict=True):
-        assert found.prompt_logprobs == whole.prompt_logprobs
+    for output, whole in zip(llm.generate(PROMPTS, params), expected, strict=True):
+        assert output.prompt_logprobs == whole.prompt_logprobs
 
 
 @pytest.mark.parametrize("depth", [1, 2])

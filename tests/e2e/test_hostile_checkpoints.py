@@ -33,9 +33,9 @@ TEXT_FILES = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "model"
-    shutil.copytree(checkpoint_folder(), found)
-    return found
+    copied = tmp_path / "model"
+    shutil.copytree(checkpoint_folder(), copied)
+    return copied
 
 
 def put(name: str, content: bytes) -> Harm:

@@ -58,19 +58,21 @@ def answer(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
     """Tokens, and the logprobs of all candidates reported."""
     (only,) = output.outputs
     assert only.logprobs is not None
-    return only.token_ids, [{i: found.logprob for i, found in at.items()} for at in only.logprobs]
+    return only.token_ids, [{i: candidate.logprob for i, candidate in at.items()} for at in only.logprobs]
 
 
 def check_same(
-    llm: LLM, found: tuple[list[int], list[dict[int, float]]], alone: tuple[list[int], list[dict[int, float]]]
+    llm: LLM,
+    together: tuple[list[int], list[dict[int, float]]],
+    alone: tuple[list[int], list[dict[int, float]]],
 ) -> None:
-    assert found[0] == alone[0]
+    assert together[0] == alone[0]
     decoder = llm._engine.model
     assert isinstance(decoder, Decoder)
     if isinstance(decoder.kernels, NativeKernels):
-        assert found[1] == alone[1]
+        assert together[1] == alone[1]
     else:  # plain torch adds up in an order that depends on the shape of the batch
-        for ours, theirs in zip(found[1], alone[1], strict=True):
+        for ours, theirs in zip(together[1], alone[1], strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
@@ -146,10 +148,10 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("seed", [11, None])
 def test_answers_are_distinct_and_reproducible(seed: int | None, folder: Folder) -> None:
-    found = token_ids(several(folder("qwen3"), seed=seed))
-    for answers in found:
+    first_run = token_ids(several(folder("qwen3"), seed=seed))
+    for answers in first_run:
         assert len({tuple(answer) for answer in answers}) == 4
-    assert token_ids(several(folder("qwen3"), seed=seed)) == found
+    assert token_ids(several(folder("qwen3"), seed=seed)) == first_run
 
 
 def test_answer_depends_only_on_its_seed(folder: Folder) -> None:

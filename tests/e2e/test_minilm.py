@@ -49,13 +49,13 @@ def expected(folder: Path) -> NDArray[np.float32]:
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    found = []
+    embeddings = []
     for first in range(0, len(SENTENCES), 50):
         inputs = tokenizer(SENTENCES[first : first + 50], padding=True, return_tensors="pt")
         mask = inputs["attention_mask"].unsqueeze(-1)
         states = model(**inputs).last_hidden_state * mask
-        found.append(torch.nn.functional.normalize(states.sum(1) / mask.sum(1)))
-    return torch.cat(found).numpy()
+        embeddings.append(torch.nn.functional.normalize(states.sum(1) / mask.sum(1)))
+    return torch.cat(embeddings).numpy()
 
 
 def test_embeddings_of_200_sentences_match_the_reference(folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_embeddings_of_200_sentences_match_the_reference(folder: Path) -> None:
     assert facts.max_model_len == 256  # sentence_bert_config.json, where there are 512 positions
     assert facts.pooling is not None
     assert (facts.pooling.size, facts.pooling.normalize, facts.pooling.scores) == (384, True, "cosine")
-    found = np.stack([output.outputs.embedding for output in llm.embed(SENTENCES, use_tqdm=False)])
-    cosines = (found * expected(folder)).sum(1)
+    embeddings = np.stack([output.outputs.embedding for output in llm.embed(SENTENCES, use_tqdm=False)])
+    cosines = (embeddings * expected(folder)).sum(1)
     assert len(cosines) == 200
     assert cosines.min() > 0.9999

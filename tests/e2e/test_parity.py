@@ -101,11 +101,11 @@ def test_prompt_logprobs_match_transformers(
     outputs = LLM(folder(family), **options).generate(expected.prompts, params)
     assert tokens(outputs) == expected.tokens
     for output, prompt, logprobs in zip(outputs, expected.prompts, expected.logprobs, strict=True):
-        found = output.prompt_logprobs
-        assert found is not None
-        assert found[0] is None
-        assert len(found) == len(prompt)
-        for index, position in enumerate(found[1:]):
+        positions = output.prompt_logprobs
+        assert positions is not None
+        assert positions[0] is None
+        assert len(positions) == len(prompt)
+        for index, position in enumerate(positions[1:]):
             assert position is not None
             row = logprobs[index]
             best = row.topk(4).indices.tolist()
@@ -133,7 +133,7 @@ def test_prefix_hit_does_not_change_tokens(
     for output, prompt in zip(again, expected.prompts, strict=True):
         assert output.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
     # The answers themselves are cached too: a conversation goes on without computing them again.
-    followed = [prompt + found for prompt, found in zip(expected.prompts, expected.tokens, strict=True)]
+    followed = [prompt + answer for prompt, answer in zip(expected.prompts, expected.tokens, strict=True)]
     for output, prompt in zip(llm.generate(followed, GREEDY), followed, strict=True):
         assert output.num_cached_tokens >= (len(prompt) - 1) // block_size * block_size - block_size
 

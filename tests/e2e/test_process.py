@@ -70,9 +70,9 @@ async def test_answers_match_an_engine_in_this_process(folder: Folder) -> None:
 
 
 async def test_start_errors_match_an_engine_in_this_process() -> None:
-    found = []
+    errors = []
     for in_process in (True, False):
         with pytest.raises(InflightError) as caught:
             await AsyncEngine.start(in_process=in_process, num_blocks=2**40)
-        found.append((type(caught.value), str(caught.value).partition(", but only ")[0]))
-    assert found[0] == found[1]
+        errors.append((type(caught.value), str(caught.value).partition(", but only ")[0]))
+    assert errors[0] == errors[1]

@@ -54,8 +54,8 @@ async def generate(engine: AsyncEngine) -> list[RequestOutput]:
     return await asyncio.gather(*map(one, PROMPTS, CASES))
 
 
-def same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    for output, other in zip(found, expected, strict=True):
+def same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for output, other in zip(actual, expected, strict=True):
         assert output.outputs == other.outputs
         assert output.prompt_logprobs == other.prompt_logprobs
         assert len(output.prompt_token_ids) == len(other.prompt_token_ids)
@@ -155,12 +155,12 @@ def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None
 
 def test_replicated_llm_gives_the_same_answers() -> None:
     with LLM(num_blocks=512) as one, LLM(num_blocks=512, replicas=2) as two:
-        asked = [replace(params, max_tokens=24) for params in CASES[:3]]
-        expected = one.generate(PROMPTS[:3], asked, use_tqdm=False)
-        same(two.generate(PROMPTS[:3], asked, use_tqdm=False), expected)
+        all_params = [replace(params, max_tokens=24) for params in CASES[:3]]
+        expected = one.generate(PROMPTS[:3], all_params, use_tqdm=False)
+        same(two.generate(PROMPTS[:3], all_params, use_tqdm=False), expected)
         seen = set()
         two.observe(lambda record: seen.add(record.engine_id))
-        two.generate([f"{index} birds" for index in range(8)], asked[1], use_tqdm=False)
+        two.generate([f"{index} birds" for index in range(8)], all_params[1], use_tqdm=False)
         assert seen == {"0", "1"}
         assert two.stats().num_output_tokens > 8 * 24
         assert two.max_model_len == one.max_model_len

@@ -66,8 +66,8 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LL
         yield llm, folder, logits
 
 
-def near(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+def near(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_embeddings_match_the_reference(embedder: tuple[LLM, list[list[float]]]) -> None:
@@ -88,8 +88,8 @@ def test_scores_of_an_embedder_are_cosines(embedder: tuple[LLM, list[list[float]
     near([output.outputs.score for output in outputs], documents @ query)
     assert {output.outputs.scale for output in outputs} == {"cosine"}
     own = [output.prompt_token_ids for output in llm.embed(DOCUMENTS)]
-    asked = llm.embed(QUERY, prompt_name="query")[0].prompt_token_ids
-    assert [output.prompt_token_ids for output in outputs] == [[*asked, *ids] for ids in own]
+    query_ids = llm.embed(QUERY, prompt_name="query")[0].prompt_token_ids
+    assert [output.prompt_token_ids for output in outputs] == [[*query_ids, *ids] for ids in own]
     with pytest.raises(RequestError, match="cannot classify: it can embed, score, rerank"):
         llm.classify("text")
     with pytest.raises(RequestError, match="cannot generate: it can embed, score, rerank"):
@@ -111,9 +111,9 @@ def test_cross_encoder_scores_each_document(cross_encoder: tuple[LLM, Path, list
 def test_rerank_returns_the_best_first(cross_encoder: tuple[LLM, Path, list[float]]) -> None:
     llm, _, logits = cross_encoder
     order = sorted(range(len(logits)), key=lambda index: -logits[index])
-    found = llm.rerank(QUERY, DOCUMENTS, top_n=3)
-    assert [item.index for item in found] == order[:3]
-    assert [item.document for item in found] == [DOCUMENTS[index] for index in order[:3]]
+    ranking = llm.rerank(QUERY, DOCUMENTS, top_n=3)
+    assert [item.index for item in ranking] == order[:3]
+    assert [item.document for item in ranking] == [DOCUMENTS[index] for index in order[:3]]
     same = llm.rerank(QUERY, ["equal"] * 5)
     assert [item.index for item in same] == [0, 1, 2, 3, 4]
 
@@ -146,9 +146,9 @@ def test_rerank_reads_files_and_lines(cross_encoder: tuple[LLM, Path, list[float
     for file, document in zip(files, DOCUMENTS, strict=True):
         file.write_text(document)
     order = sorted(range(len(logits)), key=lambda index: -logits[index])
-    found = json.loads(run("rerank", QUERY, *files, "--model", folder, "--json"))
-    assert (found["query"], found["scale"]) == (QUERY, "sigmoid")
-    assert [item["name"] for item in found["results"]] == [str(files[index]) for index in order]
+    ranking = json.loads(run("rerank", QUERY, *files, "--model", folder, "--json"))
+    assert (ranking["query"], ranking["scale"]) == (QUERY, "sigmoid")
+    assert [item["name"] for item in ranking["results"]] == [str(files[index]) for index in order]
     lines = run(
         "rerank", QUERY, "-", "--model", folder, "--top-n", 2, stdin="\n".join(DOCUMENTS)
     ).splitlines()
@@ -164,7 +164,7 @@ def test_embed_prints_a_line_for_each_text(embedder: tuple[LLM, list[list[float]
     llm, expected = embedder
     folder = llm.get_tokenizer().folder
     lines = run("embed", "-", "--model", folder, stdin="\n".join(DOCUMENTS)).splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [item["text"] for item in found] == [document for document in DOCUMENTS if document]
-    near(found[0]["embedding"], expected[1])
+    items = [json.loads(line) for line in lines]
+    assert [item["text"] for item in items] == [document for document in DOCUMENTS if document]
+    near(items[0]["embedding"], expected[1])
     assert json.loads(run("embed", DOCUMENTS[1], "--model", folder))["num_tokens"] > 2

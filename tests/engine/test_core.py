@@ -65,7 +65,7 @@ def test_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: st
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
 def test_a_lost_device_stops_the_loop(where: str) -> None:
-    """Whoever runs the loop must hear of it: a new process may have more luck, another step will not."""
+    """The error reaches the caller of the loop: a new process may have more luck, another step will not."""
     engine = FakeEngine()
     engine.add(make_request([1, 2], 5))
 

@@ -188,7 +188,7 @@ async def test_leaving_the_loop_aborts(client: InprocClient) -> None:
 
 
 async def test_an_id_left_early_may_be_used_again_at_once(client: InprocClient) -> None:
-    """What the engine still says of the first one, its end above all, must not reach the second."""
+    """Late deltas of the first request, above all its end, do not reach the second."""
     for number in range(20):
         await client.add(make_request([1, 2], LONG, "again"))
         stream = client.stream("again")
@@ -472,7 +472,7 @@ async def test_statistics_are_current_while_a_prompt_is_computed(client: InprocC
 async def test_failing_call_stops_neither_the_loop_nor_other_requests(
     engine: FakeEngine, client: InprocClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever leaves a stream waits for no reply that could tell of an error."""
+    """A reader that leaves a stream waits for no reply, so it would not see the error."""
     failed = threading.Event()
 
     def abort(*_: Any) -> Any:

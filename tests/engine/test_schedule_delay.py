@@ -64,7 +64,7 @@ def test_no_delay_where_it_would_not_help(case: str) -> None:
 
 @pytest.mark.parametrize("host", [0.0, 0.5, 2.0, 3.9])
 def test_the_device_never_waits(host: float) -> None:
-    """Of steps of about 4 ms, and however long the host takes for each."""
+    """Steps take about 4 ms, and the host takes up to nearly as long for each."""
     engine = decoding(depth=2)
     engine.runner.host = host / 1000
     engine.step()  # the first that takes so long is a surprise
@@ -120,7 +120,7 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
 
 
 class Preparation:
-    """Of requests, which is over when the test says so."""
+    """A preparation of requests that is over when the test says so."""
 
     def __init__(self, pending: bool) -> None:
         self.future: Future[None] | None = Future() if pending else None

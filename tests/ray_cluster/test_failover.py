@@ -78,7 +78,7 @@ def actors(cluster: Any) -> dict[int, int]:
 
 
 async def disturbed(engine: AsyncEngine, router: Router, disturb: Callable[[], None]) -> list[RequestOutput]:
-    """What is answered when something happens while all answers are on their way, on both replicas."""
+    """Return the outputs of requests that run on both replicas while `disturb` is called."""
     running = asyncio.create_task(generate(engine))
     await begun(router)
     assert all(replica.requests for replica in router.replicas.members)

@@ -1,4 +1,4 @@
-"""What replicas ask of a cluster, without one."""
+"""The resources that replicas request from a cluster, tested without one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
 
 
 class Script:
-    """What the next engine does at its start, and how many there were."""
+    """Tells the next engine what to do at its start, and counts the engines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

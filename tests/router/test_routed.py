@@ -1,4 +1,4 @@
-"""Who is blamed when engines die."""
+"""How the blame for dead engines is shared among their requests."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.support.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 
 def sizes_beside_decodes(engine: Timed, decodes: int) -> list[int]:
-    """Of the steps that compute two long prompts, once the token_budget has settled."""
+    """Return the sizes of the steps that compute two long prompts, once the token budget has settled."""
     for _ in range(decodes):
         engine.add(4, 400)
     for _ in range(6):

@@ -85,9 +85,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of an expression."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
         ends_at = time.monotonic() + SECONDS
@@ -129,9 +129,9 @@ class Page:
         self.problems[:] = [text for text in self.problems if words not in text]
 
     def cut(self) -> list[str]:
-        """What is seen, but not whole: outside of the screen, left or right, with nothing to scroll it by."""
-        found: list[str] = self.run(CUT)
-        return found
+        """Return the texts that are cut off at the left or right of the screen and cannot be scrolled into view."""
+        texts: list[str] = self.run(CUT)
+        return texts
 
     def show_as(self, scheme: str, width: int = WIDE, height: int = 720) -> None:
         """Light or dark, on a screen of that size."""

@@ -98,7 +98,7 @@ def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 def vectors(
     engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequence[int] = ()
 ) -> list[NDArray[np.float32]]:
-    """What the engine returns for each, all in it at once. `seconds`: where the second texts of pairs begin."""
+    """Return the engine's vector for each prompt, all in one run. `seconds`: where the second texts of pairs begin."""
     deltas = run(engine, prompts, seconds)
     assert not [delta.error for delta in deltas if delta.error]
     return [np.frombuffer(delta.vector or b"", dtype=np.float32) for delta in deltas]
@@ -106,7 +106,7 @@ def vectors(
 
 def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequence[int] = ()) -> list[Delta]:
     core = engine.core
-    found: dict[int, Delta] = {}
+    deltas: dict[int, Delta] = {}
     for index, prompt in enumerate(prompts):
         core.add(
             Request.create(
@@ -120,8 +120,8 @@ def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequenc
             )
         )
     while core.has_work:
-        found |= {int(delta.request_id): delta for delta in core.step()}
-    return [found[index] for index in range(len(prompts))]
+        deltas |= {int(delta.request_id): delta for delta in core.step()}
+    return [deltas[index] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -137,5 +137,5 @@ def logits(model: Any, prompt: Sequence[int], second: int = 0) -> Tensor:
     more = {}
     if second:
         more["token_type_ids"] = (torch.arange(len(prompt)) >= second).long()[None]
-    found: Tensor = model(torch.tensor([list(prompt)]), **more).logits[0]
-    return found
+    row_logits: Tensor = model(torch.tensor([list(prompt)]), **more).logits[0]
+    return row_logits

@@ -9,12 +9,12 @@ import torch
 
 def held(owner: Any) -> int:
     """Bytes of all tensors that a decoder, say, has."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     seen: set[int] = set()
 
     def look(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[value.data_ptr()] = value.nbytes
+            sizes[value.data_ptr()] = value.nbytes
         elif isinstance(value, list | tuple):
             for item in value:
                 look(item)
@@ -23,7 +23,7 @@ def held(owner: Any) -> int:
             look([getattr(value, name) for name in _attributes(value) if hasattr(value, name)])
 
     look(owner)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def _attributes(value: Any) -> list[str]:

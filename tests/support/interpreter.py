@@ -29,13 +29,13 @@ def repeat_less() -> None:
 
 
 def _remember_number_types() -> None:
-    find, found = interpreter._get_np_dtype, {}
+    find, dtypes = interpreter._get_np_dtype, {}
 
     def remembered(kind: Any) -> Any:
         name = kind.scalar.name
-        if name not in found:
-            found[name] = find(kind)
-        return found[name]
+        if name not in dtypes:
+            dtypes[name] = find(kind)
+        return dtypes[name]
 
     interpreter._get_np_dtype = remembered
 

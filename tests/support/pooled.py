@@ -192,12 +192,12 @@ def transformers_next(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray[n
 
 
 def random_texts(*lengths: int, shared: int = 0, vocab_size: int = 290) -> list[list[int]]:
-    """Of these lengths; all begin with the same `shared` tokens."""
+    """Return texts of these lengths, all of which begin with the same `shared` tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(count: int) -> list[int]:
-        found: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
-        return found
+        token_ids: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+        return token_ids
 
     beginning = ids(shared)
     return [beginning + ids(length - shared) for length in lengths]

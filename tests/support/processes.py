@@ -10,11 +10,11 @@ from pathlib import Path
 
 def children(of: int | None = None, running: str = "") -> set[int]:
     """The processes that a process has started, by default this one: all, or those with a word in their command."""
-    found = set()
+    child_ids = set()
     for task in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):  # of each thread
         with contextlib.suppress(OSError):
-            found |= {child for child in map(int, task.read_text().split()) if _has(child, running)}
-    return found
+            child_ids |= {child for child in map(int, task.read_text().split()) if _has(child, running)}
+    return child_ids
 
 
 def _has(process_id: int, word: str) -> bool:

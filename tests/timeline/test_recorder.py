@@ -290,3 +290,19 @@ def test_failed_steps_are_recorded_with_their_message() -> None:
     reasons = [event.reason for event in chunk.events if event.type == "preempt"]
     assert reasons[:2] == ["failure", "failure"]
     assert chunk.column("output")[1] == 0
+
+
+def test_recorder_that_fails_does_not_break_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    recorder = recording(engine)
+    request = engine.add(make_request([1, 2], 6))
+    engine.step()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(recorder, "step", broken)
+    engine.run()
+    assert len(engine.outputs[request.request_id]) == 6
+    assert not isinstance(engine.core.recorder, Recorder)
+    assert engine.core.read_timeline(TimelineQuery(0.0)).chunks == []

@@ -1,12 +1,20 @@
 """Plan, on the host, which program attends to which keys. Numpy only; runs before every step.
 
-A plan is a table of int32 items, one per program (and KV head), most work first. Columns, in order:
+A plan is a table of int32 items, one per program (and KV head), most work first. The columns, by number, have the names
+that they have in the kernels:
 
-    decode   entry (= token), table row, begin, end, context_len, first partial, split, splits, own splits
-    prefix   first member, number of members, table row, begin, end, split
-    members  entry, context_len, first partial
-    chunk    first token, positions, first position, cached, row, begin, end, first partial, split, splits, counter
-    sequence first token of the sequence, its length, first position of the tile
+    decode.py       0 entry (= token)   1 table_row     2 begin          3 end              4 context_len
+                    5 first_partial     6 split         7 num_splits     8 own_splits
+    decode.py,      0 first_member      1 num_members   2 table_row      3 begin            4 end
+      prefixes      5 split
+    and members     0 entry             1 context_len   2 first_partial
+    chunk.py        0 token             1 num_positions 2 position       3 num_cached       4 table_row
+                    5 begin             6 end           7 first_partial  8 split            9 num_splits
+                   10 counter
+    sequences.py    0 first             1 length        2 position
+
+`token`, `first` and `position` are those of a tile's or sequence's first query; `num_cached` counts the keys before the
+chunk; `first_member` is a row of the table of members, which are the entries that share a prefix.
 
 [begin, end) are key positions. A query whose keys are split has one partial result per split in the workspace, from its
 first partial on; the program that finishes last merges them. A decode entry's splits are those of its shared prefix,

@@ -81,7 +81,7 @@ class EngineLoop:
             elif self._preparing:
                 self._sockets.wait(PREPARING_POLL)
             if core.recorder.is_watched and self._outbox.is_read:
-                self._outbox.show(core.recorder.take_due(core.clock()))
+                self._outbox.show(core.take_timeline())
             self._outbox.flush(idle=not core.has_work, stepped=stepped)
 
     def heartbeat(self) -> Heartbeat:
@@ -145,7 +145,7 @@ class EngineLoop:
             case WatchTimeline(enabled):
                 self._core.recorder.watch(enabled)
             case ReadTimeline(call, query):
-                self._outbox.reply(Reply(call, timeline=self._core.recorder.page(query)))
+                self._outbox.reply(Reply(call, timeline=self._core.read_timeline(query)))
             case ReadMemory(call, replica):
                 self._read_memory(call, replica)
             case Stop():

@@ -43,8 +43,10 @@ def test_new_work_does_not_count_as_stalled() -> None:
 
 
 class Wire:
-    """Sockets of a loop: messages that wait for it, and what it has sent. It is told to stop when none is left and the
-    engine has nothing to do."""
+    """The sockets of a loop: messages that wait for it, and the outputs it has sent.
+
+    The loop receives `Stop` when no message is left and the engine has nothing to do.
+    """
 
     def __init__(self, *messages: Any) -> None:
         self.messages = deque(messages)
@@ -64,7 +66,7 @@ class Wire:
 
     @property
     def errors(self) -> dict[int, RemoteError | None]:
-        """What every call was answered with."""
+        """The error in the reply to each call, or None."""
         return {reply.call: reply.remote_error for outputs in self.sent for reply in outputs.replies}
 
     def tokens(self, handle: int) -> list[int]:
