@@ -36,7 +36,8 @@ _ADDRESS = "http://127.0.0.1:8000"
 def trace(
     seconds: Annotated[float, typer.Option(help="How many seconds the trace covers; at most 600.")] = 10.0,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write; .gz compresses it.")
+        Path,
+        typer.Option("--output", "-o", help="The trace to write; .gz compresses it. A page goes beside it."),
     ] = Path("run.json.gz"),
     wait: Annotated[
         bool, typer.Option("--wait", help="Record the next seconds instead of the last ones.")
@@ -45,7 +46,8 @@ def trace(
     api_key: _KEY = None,
     replica: _REPLICA = None,
 ) -> None:
-    """Write what the engines of a server did in the last seconds as a trace for https://ui.perfetto.dev."""
+    """Write what the engines of a server did in the last seconds as a trace for https://ui.perfetto.dev, and as a page
+    that shows the timeline without a server."""
     from inflight.timeline.trace import write_recording
 
     if wait:
@@ -53,9 +55,14 @@ def trace(
     query = {"seconds": seconds, "format": "recording"} | ({} if replica is None else {"replica": replica})
     with open_server("GET", url, f"/v1/trace?{urlencode(query)}", _key(api_key)) as response:
         recording = _decompressed(response)
-    write_recording(recording, output)
+    page = output.with_name(f"{output.name.removesuffix('.gz').removesuffix('.json')}.html")
+    for path in dict.fromkeys((output, page)):
+        write_recording(recording, path)
     num_steps = sum(len(chunk["steps"]["step"]) for chunk in recording["chunks"])
-    print(f"wrote {num_steps} steps to {output}: open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(
+        f"wrote {num_steps} steps to {output} (open it at https://ui.perfetto.dev) and {page}",
+        file=sys.stderr,
+    )
 
 
 def _decompressed(response: Any) -> dict[str, Any]:

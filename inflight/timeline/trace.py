@@ -25,6 +25,7 @@ from inflight.timeline.chunks import (
     chunk_json,
     decode_chunk,
 )
+from inflight.web import recording_document
 
 VERSION = 1
 HOST, DEVICE, FIRST_SLOT = 1, 2, 10  # numbers of tracks
@@ -50,9 +51,13 @@ def read_recording(read: Callable[[TimelineQuery], TimelinePage], to_unix: float
 
 
 def write_recording(recording: dict[str, Any], path: str | PathLike[str]) -> None:
-    """Write the trace of a recording to a file; one that ends with .gz is compressed."""
-    data = json.dumps(trace_of(recording)).encode()
+    """Write the trace of a recording to a file; one that ends with .gz is compressed. A file that ends with .html
+    becomes a page that shows the timeline itself, without a server."""
     path = Path(path)
+    if path.suffix == ".html":
+        path.write_text(recording_document(recording["chunks"]), encoding="utf-8")
+        return
+    data = json.dumps(trace_of(recording)).encode()
     path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
 
 

@@ -16,7 +16,7 @@ from inflight.errors import RequestError
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.heads import Head
 from tests.e2e.policies import GREEDY_CONTINUOUS
-from tests.support.checkpoints import FAMILIES
+from tests.support.checkpoints import DENSE_FAMILIES
 from tests.support.pooled import (
     PooledEngine,
     random_texts,
@@ -140,7 +140,9 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> 
     assert len(engine.tokens["generates"]) == 4
 
 
-@pytest.mark.parametrize(("family", "num_labels"), [(family, 3) for family in FAMILIES] + [("qwen3", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_labels"), [(family, 3) for family in DENSE_FAMILIES] + [("qwen3", 1)]
+)
 def test_labels_match_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path, family, num_labels)
     texts = random_texts(60, 1, 33, 90, 60, shared=1)

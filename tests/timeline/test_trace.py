@@ -153,3 +153,16 @@ def test_llm_writes_its_run_when_it_is_closed(tmp_path: Path) -> None:
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     outputs = sum(event["args"]["outputs"] for event in events if event.get("cat") in ("decode", "prefill"))
     assert outputs == 16
+
+
+def test_recording_can_be_written_as_a_page(tmp_path: Path) -> None:
+    _, recorder, requests = eventful_run(1)
+    path = tmp_path / "run.html"
+    write_recording(recording(recorder), path)
+    text = path.read_text(encoding="utf-8")
+    data = text.partition('id="recording">')[2].partition("</script>")[0]
+    runs = [run for chunk in json.loads(data)["chunks"] for run in chunk["runs"]]
+    assert {run[1] for run in runs} == {
+        request.record.number for request in requests if request.record.admitted_at
+    }
+    assert "http" not in text.partition("<script")[0]

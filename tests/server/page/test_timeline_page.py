@@ -6,10 +6,12 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inflight.timeline.trace import write_recording
 from tests.server.chat_page import ask, look, open_chat, wait_for_figures
 from tests.server.live import Backend, Live, live_server
 from tests.support.browser import Page
@@ -191,3 +193,17 @@ def test_api_page_has_an_example_and_fields_for_every_route(page: Page, live: Li
     )
     page.run("document.querySelector('.route').open = true")
     look(page, "api")
+
+
+def test_saved_page_shows_the_recording_without_a_server(page: Page, recorded: Live, tmp_path: Path) -> None:
+    recording = recorded.http.get("/v1/trace?seconds=600&format=recording").json()
+    path = tmp_path / "run.html"
+    write_recording(recording, path)
+    page.open(path.as_uri())
+    store = "inflight.pages[''].store.replicas.get('0')"
+    page.wait_for(f"globalThis.inflight && {store}?.requests.size >= 5")
+    page.wait_for("document.querySelector('#lanes').width > 300")
+    assert page.text("#model") == "recording"
+    page.click("#slowest-request")
+    page.wait_for("!document.querySelector('#unfollow').hidden")
+    look(page, "recording")

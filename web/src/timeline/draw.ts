@@ -133,7 +133,7 @@ export class Painter {
       context.fillStyle = theme.back;
       for (let row = first; row < last; row++) context.fillRect(Math.round(x(replica.endedAt(row))) - 1, lanes.top, 1, bottom - lanes.top);
     }
-    if (pixelsPerStep >= LABEL_WIDTH && lanes.slotHeight >= 12) this.paintLabels(replica, lanes, first, last, x);
+    if (last - first <= width / 5 && lanes.slotHeight >= 12) this.paintLabels(replica, lanes, first, last, x);
     context.textAlign = "start";
     for (const event of eventsBetween(replica, view.from, view.from + view.seconds)) {
       if (event.step === undefined) continue;
@@ -169,7 +169,9 @@ export class Painter {
     context.font = `${Math.min(11, lanes.slotHeight - 2)}px ui-monospace, monospace`;
     context.textAlign = "center";
     for (let row = first; row < last; row++) {
-      const step = replica.get("step", row), middle = (x(replica.beganAt(row)) + x(replica.endedAt(row))) / 2;
+      const step = replica.get("step", row), left = x(replica.beganAt(row)), right = x(replica.endedAt(row));
+      if (right - left < LABEL_WIDTH) continue;
+      const middle = (left + right) / 2;
       for (let slot = 0; slot < replica.slots; slot++) {
         const run = replica.runAt(slot, step);
         if (!run || run.kind === Kind.Held) continue;
