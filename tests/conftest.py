@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def interpret_kernels() -> None:
-    """Without a GPU, kernels run in Triton's interpreter, on the CPU."""
+    """Run kernels in Triton's interpreter, on the CPU, if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -12,15 +12,14 @@ from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
 
 SLOW = "tests.e2e.policies:SlowPolicy"
-# Without headroom requests are admitted into memory that others will need: someone is soon preempted.
+# Without headroom, requests are admitted into memory that others will need, so some are soon preempted.
 GREEDY_CONTINUOUS = partial(Continuous, headroom=0)
 GREEDY_PRIORITY = partial(Priority, headroom=0)
 GREEDY_FAIR = partial(Fair, headroom=0)
 
 
 class SlowPolicy(Continuous):
-    """So slow that an answer of hundreds of tokens lasts for seconds: a test that ends the engine meanwhile comes in
-    time, on a busy machine too."""
+    """Takes seconds for an answer of hundreds of tokens, so that a test can end the engine in the middle of it."""
 
     def on_batch(self, step: ScheduledStep) -> None:  # noqa: ARG002
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Tool calls that must be, asked for as a stream of each API, and put together from its events."""
+"""Required tool calls, streamed by each API and assembled from its events."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StreamedCall:
 
 @dataclass(frozen=True)
 class CallingAnswers:
-    """To one request."""
+    """The answers to one request, each with a call."""
 
     calls: list[StreamedCall]
     num_prompt_tokens: int

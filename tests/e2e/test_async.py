@@ -284,7 +284,7 @@ async def test_a_cancelled_task_frees_everything(n: int, kind: Any, engine: Asyn
 
 @pytest.mark.parametrize("delay", range(6))
 async def test_task_cancelled_at_its_start_frees_everything(delay: int, engine: AsyncEngine) -> None:
-    """After `delay` turns of the event loop, some of them in the middle of adding the answers."""
+    """It is cancelled after `delay` turns of the event loop, sometimes while its answers are being added."""
 
     async def consume() -> None:
         async for _ in engine.generate(TEXT, replace(ENDLESS, n=3, temperature=1.0)):
@@ -363,7 +363,7 @@ async def test_unknown_options_and_missing_tokenizer_are_errors(folder: Folder) 
 
 @pytest.mark.parametrize("n", [1, 4])
 async def test_full_queue_rejects_requests(n: int, folder: Folder) -> None:
-    """With several answers, those that found a place in the queue must not stay in it."""
+    """If some of several answers fit into the queue, they do not stay in it."""
     async with running(folder(), max_queue=2, max_num_seqs=1) as engine:
         held = engine.generate(TEXT, ENDLESS)
         await anext(held)

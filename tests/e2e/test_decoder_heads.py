@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from inflight.errors import RequestError
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.heads import Head
 from tests.e2e.policies import GREEDY_CONTINUOUS
-from tests.support.checkpoints import FAMILIES
+from tests.support.checkpoints import DENSE_FAMILIES
 from tests.support.pooled import (
     PooledEngine,
     random_texts,
@@ -141,11 +140,9 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> 
     assert len(engine.tokens["generates"]) == 4
 
 
-# Models with experts generate text only: transformers has no classifier for most of them.
-CLASSIFYING = [family for family in FAMILIES if not re.search("moe|mixtral", family)]
-
-
-@pytest.mark.parametrize(("family", "num_labels"), [(family, 3) for family in CLASSIFYING] + [("qwen3", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_labels"), [(family, 3) for family in DENSE_FAMILIES] + [("qwen3", 1)]
+)
 def test_labels_match_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path, family, num_labels)
     texts = random_texts(60, 1, 33, 90, 60, shared=1)
@@ -176,7 +173,7 @@ def test_embeddings_match_the_last_hidden_state_of_transformers(dense: int, tmp_
 
 
 def test_model_without_a_language_head_does_not_generate(tmp_path: Path) -> None:
-    """The front refuses such requests; one that came through fails alone."""
+    """The validator refuses such requests; one that reaches the engine nevertheless fails alone."""
     folder = write_classifier(tmp_path, "llama", 2)
     with (
         LLM(folder, skip_tokenizer_init=True, show_progress=False) as llm,

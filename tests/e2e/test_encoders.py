@@ -67,7 +67,7 @@ def test_classifier_logits_match_transformers(case: str, tmp_path: Path) -> None
 
 
 def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
-    """As sentence-transformers pools."""
+    """Return the states pooled as sentence-transformers does."""
     length = len(states)
     weights = torch.arange(1.0, length + 1).unsqueeze(1)
     by_mode: dict[str, torch.Tensor] = {

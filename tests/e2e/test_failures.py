@@ -53,7 +53,7 @@ def expected(folder: Folder) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def rich(folder: Folder) -> list[RequestOutput]:
-    """And those of all that may be asked for."""
+    """The answers with all optional outputs where nothing fails."""
     return LLM(folder()).generate(PROMPTS, RICH)
 
 

@@ -121,7 +121,7 @@ def test_engines_and_servers_agree_on_the_fingerprint_of_a_checkpoint(options: d
 
 
 def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None:
-    """Nor in tool calls, whichever API writes them."""
+    """This holds for text and for the tool calls of every API."""
     with LLM(num_blocks=1024) as llm:
         undisturbed = llm.generate(PROMPTS, CASES, use_tqdm=False)
     with (

@@ -79,7 +79,7 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
 
 @pytest.mark.parametrize("error", [DeviceLostError("gone"), RuntimeError("out of memory")])
 def test_a_lost_engine_can_be_closed(error: Exception) -> None:
-    """With steps in flight that no one will ever see the end of, or that fail."""
+    """Steps are in flight that will never end, or that fail."""
     engine = FakeEngine(pipeline_depth=3)
     engine.add(make_request([1, 2], 5))
     engine.core.step()

@@ -20,7 +20,7 @@ from tests.support.timed import MAX_TOKENS, Timed, timed
 
 
 def decoding(depth: int) -> Timed:
-    """In the middle of a request."""
+    """Return an engine in the middle of decoding a request."""
     engine = Timed(TokenBudget(MAX_TOKENS), depth)
     engine.add(4, 200)
     for _ in range(6):
@@ -84,7 +84,7 @@ def test_one_slow_step_does_not_make_the_next_one_late() -> None:
 
 
 class Script:
-    """In place of the sockets: what comes, and when."""
+    """Replaces the sockets: the messages that arrive, and when."""
 
     def __init__(self, *messages: ToEngine) -> None:
         self.queue = deque(messages)

@@ -20,7 +20,7 @@ def ask(token_ids: list[int], salt: str = "") -> Request:
 
 
 def names(token_ids: list[int], salt: str) -> list[bytes]:
-    """As the module says they are made, of all full blocks."""
+    """Return the hashes of all full blocks, computed as the module documents it."""
     root = sha256(salt.encode()).digest()
     ends = range(SIZE, len(token_ids) + 1, SIZE)
     return [sha256(root + array("q", token_ids[:end]).tobytes()).digest() for end in ends]

@@ -92,7 +92,10 @@ def actor_on(cluster: Any, node: Any) -> int:
 
 
 def lose_node(cluster: Any, node: Any, engine: int) -> None:
-    """With all that runs on it. Its engine stops first: it must not end its answers while Ray ends the rest."""
+    """Remove a node with all its processes.
+
+    Its engine is stopped first, so that it cannot finish its answers while Ray ends the others.
+    """
     os.kill(engine, signal.SIGSTOP)
     cluster.remove_node(node, allow_graceful=False)
     with contextlib.suppress(ProcessLookupError):

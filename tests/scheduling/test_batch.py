@@ -26,7 +26,7 @@ def from_plain(kind: type, value: Any) -> Any:
 
 
 def sent(batch: Batch) -> Batch:
-    """As it comes out at the other end of a wire."""
+    """Return the batch as another process receives it."""
     return msgspec.msgpack.decode(
         msgspec.msgpack.encode(batch, enc_hook=to_plain), type=Batch, dec_hook=from_plain
     )

@@ -183,7 +183,7 @@ def test_a_finished_request_leaves_a_static_batch_that_failed() -> None:
 
 def test_policy_cannot_keep_a_suspect_waiting() -> None:
     class Choosy(Policy):
-        """Only the newest may open the engine, and it wants room for a thousand tokens for anyone else."""
+        """Admits only the newest request to an idle engine, and needs memory for a thousand tokens to admit others."""
 
         def admits(self, request: Request, running: Sequence[Request]) -> bool:
             return bool(running) or request.arrival == max(other.arrival for other in self.queue.head(9))

@@ -143,7 +143,7 @@ def test_prompt_whose_prefix_was_evicted_waits_its_turn() -> None:
 
 
 def test_only_short_prompts_come_first_come_first_served() -> None:
-    """As if there were no reserve: none is split at its border."""
+    """No tokens are reserved, so no prompt is split where the reserve would begin."""
     engine = make_engine()
     requests = [engine.add(make_request([number] * 100, 1)) for number in range(12)]
     engine.step()

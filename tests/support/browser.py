@@ -80,7 +80,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def leave(self) -> None:
-        """Before a server ends: the page would look after it, and complain."""
+        """Leave the page before its server ends: it would try to reach the server, and log errors."""
         self.open("about:blank")
 
     def run(self, script: str) -> Any:
@@ -98,14 +98,14 @@ class Page:
     def _holds(self, condition: str) -> bool:
         try:
             return bool(self.run(f"Boolean({condition})"))
-        except LeftError:  # by a click a moment ago: the next one is asked again
+        except LeftError:  # a click opened another page: ask that one the next time
             return False
 
     def text(self, selector: str) -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
-        """With the mouse, where the element is: what lies above it would get the click."""
+        """Click with the mouse at the centre of the element. Anything above it would get the click."""
         box = self.run(
             f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
             "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
@@ -146,7 +146,7 @@ class Page:
         )
 
     def picture(self, name: str) -> None:
-        """To the folder that INFLIGHT_PICTURES names, if it does."""
+        """Save a screenshot to the folder INFLIGHT_PICTURES, if that is set."""
         folder = os.environ.get("INFLIGHT_PICTURES")
         if folder:
             data = self.call("Page.captureScreenshot", format="png")["data"]

@@ -106,6 +106,9 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
     ),
 }
 
+# Families of which models with other heads than a language model's exist here.
+DENSE_FAMILIES = tuple(name for name in FAMILIES if "moe" not in name and name != "mixtral")
+
 # Its usual pattern, one full layer in six, would leave a small model without any.
 _GEMMA3_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 

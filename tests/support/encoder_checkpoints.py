@@ -85,7 +85,7 @@ def write_pooling(folder: Path, modes: Sequence[str] | str = "mean", after: Sequ
 
 
 def load(folder: Path, **options: Any) -> LoadedEngine:
-    """On the CPU, unless asked otherwise."""
+    """Load an engine, on the CPU unless the options name another device."""
     options = {"device": "cpu", "skip_tokenizer_init": True} | options
     return load_engine(EngineConfig.create(folder, **options))
 

@@ -1,4 +1,4 @@
-"""How many bytes something of ours holds in tensors."""
+"""Counts the bytes that an object holds in tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def held(owner: Any) -> int:
-    """Bytes of all tensors that a decoder, say, has."""
+    """Return the bytes of all tensors that an object, such as a decoder, holds."""
     sizes: dict[int, int] = {}
     seen: set[int] = set()
 

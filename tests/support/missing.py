@@ -9,7 +9,7 @@ import pytest
 
 
 def missing(reason: str) -> NoReturn:
-    """Without the tool tests are skipped, but never where CI runs."""
+    """Skip the test because a tool is missing. On CI it fails instead."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

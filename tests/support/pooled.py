@@ -41,7 +41,7 @@ class PooledEngine:
         return engine
 
     def add(self, name: str, token_ids: Sequence[int], max_tokens: int = 0) -> None:
-        """Without tokens to generate, it is pooled."""
+        """Add a request, which is pooled if it generates no tokens."""
         kind = "generate" if max_tokens else "pool"
         self.tokens[name] = []
         self.loaded.core.add(Request.create(name, list(token_ids), GREEDY, max_tokens, kind=kind))

@@ -1,4 +1,4 @@
-"""Processes, looked at from outside. They may end while one looks."""
+"""Processes, observed through /proc. They may end in the meantime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def children(of: int | None = None, running: str = "") -> set[int]:
-    """The processes that a process has started, by default this one: all, or those with a word in their command."""
+    """Return the children of a process, by default of this one: all, or those with a word in their command."""
     child_ids = set()
     for task in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):  # of each thread
         with contextlib.suppress(OSError):
@@ -18,7 +18,7 @@ def children(of: int | None = None, running: str = "") -> set[int]:
 
 
 def _has(process_id: int, word: str) -> bool:
-    """Whether the word is in its command, which is empty for a moment while it starts, and once it has ended."""
+    """Return whether the word is in its command, which is empty for a moment while it starts, and after its end."""
     try:
         while not (command := Path(f"/proc/{process_id}/cmdline").read_bytes()) and runs(process_id):
             time.sleep(0.001)
@@ -28,12 +28,12 @@ def _has(process_id: int, word: str) -> bool:
 
 
 def exists(process_id: int) -> bool:
-    """Whether there is such a process, be it as a zombie."""
+    """Return whether there is such a process, possibly a zombie."""
     return Path(f"/proc/{process_id}").exists()
 
 
 def runs(process_id: int) -> bool:
-    """Whether it does something: an orphan may stay a zombie where nobody waits for orphans."""
+    """Return whether it exists and is no zombie: an orphan may stay one if no process waits for orphans."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -24,7 +24,7 @@ class SeenBatch:
 
     @property
     def ends(self) -> list[int]:
-        """How many tokens of each request have KV after this step."""
+        """The number of tokens of each request that have KV after this step."""
         return [start + count for start, count in zip(self.batch.starts, self.batch.counts, strict=True)]
 
 

@@ -51,7 +51,7 @@ QUICK = ProcessConfig(heartbeat=0.05)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where sockets are made: empty before and after."""
+    """Return the folder in which sockets are created. It must be empty before and after each test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -473,7 +473,7 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         asking = asyncio.ensure_future(client.describe("stuck"))
 
         async def is_reported() -> bool:
-            """That it hangs, by the engine itself: heartbeats that come late on a busy machine say so too."""
+            """Return whether the engine itself reports that it hangs: late heartbeats would look the same."""
             supervisor = client._connection
             assert isinstance(supervisor, Supervisor)
             return supervisor.working and supervisor._received_at - supervisor._progress_at >= 1.5

@@ -40,7 +40,7 @@ class Wire:
         self._writers: list[asyncio.StreamWriter] = []
 
     def lay(self, endpoint: str) -> str:
-        """To where it leads. The engine connects there."""
+        """Forward a new address to the endpoint, and return it. The engine connects there."""
         port = int(endpoint.rpartition(":")[2])
         listener = socket.create_server((ADDRESS, 0))
         asyncio.get_running_loop().create_task(self._serve(listener, port))

@@ -110,7 +110,7 @@ def test_hanging_stage_ends_the_engine_with_an_error_that_names_it(
 
 
 def hang(config: object, memory: object, progress: object) -> None:  # noqa: ARG001
-    """In place of `load_rank`, in a process of its own."""
+    """Replaces `load_rank` in a process of its own."""
     time.sleep(3600)
 
 
@@ -125,7 +125,7 @@ def test_rank_that_hangs_while_loading_is_killed_and_named(
 
 
 class SilentRank:
-    """In place of a rank's process: the test speaks for it."""
+    """Replaces a rank's process; the test sends its reports."""
 
     process_id = 7
 

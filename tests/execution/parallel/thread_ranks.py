@@ -17,7 +17,7 @@ from inflight.processes.channel import RemoteError
 
 
 class ThreadRank:
-    """In place of `RankProcess`."""
+    """Runs a rank in a thread; replaces `RankProcess`."""
 
     process_id = None
 
