@@ -56,8 +56,8 @@ def interpret_kernels() -> None:
         repeat_less()
 
 
-# Files with a test of half a minute, most of it waiting: nobody should come to one last, when the others are done. Not
-# more of them, for while all wait nothing is computed.
+# Files with a test of half a minute, most of it waiting: no process should begin one last, when the others are done.
+# There are few of them, since nothing is computed while all processes wait.
 LONG = ("ray_cluster/", "server/test_soak")
 
 

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: many requests at once, each a stream; whoever leaves, leaves nothing behind."""
+"""`AsyncEngine`: many requests at once, each a stream; a reader that leaves its stream leaves nothing behind."""
 
 from __future__ import annotations
 

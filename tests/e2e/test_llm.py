@@ -435,7 +435,7 @@ class LineCounter:
 def test_ctrl_c_within_a_step_keeps_the_prefix_cache_valid(
     depth: int, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step names the blocks that it will fill for others to find. If it never fills them, no one may."""
+    """A step publishes the blocks that it will fill. If it never fills them, no request may get them as hits."""
     llm = LLM(folder(), pipeline_depth=depth)
     prompt = list(range(10, 70))
     expected = only(LLM(folder()).generate(prompt, GREEDY)).token_ids

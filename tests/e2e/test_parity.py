@@ -37,8 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "priority-scarce": SCARCE | {"policy": GREEDY_PRIORITY},
     "fair-scarce-depth-2": SCARCE | {"policy": GREEDY_FAIR, "pipeline_depth": 2},
 }
-# How requests are scheduled is nothing to a family, except where its layers see a window: every setting for one that
-# sees all and one that has both kinds of layers, and for the others those that change most.
+# Scheduling does not depend on the family, except where its layers see a window. So one family without windows and one
+# with both kinds of layers run with every setting, and the others with those that differ most.
 EVERY_SETTING = ("llama", "gemma3")
 FOR_ALL = ("default", "tiny-chunks", "depth-2-scarce")
 CASES = [

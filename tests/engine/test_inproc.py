@@ -383,7 +383,7 @@ async def test_steps_can_be_watched(client: InprocClient) -> None:
 
 
 async def test_observers_come_and_go_between_steps(engine: FakeEngine, client: InprocClient) -> None:
-    """The list is the engine's thread's: no one else may change it while that goes through it."""
+    """The list belongs to the engine's thread: no other thread may change it while that iterates over it."""
     gate = Gate(engine)
     before = engine.core.observers[:]
     await client.add(make_request([1], 3, "running"))

@@ -19,7 +19,7 @@ def ask(token_ids: list[int], salt: str = "") -> Request:
     return Request.create("r", token_ids, SamplingParams(), max_tokens=50, cache_salt=salt)
 
 
-def names(token_ids: list[int], salt: str) -> list[bytes]:
+def documented_hashes(token_ids: list[int], salt: str) -> list[bytes]:
     """Return the hashes of all full blocks, computed as the module documents it."""
     root = sha256(salt.encode()).digest()
     ends = range(SIZE, len(token_ids) + 1, SIZE)
@@ -38,13 +38,13 @@ def test_hashes_do_not_depend_on_other_requests(prompts: list[tuple[list[int], l
             cache.match(request)
             hashes = request.block_hashes
             assert len(hashes) >= (len(token_ids) - 1) // SIZE
-            assert hashes == names(token_ids, salt)[: len(hashes)]
+            assert hashes == documented_hashes(token_ids, salt)[: len(hashes)]
 
 
 @given(IDS, st.sampled_from(["", "a"]), st.sets(st.integers(1, 5)))
 def test_hashes_at_marks_equal_the_full_list(token_ids: list[int], salt: str, chosen: set[int]) -> None:
     marks = sorted(mark for mark in chosen if mark * SIZE <= len(token_ids))
-    every = names(token_ids, salt)
+    every = documented_hashes(token_ids, salt)
     assert BlockHasher(SIZE).hashes_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
 
 
@@ -56,11 +56,11 @@ def test_output_blocks_are_hashed_too() -> None:
     request.token_ids += range(9, 22)
     request.block_ids = list(range(5))
     cache.publish(request, 20)
-    assert request.block_hashes == names(request.token_ids, "")
+    assert request.block_hashes == documented_hashes(request.token_ids, "")
     # They are not copied to requests with another prompt.
     other = ask([*range(9), 7, 7, 7, 7, 7])
     assert cache.match(other) == [0, 1]
-    assert other.block_hashes == names(other.token_ids, "")
+    assert other.block_hashes == documented_hashes(other.token_ids, "")
 
 
 def test_one_recent_request_is_kept_per_prefix() -> None:

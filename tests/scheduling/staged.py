@@ -9,7 +9,7 @@ from inflight.scheduling import Batch, Sampled
 
 
 class StagedRunner(FakeRunner):
-    """The fake runner, but a step that computes a token which no one has collected yet is a mistake."""
+    """The fake runner, but a step that computes a token that was not collected yet is an error."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
