@@ -18,6 +18,8 @@ from math import comb
 from typing import Any
 from urllib.parse import unquote
 
+from inflight.errors import clipped, shown
+
 # Keywords whose values are one schema, a list of schemas, or schemas by name.
 SCHEMA_KEYWORDS = {
     *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames"),
@@ -175,7 +177,9 @@ class _Expansion:
     def _spend(self, cost: int, pointer: str) -> None:
         self._budget -= cost
         if self._budget < 0:
-            raise UnsupportedKeywordError(self._keyword, f"{pointer:.100}", " here: it has too many cases")
+            raise UnsupportedKeywordError(
+                self._keyword, clipped(pointer, 100), " here: it has too many cases"
+            )
 
     # ---- one schema's keywords ----
 
@@ -358,14 +362,14 @@ class _Expansion:
             or not reference.startswith(("#/", "#"))
             or reference[1:2] not in "/"
         ):
-            raise UnsupportedKeywordError("$ref", pointer, f" here: {reference!r:.100} is not a JSON pointer")
+            raise UnsupportedKeywordError("$ref", pointer, f" here: {shown(reference)} is not a JSON pointer")
         for name in unquote(reference).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
             try:
                 part = part[int(name)] if isinstance(part, list) else part[name]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise UnsupportedKeywordError(
-                    "$ref", pointer, f": {reference!r:.100} does not exist"
+                    "$ref", pointer, f": {shown(reference)} does not exist"
                 ) from None
         return part
 
@@ -373,7 +377,7 @@ class _Expansion:
         """Call `use` with the part that a reference points to, which must not lead back to itself."""
         part = self._resolve(reference, pointer)
         if reference in self._references:
-            raise UnsupportedKeywordError("$ref", pointer, f" here: {reference!r:.100} refers back to itself")
+            raise UnsupportedKeywordError("$ref", pointer, f" here: {shown(reference)} refers back to itself")
         self._references.append(reference)
         try:
             return use(part)

@@ -89,7 +89,7 @@ SERVE_RULES = CompatRules(
         CompatRule(
             "disable_fastapi_docs, enable_offline_docs",
             {},
-            "/docs works offline and is always on; it requires an API key if the server does",
+            "/docs works offline and is always on; its data requires an API key if the server does",
         ),
         CompatRule(
             "h11_max_incomplete_event_size BYTES, h11_max_header_count N",

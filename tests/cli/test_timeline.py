@@ -36,7 +36,7 @@ def test_trace_writes_a_file_for_perfetto(live: Live, tmp_path: Path) -> None:
 
 
 def test_top_draws_the_slots(live: Live) -> None:
-    arguments = ["top", "--frames", "4", "--seconds", "600", "--url", live.url, "--api-key", "the-key"]
+    arguments = ["top", "--frames", "24", "--seconds", "600", "--url", live.url, "--api-key", "the-key"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "replica 0" in result.output

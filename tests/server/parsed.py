@@ -38,6 +38,8 @@ def read_events(stream: bytes) -> list[dict[str, Any]]:
     """The objects of named events, whose names are their types."""
     events = []
     for block in stream.decode().split("\n\n")[:-1]:
+        if block.startswith(":"):  # a ping
+            continue
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"

@@ -165,7 +165,7 @@ class Soak:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     return texts, reasons
-                if line:
+                if line and not line.startswith(":"):  # a ping
                     num_events += 1
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:

@@ -176,7 +176,6 @@ MISSING = {
     "LoRA": "--enable-lora",
     "Speculative decoding": "--speculative-model x",
     "Images, audio and video": "--allowed-local-media-path x",
-    "Mixture of experts": "--enable-expert-parallel",
     "One engine on several machines": "--nnodes 2",
     "KV offloading": "--kv-offloading-size 4",
     "Remote code": "--logits-processors x",

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.engine import RequestState
-from inflight.errors import EngineError
+from inflight.errors import EngineError, shown
 from inflight.events import RequestRecord
 from inflight.server.errors import ApiError
 from inflight.server.observability.request_log import LoggedRequest
@@ -54,11 +54,11 @@ async def list_requests(request: Request) -> Response:
     state, caller = state_of(request), caller_of(request)
     status = request.query_params.get("status")
     if status not in (None, *_SELECTED):
-        message = f"status is {status!r:.100}: it must be waiting, running or finished"
+        message = f"status is {shown(status)}: it must be waiting, running or finished"
         raise ApiError(400, message, code="invalid_value", param="status")
     text = request.query_params.get("limit", "100")
     if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LISTED:
-        message = f"limit is {text!r:.100}: it must be from 1 to {MAX_LISTED}"
+        message = f"limit is {shown(text)}: it must be from 1 to {MAX_LISTED}"
         raise ApiError(400, message, code="invalid_value", param="limit")
     reports: list[RequestReport] = []
     for logged in state.request_log.seen_by(caller):

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from inflight.engine import MemoryState
-from inflight.errors import RequestError
+from inflight.errors import RequestError, shown
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import ENGINE_RESPONSE
@@ -242,7 +242,7 @@ async def trace(request: Request) -> Response:
         raise ApiError(400, message, code="invalid_value", param="seconds")
     form = request.query_params.get("format", "trace")
     if form not in ("trace", "recording"):
-        message = f"format is {form!r:.100}: it must be trace or recording"
+        message = f"format is {shown(form)}: it must be trace or recording"
         raise ApiError(400, message, code="invalid_value", param="format")
     stream = _stream(state, caller_of(request), _replica(request))
     chunks = [chunk async for chunk in stream.past(time.monotonic() - seconds)]
@@ -274,5 +274,5 @@ def _number(request: Request, name: str, default: float | None) -> float | None:
             return value
     except ValueError:
         pass
-    message = f"{name} is {text!r:.100}: it must be a number"
+    message = f"{name} is {shown(text)}: it must be a number"
     raise ApiError(400, message, code="invalid_value", param=name)

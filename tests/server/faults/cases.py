@@ -24,6 +24,8 @@ class ClientView:
                 self._take(json.loads(response.read()))
                 return
             for line in filter(None, response.iter_lines()):
+                if line.startswith(":"):  # a ping
+                    continue
                 assert not self.errors, "something came after the error"
                 self.done = line == "data: [DONE]"
                 if not self.done:
