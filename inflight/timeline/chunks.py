@@ -38,7 +38,7 @@ RUN_LENGTH = 8  # numbers in a run
 
 
 class SlotKind(enum.IntEnum):
-    """What a slot did in the steps of a run."""
+    """The work of a slot in the steps of a run."""
 
     DECODE = 0
     PREFILL = 1

@@ -32,7 +32,7 @@ class TimelineSource(Protocol):
 
 
 class TimelineStream:
-    """What one viewer gets. Chunks that it does not take in time are left out."""
+    """The chunks for one viewer. Those that it does not take in time are left out."""
 
     def __init__(
         self,

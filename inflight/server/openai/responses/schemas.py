@@ -106,7 +106,7 @@ class CallOutput(CallPart):
 
 
 class PastCallItem(ReturnedPart):
-    """What a tool that is not offered here has done earlier in the conversation. The model reads it as text."""
+    """An earlier call of a tool that is not offered here. The model reads it as text."""
 
     model_config = ConfigDict(extra="ignore")
 
