@@ -1,15 +1,21 @@
 """The interface of layers that keep a state of fixed size for each request, instead of keys and values of its tokens.
 
-The states of all requests are rows of one tensor per layer, [max_rows, state_size] float32, which the backend that
+The states of running requests are rows of one tensor per layer, [max_rows, state_size] float32, which the backend that
 computes the layer lays out as it likes. The row of an entry that starts at position 0 may hold anything: the entry
 starts from zeros.
+
+A snapshot is a copy of a row's states in all recurrent layers, in some blocks of the KV memory. A block has a part in
+each slot of that memory (one cache tensor per slot), and the recurrent layers are dealt out to the slots in turn: the
+states of a slot's layers lie one behind the other, across the parts that the snapshot's blocks have there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 InputsT = TypeVar("InputsT", contravariant=True)
@@ -57,11 +63,63 @@ class DeltaNetLayer:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one recurrent layer: those of all rows, and the place of its part of a snapshot."""
+
+    rows: Tensor  # [max_rows, state_size] float32
+    blocks: Tensor  # [num_blocks, values of a block's part] float32: a slot of the KV memory
+    offset: int  # where the layer's values begin in the slot's part of a snapshot
+
+    def save(self, row: int, block_ids: Sequence[int]) -> None:
+        """Copy the state of a row into a snapshot."""
+        for values, part in self._parts(row, block_ids):
+            part.copy_(values)
+
+    def restore(self, row: int, block_ids: Sequence[int]) -> None:
+        """Copy the state of a row from a snapshot."""
+        for values, part in self._parts(row, block_ids):
+            values.copy_(part)
+
+    def _parts(self, row: int, block_ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut the row's state at the borders of blocks: values of the row, and their place in a block."""
+        state, size = self.rows[row], self.blocks.shape[1]
+        first = 0
+        while first < len(state):
+            block, begin = divmod(self.offset + first, size)
+            count = min(size - begin, len(state) - first)
+            yield state[first : first + count], self.blocks[block_ids[block], begin : begin + count]
+            first += count
+
+
+def allocate_states(state_sizes: Sequence[int], caches: Sequence[Tensor], max_rows: int) -> list[LayerStates]:
+    """Return the states of recurrent layers with these sizes, given the KV memory's slots, [num_blocks, ...] each."""
+    states, ends = [], [0] * len(caches)
+    for index, size in enumerate(state_sizes):
+        slot = index % len(caches)
+        cache = caches[slot]
+        rows = torch.zeros(max_rows, size, dtype=torch.float32, device=cache.device)
+        blocks = cache.view(len(cache), -1).view(torch.float32)
+        states.append(LayerStates(rows, blocks, ends[slot]))
+        ends[slot] += size
+    return states
+
+
+def blocks_per_snapshot(state_sizes: Sequence[int], num_slots: int, bytes_per_part: int) -> int:
+    """Return how many blocks a snapshot takes, if a block has this many bytes in each slot."""
+    largest = max((sum(state_sizes[slot::num_slots]) for slot in range(num_slots)), default=0)
+    return -(-largest * torch.float32.itemsize // bytes_per_part)
+
+
 class RecurrentBackend(Protocol[InputsT]):
     """Computes recurrent layers, and defines the inputs that it reads a step from."""
 
-    def delta_net(self, projected: Tensor, layer: DeltaNetLayer, states: Tensor, inputs: InputsT) -> Tensor:
-        """Convolve, apply the gated delta rule, normalise and gate. Updates the states of the step's rows.
+    def delta_net(
+        self, projected: Tensor, layer: DeltaNetLayer, states: LayerStates, inputs: InputsT
+    ) -> Tensor:
+        """Convolve, apply the gated delta rule, normalise and gate.
+
+        Update the states of the step's rows, and save those that the step captures inside its entries.
 
         projected [T, projected_size]: queries, keys and values, then the gate z [value_size], then b and a
         [num_value_heads each]. Returns [T, value_size].
