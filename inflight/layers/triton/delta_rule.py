@@ -1,0 +1,379 @@
+"""The gated delta rule on a GPU: piece by piece for prompts, token by token for decodes.
+
+A piece is at most `PIECE` consecutive tokens of an entry. Within a piece, with keys k, values v, weights b and log
+decays g (summed from the piece's start), the tokens' updates u solve a triangular system, so that matrix products
+replace the recurrence:
+
+    (1 + A) u = b * (v - exp(g) * (k @ S))        A[i, j] = b[i] * exp(g[i] - g[j]) * (k[i] . k[j])  for j < i
+    output    = exp(g) * (q @ S) + P @ u          P[i, j] = exp(g[i] - g[j]) * (q[i] . k[j])         for j <= i
+    next S    = exp(g[-1]) * S + (exp(g[-1] - g) * k).T @ u
+
+`prepare` inverts 1 + A for all pieces at once, `carry` takes the state S through the pieces of each entry, and `output`
+computes the outputs of all pieces at once. A convolution comes first, for all tokens: it reads the inputs before the
+entry from the row's state, which only later kernels change.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inflight.triton_utils.pdl import launch_dependents_then_wait
+
+PIECE = 64  # tokens
+PIECE_FIELDS = 6  # token, length, row, first_token, fresh, capture
+ENTRY_FIELDS = 6  # first_piece, num_pieces, row, fresh, first_token, num_tokens
+
+
+@triton.jit
+def convolve(
+    projected, rows, weight, items, num_items, token_rows, out, projected_stride, row_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, DECODES: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Convolve and activate queries, keys and values; give queries and keys unit length, and scale queries."""
+    head = tl.program_id(0)  # of queries, then of keys, then of values
+    pid = tl.program_id(1)
+    is_item = pid < tl.load(num_items)
+    if DECODES:
+        token, first_token = pid, pid
+        length = tl.full([], 1, tl.int32)
+        fresh = tl.full([], 0, tl.int32)
+        row = tl.load(token_rows + pid)
+        is_item = is_item & (row >= 0)
+    else:
+        item = items + pid * FIELDS
+        token = tl.load(item)
+        length = tl.load(item + 1)
+        row = tl.load(item + 2)
+        first_token = tl.load(item + 3)
+        fresh = tl.load(item + 4)
+    launch_dependents_then_wait(PDL)
+    if not is_item:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    is_key = head < 2 * KEY_HEADS
+    width = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    first = tl.where(is_key, head * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM)
+    i = tl.arange(0, TOKENS)
+    d = tl.arange(0, DIM)
+    there = (i < length)[:, None] & (d < width)[None, :]
+    feature = first + d
+    state = rows + row.to(tl.int64) * row_stride
+    history_end = tl.where(
+        fresh == 0, first_token, -KERNEL
+    )  # tokens before it are in the state, if there are any
+    x = tl.zeros([TOKENS, DIM], tl.float32)
+    for tap in tl.static_range(KERNEL):
+        source = token + i + (tap - KERNEL + 1)
+        own = source >= first_token
+        at = projected + source.to(tl.int64)[:, None] * projected_stride + feature[None, :]
+        new = tl.load(at, mask=there & own[:, None], other=0.0).to(tl.float32)
+        at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
+        old = tl.load(at, mask=there & (source < history_end)[:, None], other=0.0)
+        factor = tl.load(weight + feature * KERNEL + tap, mask=d < width, other=0.0)
+        x += (new + old) * factor[None, :]
+    x = x / (1.0 + tl.exp(-x))
+    if is_key:
+        x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+        x *= tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+    at = out + (token + i).to(tl.int64)[:, None] * conv_size + feature[None, :]
+    tl.store(at, x, mask=there)
+
+
+@triton.jit
+def _log_decay(a, a_log, dt_bias):
+    """Return how much the logarithm of the state changes with a token."""
+    x = a + dt_bias
+    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return -tl.exp(a_log) * softplus
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _normed_and_gated(x, norm, z, eps, DIM: tl.constexpr, AXIS: tl.constexpr):
+    scale = tl.rsqrt(tl.sum(x * x, AXIS) / DIM + eps)
+    scaled = x * (scale[:, None] if AXIS == 1 else scale)
+    return scaled * norm * (z / (1.0 + tl.exp(-z)))
+
+
+@triton.jit
+def _decays(g):
+    """Return exp(g[i] - g[j]) for j <= i; other elements are 1."""
+    return tl.exp(tl.minimum(g[:, None] - g[None, :], 0.0))
+
+
+@triton.jit
+def _inverse(a, PIECE: tl.constexpr):
+    """Return the inverse of 1 + a, for a strictly lower triangular matrix, by forward substitution."""
+    i = tl.arange(0, PIECE)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse = identity
+    for r in range(1, PIECE):
+        at_row = (i == r)[:, None]
+        row = tl.sum(tl.where(at_row, a, 0.0), 0)
+        solved = tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(at_row, identity - solved[None, :], inverse)
+    return inverse
+
+
+@triton.jit
+def prepare(
+    projected, mixed, a_log, dt_bias, items, num_items, decayed_keys, updates, log_decays, projected_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    FIELDS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Solve each piece's system for the two parts of its updates: u = updates - decayed_keys @ S."""
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * FIELDS
+    token = tl.load(item)
+    length = tl.load(item + 1)
+    is_item = tl.program_id(1) < tl.load(num_items)
+    launch_dependents_then_wait(PDL)
+    if not is_item:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    i = tl.arange(0, PIECE)
+    kd = tl.arange(0, KEYS)
+    vd = tl.arange(0, VALUES)
+    live = i < length
+    tokens = (token + i).to(tl.int64)
+    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
+    key_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
+    value_at = mixed + tokens[:, None] * conv_size + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd[None, :]
+    k = tl.load(key_at, mask=has_key, other=0.0)
+    v = tl.load(value_at, mask=has_value, other=0.0)
+    gates = projected + tokens * projected_stride + conv_size + VALUE_HEADS * VALUE_DIM + head
+    weight = tl.where(live, _sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
+    a = tl.load(gates + VALUE_HEADS, mask=live, other=0.0).to(tl.float32)
+    change = _log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head))
+    g = tl.cumsum(tl.where(live, change, 0.0), 0)
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decays(g) * weight[:, None]
+    inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PIECE)
+    from_values = (inverse * weight[None, :]).to(k.dtype)
+    from_state = (inverse * (weight * tl.exp(g))[None, :]).to(k.dtype)
+    u = tl.dot(from_values, v, input_precision=PRECISION)
+    w = tl.dot(from_state, k, input_precision=PRECISION)
+    tl.store(updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :], u, mask=has_value)
+    tl.store(decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :], w, mask=has_key)
+    tl.store(log_decays + tokens * VALUE_HEADS + head, g, mask=live)
+
+
+@triton.jit
+def _snapshot_pointers(blocks, block_ids, index, block_stride, PART: tl.constexpr):
+    """Return where the values number `index` of a slot's part of a snapshot lie."""
+    return blocks + tl.load(block_ids + index // PART).to(tl.int64) * block_stride + index % PART
+
+
+@triton.jit
+def _store_inputs(
+    projected, state, to_blocks, block_ids, offset, block_stride, first_token, num_tokens, fresh, begin, end,
+    projected_stride, CONV_SIZE: tl.constexpr, KERNEL: tl.constexpr, FEATURES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Store the last inputs of the convolution, after `num_tokens` tokens of an entry, for features [begin, end).
+
+    They go to the row's state, or with PART to a snapshot. Ascending taps never read what an earlier one stored.
+    """
+    f = begin + tl.arange(0, FEATURES)
+    for tap in tl.static_range(KERNEL - 1):
+        source = num_tokens - (KERNEL - 1) + tap  # counted from the entry's first token
+        is_old = source < tl.where(fresh == 0, 0, -KERNEL)
+        at = projected + (first_token + source).to(tl.int64) * projected_stride + f
+        new = tl.load(at, mask=f < tl.where(source >= 0, end, 0), other=0.0).to(tl.float32)
+        old = tl.load(
+            state + (tap + num_tokens) * CONV_SIZE + f,
+            mask=f < tl.where(is_old, end, 0),
+            other=0.0,
+        )
+        if PART:
+            to = _snapshot_pointers(to_blocks, block_ids, offset + tap * CONV_SIZE + f, block_stride, PART)
+        else:
+            to = state + tap * CONV_SIZE + f
+        tl.store(to, new + old, mask=f < end)
+
+
+@triton.jit
+def carry(
+    projected, mixed, rows, decayed_keys, updates, log_decays, states, items, entries, num_entries,
+    blocks, captures, offset, snapshot_blocks, projected_stride, row_stride, block_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, FIELDS: tl.constexpr, ENTRY_FIELDS: tl.constexpr, PIECE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Take the state through the pieces of an entry, for some value features of a head. Store it before each piece for
+    `output`, after the last one in the row, and where a piece says so in a snapshot."""
+    head = tl.program_id(0)
+    column = tl.program_id(1)
+    entry = entries + tl.program_id(2) * ENTRY_FIELDS
+    first_piece = tl.load(entry)
+    num_pieces = tl.load(entry + 1)
+    row = tl.load(entry + 2)
+    fresh = tl.load(entry + 3)
+    first_token = tl.load(entry + 4)
+    num_tokens = tl.load(entry + 5)
+    is_entry = tl.program_id(2) < tl.load(num_entries)
+    launch_dependents_then_wait(PDL)
+    if not is_entry:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    i = tl.arange(0, PIECE)
+    kd = tl.arange(0, KEYS)
+    vd = column * VALUES + tl.arange(0, VALUES)
+    in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
+    at = (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]  # in the states of all heads
+    state = rows + row.to(tl.int64) * row_stride
+    state_at = state + (KERNEL - 1) * conv_size + at
+    num_stored = tl.where(fresh == 0, KEY_DIM, 0)
+    s = tl.load(state_at, mask=in_state & (kd < num_stored)[:, None], other=0.0)
+    key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
+    # This program's share of the convolution's inputs.
+    programs = VALUE_HEADS * tl.num_programs(1)
+    share = (conv_size + programs - 1) // programs
+    begin = (head * tl.num_programs(1) + column) * share
+    end = tl.minimum(begin + share, conv_size)
+    item = items + first_piece * FIELDS
+    before = states + first_piece.to(tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM)
+    for _ in range(num_pieces):
+        token = tl.load(item)
+        length = tl.load(item + 1)
+        capture = tl.load(item + 5)
+        tl.store(before + at, s, mask=in_state)
+        live = i < length
+        tokens = (token + i).to(tl.int64)
+        has_key = live[:, None] & (kd < KEY_DIM)[None, :]
+        has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+        update_at = updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
+        w_at = decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :]
+        k_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
+        w = tl.load(w_at, mask=has_key, other=0.0)
+        k = tl.load(k_at, mask=has_key, other=0.0)
+        u = tl.load(update_at, mask=has_value, other=0.0).to(tl.float32)
+        g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
+        last = tl.load(log_decays + (token + length - 1).to(tl.int64) * VALUE_HEADS + head)
+        u -= tl.dot(w, s.to(w.dtype), input_precision=PRECISION)
+        tl.store(update_at, u, mask=has_value)
+        decayed = (k.to(tl.float32) * tl.where(live, tl.exp(last - g), 0.0)[:, None]).to(k.dtype)
+        s = tl.dot(tl.trans(decayed), u.to(k.dtype), s * tl.exp(last), input_precision=PRECISION)
+        if capture >= 0:
+            ids = captures + capture * snapshot_blocks
+            index = offset + (KERNEL - 1) * conv_size + at
+            # Pointers outside the state are not used, but block ids are read for them.
+            to = _snapshot_pointers(blocks, ids, tl.where(in_state, index, 0), block_stride, PART)
+            tl.store(to, s, mask=in_state)
+            _store_inputs(
+                projected, state, blocks, ids, offset, block_stride, first_token,
+                token + length - first_token, fresh, begin, end, projected_stride, conv_size, KERNEL,
+                FEATURES, PART,
+            )  # fmt: skip
+        item += FIELDS
+        before += VALUE_HEADS * KEY_DIM * VALUE_DIM
+    tl.store(state_at, s, mask=in_state)
+    _store_inputs(
+        projected, state, blocks, captures, offset, block_stride, first_token, num_tokens, fresh, begin, end,
+        projected_stride, conv_size, KERNEL, FEATURES, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def output(
+    projected, mixed, updates, log_decays, states, norm, items, num_items, out, projected_stride, out_stride, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    FIELDS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of each piece from the state before it and its updates, normalised and gated."""
+    head = tl.program_id(0)
+    piece = tl.program_id(1)
+    item = items + piece * FIELDS
+    token = tl.load(item)
+    length = tl.load(item + 1)
+    is_item = piece < tl.load(num_items)
+    launch_dependents_then_wait(PDL)
+    if not is_item:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    i = tl.arange(0, PIECE)
+    kd = tl.arange(0, KEYS)
+    vd = tl.arange(0, VALUES)
+    live = i < length
+    tokens = (token + i).to(tl.int64)
+    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    query_head = head // (VALUE_HEADS // KEY_HEADS)
+    query_at = mixed + tokens[:, None] * conv_size + query_head * KEY_DIM + kd[None, :]
+    q = tl.load(query_at, mask=has_key, other=0.0)
+    k = tl.load(query_at + KEY_HEADS * KEY_DIM, mask=has_key, other=0.0)
+    value_at = (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
+    u = tl.load(updates + value_at, mask=has_value, other=0.0)
+    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
+    in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
+    before = states + (piece.to(tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    s = tl.load(before + kd[:, None] * VALUE_DIM + vd[None, :], mask=in_state, other=0.0)
+    weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decays(g)
+    weights = tl.where(i[:, None] >= i[None, :], weights, 0.0)
+    x = tl.dot(q, s, input_precision=PRECISION) * tl.exp(g)[:, None]
+    x = tl.dot(weights.to(u.dtype), u, x, input_precision=PRECISION)
+    gate_at = projected + tokens[:, None] * projected_stride + conv_size + head * VALUE_DIM + vd[None, :]
+    z = tl.load(gate_at, mask=has_value, other=0.0).to(tl.float32)
+    scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
+    y = _normed_and_gated(x, scale[None, :], z, eps, VALUE_DIM, 1)
+    tl.store(out + tokens[:, None] * out_stride + head * VALUE_DIM + vd[None, :], y, mask=has_value)
+
+
+@triton.jit
+def decode(
+    projected, mixed, rows, a_log, dt_bias, norm, token_rows, num_decodes, out, projected_stride, row_stride,
+    out_stride, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Update the state of a head with one token, and compute its output."""
+    head = tl.program_id(0)
+    token = tl.program_id(1)
+    row = tl.load(token_rows + token)
+    is_entry = (token < tl.load(num_decodes)) & (row >= 0)
+    launch_dependents_then_wait(PDL)
+    if not is_entry:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    kd = tl.arange(0, KEYS)
+    vd = tl.arange(0, VALUES)
+    state = rows + row.to(tl.int64) * row_stride
+    at = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
+    in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
+    s = tl.load(state + at, mask=in_state, other=0.0)
+    inputs = mixed + token.to(tl.int64) * conv_size
+    query_head = head // (VALUE_HEADS // KEY_HEADS)
+    q = tl.load(inputs + query_head * KEY_DIM + kd, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
+    k_at = inputs + (KEY_HEADS + query_head) * KEY_DIM + kd
+    k = tl.load(k_at, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
+    v_at = inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd
+    v = tl.load(v_at, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
+    gates = projected + token.to(tl.int64) * projected_stride + conv_size
+    z = tl.load(gates + head * VALUE_DIM + vd, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
+    weight = _sigmoid(tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32))
+    a = tl.load(gates + VALUE_HEADS * (VALUE_DIM + 1) + head).to(tl.float32)
+    s *= tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
+    update = weight * (v - tl.sum(s * k[:, None], 0))
+    s += k[:, None] * update[None, :]
+    tl.store(state + at, s, mask=in_state)
+    x = tl.sum(s * q[:, None], 0)
+    scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
+    y = _normed_and_gated(x, scale, z, eps, VALUE_DIM, 0)
+    tl.store(out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd, y, mask=vd < VALUE_DIM)
+    share = (conv_size + VALUE_HEADS - 1) // VALUE_HEADS
+    begin = head * share
+    one, fresh = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
+    _store_inputs(
+        projected, state, rows, token_rows, 0, 0, token, one, fresh, begin, tl.minimum(begin + share, conv_size),
+        projected_stride, conv_size, KERNEL, FEATURES, 0,
+    )  # fmt: skip

@@ -1,0 +1,262 @@
+"""Recurrent layers on a GPU: the plan of a step, its launches, and copies between rows and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.layers.recurrent import DeltaNetLayer, LayerStates
+from inflight.layers.triton.delta_rule import (
+    ENTRY_FIELDS,
+    PIECE,
+    PIECE_FIELDS,
+    carry,
+    convolve,
+    decode,
+    output,
+    prepare,
+)
+from inflight.triton_utils.padding import padded_empty
+from inflight.triton_utils.pdl import launch_options
+
+Ints = NDArray[np.int32]
+
+CARRIED = 64  # value features of a head that a program of `carry` takes through an entry
+COPIED = 4096  # values that a program copies
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """The pieces of a step's chunks."""
+
+    pieces: Ints  # [num_pieces, PIECE_FIELDS]
+    entries: Ints  # [num_entries, ENTRY_FIELDS]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceItems:
+    """A table on the device, as a captured graph needs it: capacity for many rows, and how many there are."""
+
+    table: Tensor  # int32, flat
+    count: Tensor  # [1] int32
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStep:
+    """One step in device memory, as recurrent layers read it. All contents may change between replays of a graph.
+
+    The first tokens are decodes, one for each entry; the pieces cover the others.
+    """
+
+    token_rows: Tensor  # [T] int32; negative for padding
+    num_decodes: Tensor  # [1] int32
+    max_decodes: int
+    pieces: DeviceItems | None  # PiecePlan.pieces; None: the step has no chunks
+    entries: DeviceItems | None  # PiecePlan.entries, with pieces only
+    captures: Tensor  # [max_captures, blocks of a snapshot] int32
+
+
+def plan_pieces(
+    query_starts: Ints,  # [E + 1] token index of each entry's first query
+    starts: Ints,  # [E] the position of that query
+    rows: Ints,  # [E]
+    captures: Sequence[
+        tuple[int, int]
+    ] = (),  # (entry, position) in ascending order, inside the entry or at its end
+) -> PiecePlan:
+    """Cut entries into pieces of at most `PIECE` tokens that end where a state is captured."""
+    pieces: list[tuple[int, ...]] = []
+    entries: list[tuple[int, ...]] = []
+    numbered = [(*capture, index) for index, capture in enumerate(captures)]
+    for entry, (token, position, row) in enumerate(
+        zip(query_starts.tolist(), starts.tolist(), rows.tolist(), strict=False)
+    ):
+        end = int(query_starts[entry + 1])
+        fresh, first_piece = int(position == 0), len(pieces)
+        ends = {token + at - position: index for of, at, index in numbered if of == entry}
+        cuts = sorted({*ends, end})
+        begin = token
+        for cut in cuts:
+            while begin < cut:
+                length = min(PIECE, cut - begin)
+                capture = ends.get(begin + length, -1)
+                pieces.append((begin, length, row, token, fresh, capture))
+                begin += length
+        entries.append((first_piece, len(pieces) - first_piece, row, fresh, token, end - token))
+    return PiecePlan(
+        np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS),
+        np.array(entries, dtype=np.int32).reshape(-1, ENTRY_FIELDS),
+    )
+
+
+def max_pieces(num_tokens: int, num_entries: int, num_captures: int) -> int:
+    """Return the most pieces that a step can have."""
+    return num_tokens // PIECE + num_entries + num_captures
+
+
+class TritonRecurrent:
+    """Implements `RecurrentBackend[RecurrentStep]`.
+
+    A row's state is the last inputs of the convolution, [kernel - 1, conv_size], the oldest first, then the matrices of
+    the value heads, [num_value_heads, key_dim, value_dim].
+    """
+
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def delta_net(
+        self, projected: Tensor, layer: DeltaNetLayer, states: LayerStates, inputs: RecurrentStep
+    ) -> Tensor:
+        """Rows of the result that belong to no entry are undefined."""
+        num_tokens, shape = len(projected), layer.shape
+        device, dtype = projected.device, projected.dtype
+        mixed = torch.empty(num_tokens, shape.conv_size, dtype=dtype, device=device)
+        out = padded_empty(num_tokens, shape.value_size, dtype, device)
+        sizes = {
+            "KEY_HEADS": shape.num_key_heads,
+            "VALUE_HEADS": shape.num_value_heads,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "PDL": self._pdl,
+            **launch_options(self._pdl),
+        }
+        dims = {
+            "KEYS": max(16, triton.next_power_of_2(shape.key_dim)),
+            "VALUES": max(16, triton.next_power_of_2(shape.value_dim)),
+        }
+        if inputs.max_decodes:
+            self._decode(projected, mixed, layer, states.rows, inputs, out, sizes | dims)
+        if inputs.pieces is not None and inputs.entries is not None:
+            self._chunks(projected, mixed, layer, states, inputs, out, sizes, dims)
+        return out
+
+    def _convolve(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        layer: DeltaNetLayer,
+        rows: Tensor,
+        inputs: RecurrentStep,
+        pieces: DeviceItems | None,
+        sizes: dict[str, int | bool],
+    ) -> None:
+        shape = layer.shape
+        num_heads = 2 * shape.num_key_heads + shape.num_value_heads
+        items = (
+            DeviceItems(inputs.token_rows, inputs.num_decodes, inputs.max_decodes)
+            if pieces is None
+            else pieces
+        )
+        convolve[(num_heads, items.capacity)](
+            projected, rows, layer.conv_weight, items.table, items.count, inputs.token_rows, mixed,
+            projected.stride(0), rows.stride(0), KERNEL=shape.kernel, DECODES=pieces is None,
+            FIELDS=PIECE_FIELDS, TOKENS=1 if pieces is None else PIECE,
+            DIM=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+            num_warps=1 if pieces is None else 4, **sizes,
+        )  # fmt: skip
+
+    def _decode(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        layer: DeltaNetLayer,
+        rows: Tensor,
+        inputs: RecurrentStep,
+        out: Tensor,
+        sizes: dict[str, int | bool],
+    ) -> None:
+        shape = layer.shape
+        own = {name: value for name, value in sizes.items() if name not in ("KEYS", "VALUES")}
+        self._convolve(projected, mixed, layer, rows, inputs, None, own)
+        features = triton.next_power_of_2(-(-shape.conv_size // shape.num_value_heads))
+        decode[(shape.num_value_heads, inputs.max_decodes)](
+            projected, mixed, rows, layer.a_log, layer.dt_bias, layer.norm, inputs.token_rows,
+            inputs.num_decodes, out, projected.stride(0), rows.stride(0), out.stride(0), layer.eps,
+            KERNEL=shape.kernel, FEATURES=features, num_warps=8, **sizes,
+        )  # fmt: skip
+
+    def _chunks(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        layer: DeltaNetLayer,
+        states: LayerStates,
+        inputs: RecurrentStep,
+        out: Tensor,
+        sizes: dict[str, int | bool],
+        dims: dict[str, int],
+    ) -> None:
+        shape, pieces, entries = layer.shape, inputs.pieces, inputs.entries
+        assert pieces is not None
+        assert entries is not None
+        num_tokens, heads, device, dtype = (
+            len(projected),
+            shape.num_value_heads,
+            projected.device,
+            projected.dtype,
+        )
+        precision = "ieee" if dtype == torch.float32 else "tf32"
+        self._convolve(projected, mixed, layer, states.rows, inputs, pieces, sizes)
+        keys = torch.empty(num_tokens, heads, shape.key_dim, dtype=dtype, device=device)
+        updates = torch.empty(num_tokens, heads, shape.value_dim, dtype=dtype, device=device)
+        log_decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=device)
+        before = torch.empty(
+            pieces.capacity, heads, shape.key_dim, shape.value_dim, dtype=dtype, device=device
+        )
+        prepare[(heads, pieces.capacity)](
+            projected, mixed, layer.a_log, layer.dt_bias, pieces.table, pieces.count, keys, updates,
+            log_decays, projected.stride(0), FIELDS=PIECE_FIELDS, PIECE=PIECE, PRECISION=precision,
+            num_warps=4, **sizes, **dims,
+        )  # fmt: skip
+        carried = min(dims["VALUES"], CARRIED)
+        columns = -(-shape.value_dim // carried)
+        features = triton.next_power_of_2(-(-shape.conv_size // (heads * columns)))
+        carry[(heads, columns, entries.capacity)](
+            projected, mixed, states.rows, keys, updates, log_decays, before, pieces.table, entries.table,
+            entries.count, states.blocks, inputs.captures, states.offset, inputs.captures.shape[1],
+            projected.stride(0), states.rows.stride(0), states.blocks.stride(0), KERNEL=shape.kernel,
+            FIELDS=PIECE_FIELDS, ENTRY_FIELDS=ENTRY_FIELDS, PIECE=PIECE, FEATURES=features,
+            PART=states.blocks.shape[1], PRECISION=precision, KEYS=dims["KEYS"], VALUES=carried,
+            num_warps=4, **sizes,
+        )  # fmt: skip
+        output[(heads, pieces.capacity)](
+            projected, mixed, updates, log_decays, before, layer.norm, pieces.table, pieces.count, out,
+            projected.stride(0), out.stride(0), layer.eps, FIELDS=PIECE_FIELDS, PIECE=PIECE,
+            PRECISION=precision, num_warps=8, **sizes, **dims,
+        )  # fmt: skip
+
+
+def copy_states(states: LayerStates, rows: Tensor, block_ids: Tensor, save: bool) -> None:
+    """Copy the states of rows [N] int32 into snapshots in blocks [N, blocks of a snapshot] int32, or back."""
+    size = states.rows.shape[1]
+    _copy_states[(len(rows), triton.cdiv(size, COPIED))](
+        states.rows, states.blocks, rows, block_ids, size, states.offset, states.rows.stride(0),
+        states.blocks.stride(0), block_ids.stride(0), SAVE=save, PART=states.blocks.shape[1], SIZE=COPIED,
+        num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _copy_states(
+    rows, blocks, row_ids, block_ids, size, offset, row_stride, block_stride, id_stride,
+    SAVE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    copy = tl.program_id(0)
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    live = i < size
+    state = rows + tl.load(row_ids + copy).to(tl.int64) * row_stride + i
+    index = tl.where(live, offset + i, 0)
+    block = tl.load(block_ids + copy * id_stride + index // PART).to(tl.int64)
+    part = blocks + block * block_stride + index % PART
+    if SAVE:
+        tl.store(part, tl.load(state, mask=live), mask=live)
+    else:
+        tl.store(state, tl.load(part, mask=live), mask=live)
