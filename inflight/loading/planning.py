@@ -127,6 +127,6 @@ def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, dtype: torc
     # Raw and adjusted logits in float32, token counts in 16 bits, and two bit masks.
     sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
     inner = max(mlp.step_features(spec.hidden_size) for mlp in spec.mlps)
-    wide = inner + spec.query_size + 2 * spec.kv_size
+    wide = inner + max(mixer.step_features for mixer in spec.mixers)
     activations = tokens * (4 * spec.hidden_size + wide // tensor) * dtype.itemsize
     return sampling + activations + rows * context * 4 + GPU_GRAPHS

@@ -141,14 +141,14 @@ def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> 
     return Rope(rope.number("rope_theta", above=1.0), rotary_dim, reader(rope, config, rotary_dim))
 
 
-def default_context(rope: Rope, max_position: int) -> tuple[int, int]:
+def default_context(rope: Rope | None, max_position: int) -> tuple[int, int]:
     """Return (the longest context that the checkpoint supports, the context to serve by default).
 
     `max_position` is its `max_position_embeddings`. With YaRN it may be the trained length or the stretched one. With
     long and short factors, short prompts do best with the short ones, so a longer context is opt-in. So are more than
     a million tokens: position tables are allocated at start, and a config may claim anything.
     """
-    match rope.scaling:
+    match rope and rope.scaling:
         case YarnScaling(factor=factor, original_max_position=original):
             longest = min(max(max_position, int(original * factor)), MAX_CONTEXT)
             return longest, min(longest, MAX_DEFAULT_CONTEXT)

@@ -64,8 +64,8 @@ class CudaPlatform:
     def kernels_and_attention(
         self, spec: DecoderSpec, dtype: torch.dtype
     ) -> tuple[Kernels, AttentionBackend[Any]]:
-        group = spec.num_heads // spec.num_kv_heads
-        tuning = choose(dtype, spec.head_dim, group, self.device)
+        heads = spec.attentions[0]
+        tuning = choose(dtype, heads.head_dim, heads.num_heads // heads.num_kv_heads, self.device)
         return TritonKernels(dtype, self.device), TritonAttention(tuning)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:

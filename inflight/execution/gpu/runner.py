@@ -149,11 +149,12 @@ class GpuRunner:
             assert isinstance(shard.collective, GatheringCollective)
             self._vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
         processors = _num_processors(device)
+        heads = spec.attentions[0]
         planner = AttentionPlanner(
-            decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors
+            decoder.attention.tuning, heads.num_kv_heads, block_size, max_rows, processors
         )
         self.buckets = Buckets(max_rows, max_tokens, planner.short_context_sizes)
-        workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
+        workspace = planner.workspace(heads.num_heads, heads.num_kv_heads, heads.head_dim, device)
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)

@@ -16,8 +16,16 @@ from torch import Tensor
 from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape
 from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
+from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import Mlp, build_mlp, empty_norm, norm_targets
-from inflight.models.decoders.spec import DecoderSpec, GatheringCollective, QKNorm, Shard, whole_shard
+from inflight.models.decoders.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatheringCollective,
+    QKNorm,
+    Shard,
+    whole_shard,
+)
 from inflight.models.heads import Head
 from inflight.models.tensors import Target, packed_rows, summed_columns
 
@@ -28,38 +36,39 @@ class SelfAttention:
     def __init__(
         self,
         shard: Shard,
+        whole: AttentionSpec,
         kernels: Kernels,
         backend: AttentionBackend[Any],
         dtype: torch.dtype,
         device: torch.device,
         cos_sin: Tensor,
-        window: int | None,
     ) -> None:
-        spec = shard.spec
+        spec, own = shard.whole, shard.attention(whole)
         hidden = spec.hidden_size
         self._spec = spec
         self._shard = shard
+        self._whole, self._own = whole, own
         self._kernels = kernels
         self._backend = backend
-        self.qkv: Linear = kernels.linear(hidden, spec.query_size + 2 * spec.kv_size, dtype, spec.qkv_bias)
-        has_bias = spec.output_bias and shard.rank == 0
-        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, shard.collective)
+        self.qkv: Linear = kernels.linear(hidden, own.query_size + 2 * own.kv_size, dtype, own.qkv_bias)
+        has_bias = own.output_bias and shard.rank == 0
+        self.output: Linear = kernels.linear(own.query_size, hidden, dtype, has_bias, shard.collective)
         self.in_norm = empty_norm(spec.norm_placement.before, hidden, device)
         self.out_norm = empty_norm(spec.norm_placement.after, hidden, device)
-        whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
-        self.q_norm = empty_norm(any_norm, spec.query_size if whole else spec.head_dim, device)
-        self.k_norm = empty_norm(any_norm, spec.kv_size if whole else spec.head_dim, device)
+        of_all, any_norm = own.qk_norm is QKNorm.WHOLE, own.qk_norm is not QKNorm.NONE
+        self.q_norm = empty_norm(any_norm, own.query_size if of_all else own.head_dim, device)
+        self.k_norm = empty_norm(any_norm, own.kv_size if of_all else own.head_dim, device)
         self._heads = AttentionLayer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
             # Norms of the whole projection are applied in _normalise_whole.
-            q_norm=None if whole else self.q_norm,
-            k_norm=None if whole else self.k_norm,
+            q_norm=None if of_all else self.q_norm,
+            k_norm=None if of_all else self.k_norm,
             eps=spec.norm_eps,
             cos_sin=cos_sin,  # shared between layers
-            scale=spec.attention_scale,
-            window=window,
+            scale=own.scale,
+            window=own.window,
         )
 
     def __call__(
@@ -76,7 +85,7 @@ class SelfAttention:
         """
         spec = self._spec
         qkv = self.qkv.normed(residual, spec.norm_eps)
-        if spec.qk_norm is QKNorm.WHOLE:
+        if self._own.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
         attended = self._backend.attend(qkv, self._heads, cache, inputs)
         if spec.attention_output_scale != 1.0:
@@ -88,17 +97,17 @@ class SelfAttention:
         return self.output.add_to(residual, attended, self.out_norm, spec.norm_eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
-        spec, shard = self._spec, self._shard
-        query = shard.query, shard.whole.query_size
-        kv = shard.kv, shard.whole.kv_size
+        shard, whole = self._shard, self._whole
+        query = features_of(shard.query_heads(whole), whole.head_dim), whole.query_size
+        kv = features_of(shard.kv_heads(whole), whole.head_dim), whole.kv_size
         linears = {
-            **packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, spec.qkv_bias),
-            "output": summed_columns(self.output, *query, spec.output_bias, shard.rank == 0),
+            **packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, whole.qkv_bias),
+            "output": summed_columns(self.output, *query, whole.output_bias, shard.rank == 0),
         }
         norms = norm_targets(
-            spec, in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
+            self._spec, in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
         )
-        if spec.qk_norm is QKNorm.WHOLE:
+        if whole.qk_norm is QKNorm.WHOLE:
             norms["q_norm"] = replace(norms["q_norm"], count=query[1], first=query[0].start)
             norms["k_norm"] = replace(norms["k_norm"], count=kv[1], first=kv[0].start)
         return linears | norms
@@ -107,7 +116,7 @@ class SelfAttention:
         """Normalise all query heads together and all key heads together."""
         assert self.q_norm is not None
         assert self.k_norm is not None
-        sizes = [len(self.q_norm), len(self.k_norm), self._spec.kv_size]
+        sizes = [len(self.q_norm), len(self.k_norm), self._own.kv_size]
         query, key, value = torch.split(qkv, sizes, dim=1)
         collective = self._shard.collective
         if collective is None:
@@ -115,13 +124,18 @@ class SelfAttention:
             key = self._kernels.rms_norm(key, self.k_norm, self._spec.norm_eps)
             return torch.cat((query, key, value), dim=1)
         # The mean square is over all ranks' features; keys that several ranks hold count once.
-        whole, query, key = self._shard.whole, query.float(), key.float()
-        shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
+        whole, query, key = self._whole, query.float(), key.float()
+        shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies(whole)
         squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
         eps = self._spec.norm_eps
         query = query * (squares[:, :1] / whole.query_size + eps).rsqrt() * self.q_norm
         key = key * (squares[:, 1:] / whole.kv_size + eps).rsqrt() * self.k_norm
         return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
+
+
+def features_of(heads: range, head_dim: int) -> range:
+    """Return the features of consecutive heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +173,17 @@ class Decoder:
         self.attention = attention
         self.dtype = dtype
         self.device = device
-        tables = [rope.table(max_position or spec.default_context, device) for rope in spec.ropes]
+        length = max_position or spec.default_context
+        ropes = {layer.rope for layer in spec.attentions}
+        tables: dict[Rope | None, Tensor]
+        tables = {rope: rope.table(length, device) for rope in ropes if rope is not None}
+        own = slice(shard.layers.start, shard.layers.stop)
         self.layers = [
             Layer(
-                SelfAttention(shard, kernels, attention, dtype, device, tables[rope], window),
+                SelfAttention(shard, mixer, kernels, attention, dtype, device, tables[mixer.rope]),
                 build_mlp(shard, mlp, kernels, dtype, device),
             )
-            for rope, window, mlp in zip(spec.layer_ropes, spec.windows, spec.mlps, strict=True)
+            for mixer, mlp in zip(shard.whole.mixers[own], spec.mlps, strict=True)
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
@@ -188,10 +206,9 @@ class Decoder:
         return self.spec.has_lm_head
 
     def kv_shape(self, block_size: int) -> KVShape:
-        spec = self.spec
-        return KVShape(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self.kernels.compute_dtype
-        )
+        layers = self.spec.attentions
+        heads = layers[0].num_kv_heads, layers[0].head_dim
+        return KVShape(len(layers), *heads, block_size, self.kernels.compute_dtype)
 
     def forward(
         self, token_ids: Tensor, caches: list[Tensor], inputs: Any, output_tokens: Tensor | None = None

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from inflight.errors import ModelError, UnknownArchitectureError
+from inflight.errors import UnknownArchitectureError
+from inflight.models.decoders.attention_config import (
+    PLAIN_ATTENTION,
+    AttentionFields,
+    context_rope,
+    read_bias,
+)
 from inflight.models.decoders.experts_config import (
     ReadMlps,
     glm_mlps,
@@ -30,10 +36,9 @@ from inflight.models.decoders.spec import (
 )
 from inflight.models.encoders.families import ENCODERS
 from inflight.models.head_config import read_labels
-from inflight.models.hf_config import Fields, default_context, read_rope
+from inflight.models.hf_config import Fields, default_context
 
 _MAX_EXTRA_LAYERS = 16
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -119,24 +124,18 @@ _GEMMA3_LAYER = _ATTENTION | _QK_NORM | _MLP | _BOTH_NORMS
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The properties of a family. A bias is fixed, or the name of the config field that decides."""
+    """The properties of a family."""
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
-    windows: Literal["none", "all", "late", "pattern", "switched", "even"] = "none"
+    attention: AttentionFields = PLAIN_ATTENTION
     experts: ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
-    qk_norm: QKNorm = QKNorm.NONE
-    qk_norm_field: str | None = None  # the field that switches these norms on; None: they are always on
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
+    mlp_bias: bool | str = False  # fixed, or the name of the config field that decides
     activation_field: str = "hidden_act"
-    attention_scale_field: str | None = None  # the square of the divisor of attention scores; None: head_dim
     scaled_embedding: bool = False
-    multipliers: bool = False  # whether the config scales embeddings, attention, residuals and logits
-    partial_rotary: bool = False
+    multipliers: bool = False  # whether the config scales embeddings, residuals and logits
     section: str | None = None  # the text model's part of a multimodal config
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -146,15 +145,14 @@ class Family:
 
 _DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN_DEFAULTS = _DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
+_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 _GEMMA3: dict[str, Any] = {
-    "windows": "pattern",
+    "attention": AttentionFields(
+        windows="pattern", qk_norm=QKNorm.HEAD, divisor_field="query_pre_attn_scalar", **_BIASES
+    ),
     "norm_placement": NormPlacement.BOTH,
     "norm_offset": 1.0,
-    "qk_norm": QKNorm.HEAD,
-    "qkv_bias": "attention_bias",
-    "output_bias": "attention_bias",
     "activation_field": "hidden_activation",
-    "attention_scale_field": "query_pre_attn_scalar",
     "scaled_embedding": True,
     "defaults": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -176,26 +174,22 @@ _GEMMA3: dict[str, Any] = {
 
 _CAUSAL: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
-        _LLAMA_NAMES,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        defaults=_DEFAULTS,
+        _LLAMA_NAMES, attention=AttentionFields(**_BIASES), mlp_bias="mlp_bias", defaults=_DEFAULTS
     ),
-    "MistralForCausalLM": Family(_LLAMA_NAMES, windows="all", defaults=_DEFAULTS | {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family(_LLAMA_NAMES, windows="late", qkv_bias=True, defaults=_QWEN_DEFAULTS),
+    "MistralForCausalLM": Family(
+        _LLAMA_NAMES, attention=AttentionFields(windows="all"), defaults=_DEFAULTS | {"sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Family(
+        _LLAMA_NAMES, attention=AttentionFields(windows="late", qkv_bias=True), defaults=_QWEN_DEFAULTS
+    ),
     "Qwen3ForCausalLM": Family(
         _QWEN3_NAMES,
-        windows="late",
-        qk_norm=QKNorm.HEAD,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        attention=AttentionFields(windows="late", qk_norm=QKNorm.HEAD, **_BIASES),
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "Phi3ForCausalLM": Family(
         _PHI3_NAMES,
-        windows="all",
-        partial_rotary=True,
+        attention=AttentionFields(windows="all", partial_rotary=True),
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
     ),
     "Gemma3ForCausalLM": Family(WeightNames(_GEMMA3_LAYER), **_GEMMA3),
@@ -211,10 +205,8 @@ _CAUSAL: Mapping[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         _OLMO2_NAMES,
+        attention=AttentionFields(qk_norm=QKNorm.WHOLE, **_BIASES),
         norm_placement=NormPlacement.POST,
-        qk_norm=QKNorm.WHOLE,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
     ),
 }
@@ -222,46 +214,40 @@ _CAUSAL: Mapping[str, Family] = {
 _EXPERT_FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         replace(_QWEN3_NAMES, experts=_EXPERTS),
-        windows="switched",
+        attention=AttentionFields(windows="switched", qk_norm=QKNorm.HEAD, **_BIASES),
         experts=qwen3_mlps,
-        qk_norm=QKNorm.HEAD,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen2MoeForCausalLM": Family(
         WeightNames(_ATTENTION | _MLP | _PRE_NORMS | _QWEN2_SHARED, experts=_EXPERTS),
-        windows="even",
+        attention=AttentionFields(windows="even", qkv_bias="qkv_bias"),
         experts=qwen2_mlps,
-        qkv_bias="qkv_bias",
         defaults=_QWEN_DEFAULTS | {"qkv_bias": True},
     ),
     "MixtralForCausalLM": Family(
         WeightNames(_ATTENTION | _PRE_NORMS, experts=(_MIXTRAL_EXPERTS, _STACKED, _TRANSPOSED)),
-        windows="all",
+        attention=AttentionFields(windows="all"),
         experts=mixtral_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     ),
     "OlmoeForCausalLM": Family(
         WeightNames(_ATTENTION | _QK_NORM | _PRE_NORMS, experts=_EXPERTS),
+        attention=AttentionFields(qk_norm=QKNorm.WHOLE, **_BIASES),
         experts=olmoe_mlps,
-        qk_norm=QKNorm.WHOLE,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
     ),
     "Glm4MoeForCausalLM": Family(
         WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS | _GLM_SHARED, experts=_EXPERTS),
+        attention=AttentionFields(
+            qk_norm=QKNorm.HEAD, qk_norm_field="use_qk_norm", qkv_bias="attention_bias", partial_rotary=True
+        ),
         experts=glm_mlps,
-        qk_norm=QKNorm.HEAD,
-        qk_norm_field="use_qk_norm",
-        qkv_bias="attention_bias",
-        partial_rotary=True,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "GraniteMoeForCausalLM": Family(
         WeightNames(_ATTENTION | _PRE_NORMS, experts=(_GRANITE_EXPERTS, _GRANITE_RENAMED)),
+        attention=AttentionFields(scale_field="attention_multiplier"),
         experts=granite_mlps,
         multipliers=True,
         defaults=_DEFAULTS,
@@ -335,37 +321,20 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     family = FAMILIES[architecture]
     fields = Fields(text_config(config))
     fields.check_supported({"is_causal": (None, True), **family.fixed})
-    num_layers = fields.integer("num_hidden_layers")
-    num_heads, num_kv_heads, head_dim = _heads(fields)
-    layer_types = _layer_types(fields, family, num_layers)
-    window = fields.integer("sliding_window") if SLIDING in layer_types else None
-    kinds = sorted(set(layer_types))
-    ropes = tuple(read_rope(fields, kind, head_dim, family.partial_rotary) for kind in kinds)
-    reach = ropes[kinds.index(FULL)] if FULL in kinds else ropes[0]
-    max_position, served = default_context(reach, fields.integer("max_position_embeddings"))
-    hidden_size = fields.integer("hidden_size")
-    mlps = _mlps(fields, family, num_layers)
+    num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    mixers = family.attention.read(fields, num_layers)
+    max_position, served = default_context(context_rope(mixers), fields.integer("max_position_embeddings"))
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlps=mlps,
-        windows=tuple(window if kind == SLIDING else None for kind in layer_types),
-        ropes=ropes,
-        layer_ropes=tuple(kinds.index(kind) for kind in layer_types),
+        mixers=mixers,
+        mlps=_mlps(fields, family, num_layers),
         max_position=max_position,
         default_context=served,
         norm_eps=fields.number("rms_norm_eps"),
         norm_placement=family.norm_placement,
         norm_offset=family.norm_offset,
-        qk_norm=_qk_norm(fields, family),
-        qkv_bias=_bias(fields, family.qkv_bias),
-        output_bias=_bias(fields, family.output_bias),
-        attention_scale=_attention_scale(fields, family, head_dim),
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         logit_softcap=_softcap(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -386,21 +355,8 @@ def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...
     activation = _activation(fields, family.activation_field)
     if family.experts is not None:
         return tuple(family.experts(fields, num_layers, activation))
-    dense = DenseMlpSpec(fields.integer("intermediate_size"), activation, _bias(fields, family.mlp_bias))
+    dense = DenseMlpSpec(fields.integer("intermediate_size"), activation, read_bias(fields, family.mlp_bias))
     return (dense,) * num_layers
-
-
-def _qk_norm(fields: Fields, family: Family) -> QKNorm:
-    is_on = family.qk_norm_field is None or fields.boolean(family.qk_norm_field, False)
-    return family.qk_norm if is_on else QKNorm.NONE
-
-
-def _attention_scale(fields: Fields, family: Family, head_dim: int) -> float:
-    if family.multipliers:
-        return fields.number("attention_multiplier", 1.0)
-    name = family.attention_scale_field
-    scale: float = (fields.number(name) if name else head_dim) ** -0.5
-    return scale
 
 
 def _names(fields: Fields, family: Family, num_layers: int) -> WeightNames:
@@ -421,57 +377,6 @@ def without_lm_head(spec: DecoderSpec) -> DecoderSpec:
         ignored=(*names.ignored, *(f"^{re.escape(head)}$" for head in names.heads)),
     )
     return replace(spec, has_lm_head=False, names=read)
-
-
-def _heads(fields: Fields) -> tuple[int, int, int]:
-    """(query heads, key/value heads, features of a head)"""
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-    if "head_dim" not in fields and hidden_size % num_heads:
-        raise fields.error(
-            "num_attention_heads", f"a divisor of hidden_size, {hidden_size}, as head_dim is not given"
-        )
-    return num_heads, num_kv_heads, fields.integer("head_dim", hidden_size // num_heads)
-
-
-def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
-    listed = family.windows in ("late", "even", "pattern") and "layer_types" in fields
-    if listed:
-        kinds = fields.strings("layer_types")
-        if len(kinds) != num_layers:
-            raise ModelError(
-                f"layer_types in config.json lists {len(kinds)} layers, num_hidden_layers is {num_layers}"
-            )
-        if unknown := set(kinds) - {FULL, SLIDING}:
-            raise ModelError(
-                f"layer_types in config.json has {sorted(unknown)}: it may contain {FULL} and {SLIDING}"
-            )
-    elif family.windows == "pattern":
-        every = fields.integer("sliding_window_pattern")
-        kinds = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
-    elif family.windows == "even":
-        end = fields.integer("max_window_layers", least=0)
-        kinds = [FULL if index % 2 or index >= end else SLIDING for index in range(num_layers)]
-    elif family.windows == "late":
-        first = fields.integer("max_window_layers", least=0)
-        kinds = [SLIDING if index >= first else FULL for index in range(num_layers)]
-    else:
-        kinds = [FULL if family.windows == "none" else SLIDING] * num_layers
-    switched = family.windows in ("late", "even", "switched")
-    in_use = not switched or fields.boolean("use_sliding_window", False)
-    if in_use and "sliding_window" in fields:
-        return kinds
-    if listed and SLIDING in kinds:
-        raise ModelError(
-            f"layer_types in config.json has {SLIDING}, but sliding_window is missing or disabled"
-        )
-    return [FULL] * num_layers
-
-
-def _bias(fields: Fields, bias: bool | str) -> bool:
-    return fields.boolean(bias, False) if isinstance(bias, str) else bias
 
 
 def _activation(fields: Fields, name: str) -> str:

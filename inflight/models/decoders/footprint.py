@@ -16,7 +16,7 @@ from inflight.errors import ConfigError, ModelError
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of
+from inflight.models.decoders.spec import AttentionSpec, DecoderSpec, MlpSpec, Shard, shard_of
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
@@ -66,15 +66,14 @@ def cut_layers(
         )
     if num_stages == 1:
         return [range(spec.num_layers)]
-    kv = context * meta_decoder(shard_of(spec, 0, 1, range(1)), kernels, dtype).kv_shape(1).bytes_per_block
-    kinds = {mlp: index for index, mlp in enumerate(spec.mlps)}
-    layers = {mlp: range(index, index + 1) for mlp, index in kinds.items()}
-    sizes = {
-        mlp: kv + num_bytes(meta_decoder(shard_of(spec, 0, 1, layer), kernels, dtype).layers)
-        for mlp, layer in layers.items()
-    }
+    kinds = list(zip(spec.mixers, spec.mlps, strict=True))
+    sizes: dict[tuple[AttentionSpec, MlpSpec], int] = {}
+    for index, kind in enumerate(kinds):
+        if kind not in sizes:
+            layer = meta_decoder(shard_of(spec, 0, 1, range(index, index + 1)), kernels, dtype)
+            sizes[kind] = num_bytes(layer.layers) + context * layer.kv_shape(1).bytes_per_block
     table = spec.vocab_size * spec.hidden_size * dtype.itemsize
-    return _balanced([sizes[mlp] for mlp in spec.mlps], num_stages, table)
+    return _balanced([sizes[kind] for kind in kinds], num_stages, table)
 
 
 def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:

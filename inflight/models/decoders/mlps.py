@@ -49,7 +49,7 @@ class DenseMlp:
     def __init__(
         self, shard: Shard, mlp: DenseMlpSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        spec = shard.spec
+        spec = shard.whole
         hidden, inner = spec.hidden_size, len(shard.part(mlp.inner))
         self._spec = spec
         self._shard = shard
@@ -84,7 +84,7 @@ class ExpertsMlp:
     def __init__(
         self, shard: Shard, mlp: ExpertsMlpSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        spec, hidden = shard.spec, shard.spec.hidden_size
+        spec, hidden = shard.whole, shard.whole.hidden_size
         self._spec = spec
         self._shard = shard
         self._mlp = mlp

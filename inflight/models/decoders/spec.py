@@ -97,29 +97,47 @@ MlpSpec = DenseMlpSpec | ExpertsMlpSpec
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention over the keys and values of earlier tokens."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # multiplies the scores
+    rope: Rope | None  # None: queries and keys are not rotated
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    qk_norm: QKNorm = QKNorm.NONE
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def step_features(self) -> int:
+        """The number of intermediate features of a token."""
+        return self.query_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder-only transformer with rotary positions, RMS norms and gated MLPs."""
+    """One decoder-only transformer with RMS norms and gated MLPs."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    mixers: tuple[AttentionSpec, ...]  # of each layer: the part in which tokens read each other
     mlps: tuple[MlpSpec, ...]  # of each layer
-    windows: tuple[int | None, ...]  # a layer: tokens it sees, itself included; None: all before it
-    ropes: tuple[Rope, ...]
-    layer_ropes: tuple[int, ...]  # a layer: index into ropes
     max_position: int  # the longest context the checkpoint is meant for
     default_context: int  # served unless max_model_len is set
     norm_eps: float
     norm_placement: NormPlacement
     norm_offset: float  # added to every norm weight: 1 where checkpoints hold the difference from 1
-    qk_norm: QKNorm
-    qkv_bias: bool
-    output_bias: bool
-    attention_scale: float
     embedding_scale: float
     logit_softcap: float | None
     tied_embeddings: bool
@@ -134,12 +152,13 @@ class DecoderSpec:
     expert_parallel: bool = False
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.mixers)
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer that has a KV cache."""
+        return self.mixers
 
 
 class Collective(Protocol):
@@ -170,8 +189,6 @@ class Shard:
     rank: int
     size: int
     layers: range
-    query: range  # features of the query projection
-    kv: range  # of keys, and of values
     vocab: range
     collective: Collective | None = None  # None: the stage has one rank
 
@@ -189,24 +206,31 @@ class Shard:
     def spec(self) -> DecoderSpec:
         """The decoder that this rank computes; only its vocabulary and MLPs are those of the whole."""
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
-        return replace(
-            whole,
-            num_layers=len(self.layers),
-            num_heads=len(self.query) // whole.head_dim,
-            num_kv_heads=len(self.kv) // whole.head_dim,
-            mlps=whole.mlps[layers],
-            windows=whole.windows[layers],
-            layer_ropes=whole.layer_ropes[layers],
-        )
+        mixers = tuple(self.attention(mixer) for mixer in whole.mixers[layers])
+        return replace(whole, mixers=mixers, mlps=whole.mlps[layers])
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""
         return _part(count, self.rank, self.size)
 
-    @property
-    def kv_copies(self) -> int:
-        """The number of ranks that have the same key and value heads."""
-        return max(1, self.size // self.whole.num_kv_heads)
+    def attention(self, whole: AttentionSpec) -> AttentionSpec:
+        """Return the part of a layer's attention that this rank computes."""
+        num_kv_heads = len(self.kv_heads(whole))
+        return replace(whole, num_heads=len(self.query_heads(whole)), num_kv_heads=num_kv_heads)
+
+    def query_heads(self, whole: AttentionSpec) -> range:
+        return self.part(whole.num_heads)
+
+    def kv_heads(self, whole: AttentionSpec) -> range:
+        """Return this rank's key and value heads. With fewer heads than ranks, neighbouring ranks have the same one."""
+        count = whole.num_kv_heads
+        if count % self.size == 0:
+            return self.part(count)
+        return _part(count, self.rank * count // self.size, count)
+
+    def kv_copies(self, whole: AttentionSpec) -> int:
+        """Return the number of ranks that have the same key and value heads."""
+        return max(1, self.size // whole.num_kv_heads)
 
     @property
     def vocab_sizes(self) -> list[int]:
@@ -216,15 +240,15 @@ class Shard:
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Raise if the model cannot be split across `size` ranks."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        fitting = [
-            n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        ]
-        raise ConfigError(
-            f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
-            f"which can be split across {', '.join(map(str, fitting))} ranks"
-        )
+    for heads, kv_heads in {(layer.num_heads, layer.num_kv_heads) for layer in spec.attentions}:
+        if heads % size or (kv_heads % size and size % kv_heads):
+            fitting = [
+                n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            ]
+            raise ConfigError(
+                f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value "
+                f"heads, which can be split across {', '.join(map(str, fitting))} ranks"
+            )
     inner = min(_num_parts(spec, mlp) for mlp in spec.mlps)
     if min(inner, spec.vocab_size) < size:
         kind = "experts" if spec.expert_parallel else "inner features"
@@ -256,24 +280,8 @@ def shard_of(
 ) -> Shard:
     """Return the shard of rank `rank` of `size` in the stage that has `layers`, by default all."""
     check_tensor_parallel(spec, size)
-    dim, kv_heads = spec.head_dim, spec.num_kv_heads
-    query = _part(spec.num_heads, rank, size)
-    # With fewer key/value heads than ranks, neighbouring ranks have the same one.
-    kv = (
-        _part(kv_heads, rank, size)
-        if kv_heads % size == 0
-        else _part(kv_heads, rank * kv_heads // size, kv_heads)
-    )
-    return Shard(
-        spec,
-        rank,
-        size,
-        range(spec.num_layers) if layers is None else layers,
-        range(query.start * dim, query.stop * dim),
-        range(kv.start * dim, kv.stop * dim),
-        _part(spec.vocab_size, rank, size),
-        collective,
-    )
+    layers = range(spec.num_layers) if layers is None else layers
+    return Shard(spec, rank, size, layers, _part(spec.vocab_size, rank, size), collective)
 
 
 def _part(count: int, rank: int, size: int) -> range:

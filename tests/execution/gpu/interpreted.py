@@ -40,7 +40,8 @@ class InterpretedPlatform:
     ) -> tuple[Kernels, AttentionBackend[Any]]:
         # Every program takes long in the interpreter: the smallest steps are enough for the fused kernels.
         few_tokens = MAX_TOKENS if DEVICE.type == "cuda" else 1
-        tuning = choose(dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads, DEVICE)
+        heads = spec.attentions[0]
+        tuning = choose(dtype, heads.head_dim, heads.num_heads // heads.num_kv_heads, DEVICE)
         return TritonKernels(dtype, DEVICE, few_tokens=few_tokens), TritonAttention(tuning)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:  # noqa: ARG002

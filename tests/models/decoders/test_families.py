@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from inflight.errors import ModelError, UnknownArchitectureError
-from inflight.layers.rotary import LinearScaling, LongScaling, Rope, YarnScaling
+from inflight.layers.rotary import LinearScaling, LongScaling, Rope, Scaling, YarnScaling
 from inflight.models.decoders.families import FAMILIES, decoder_spec
+from inflight.models.decoders.spec import DecoderSpec
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +36,7 @@ def test_error_for_an_unknown_architecture_lists_the_families() -> None:
 
 def test_model_type_stands_in_for_a_missing_architecture() -> None:
     nameless = {key: value for key, value in SMALL.items() if key != "architectures"}
-    assert decoder_spec(nameless | {"model_type": "qwen2"}).qkv_bias
+    assert decoder_spec(nameless | {"model_type": "qwen2"}).mixers[0].qkv_bias
     with pytest.raises(UnknownArchitectureError, match="model_type gpt9"):
         decoder_spec(nameless | {"model_type": "gpt9"})
     with pytest.raises(UnknownArchitectureError):
@@ -110,7 +111,8 @@ def test_family_specific_contradictions_are_named(config: dict[str, Any], words:
 
 def test_windows() -> None:
     def windows(architecture: str, **change: Any) -> tuple[int | None, ...]:
-        return decoder_spec(SMALL | {"architectures": [architecture], "sliding_window": 8} | change).windows
+        spec = decoder_spec(SMALL | {"architectures": [architecture], "sliding_window": 8} | change)
+        return tuple(layer.window for layer in spec.mixers)
 
     assert windows("LlamaForCausalLM") == (None,) * 4
     assert windows("MistralForCausalLM") == (8,) * 4
@@ -132,18 +134,24 @@ def test_gemma_configs_may_omit_transformers_defaults() -> None:
         "sliding_window": 1024,
     }
     spec = decoder_spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    heads = spec.mixers[0]
+    assert (heads.num_heads, heads.num_kv_heads, heads.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
     assert spec.tied_embeddings
-    assert spec.windows[:7] == (1024,) * 5 + (None, 1024)
-    local, full = spec.ropes[spec.layer_ropes[0]], spec.ropes[spec.layer_ropes[5]]
-    assert full == Rope(1e6, 256, LinearScaling(8.0))
-    assert local == Rope(1e4, 256)
+    assert [layer.window for layer in spec.mixers[:7]] == [1024] * 5 + [None, 1024]
+    assert spec.mixers[5].rope == Rope(1e6, 256, LinearScaling(8.0))
+    assert spec.mixers[0].rope == Rope(1e4, 256)
+
+
+def scaling_of(spec: DecoderSpec) -> Scaling | None:
+    rope = spec.mixers[0].rope
+    assert rope is not None
+    return rope.scaling
 
 
 def test_context_length_follows_the_scaling() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     spec = decoder_spec(SMALL | {"rope_scaling": yarn})
-    assert isinstance(spec.ropes[0].scaling, YarnScaling)
+    assert isinstance(scaling_of(spec), YarnScaling)
     assert (spec.max_position, spec.default_context) == (4096, 4096)
     spec = decoder_spec(SMALL | {"rope_scaling": yarn, "max_position_embeddings": 4096})
     assert (spec.max_position, spec.default_context) == (4096, 4096)
@@ -151,5 +159,5 @@ def test_context_length_follows_the_scaling() -> None:
     assert (spec.max_position, spec.default_context) == (1024, 1024)
     long = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     spec = decoder_spec(PHI3 | {"rope_scaling": long, "original_max_position_embeddings": 256})
-    assert isinstance(spec.ropes[0].scaling, LongScaling)
+    assert isinstance(scaling_of(spec), LongScaling)
     assert (spec.max_position, spec.default_context) == (1024, 256)

@@ -21,52 +21,58 @@ from inflight.models.decoders.spec import (
 from tests.support.checkpoints import FAMILIES
 
 
-def spec(**fields: Any) -> DecoderSpec:
-    return replace(decoder_spec(FAMILIES["qwen3"]().to_dict()), **fields)
+def spec(
+    heads: tuple[int, int] = (4, 2), head_dim: int = 32, num_layers: int = 3, **fields: Any
+) -> DecoderSpec:
+    """A decoder with some other numbers of query and key/value heads."""
+    qwen3 = decoder_spec(FAMILIES["qwen3"]().to_dict())
+    layer = replace(qwen3.mixers[0], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
+    return replace(qwen3, mixers=(layer,) * num_layers, **fields)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_part_is_on_exactly_one_rank(size: int) -> None:
-    whole = spec(num_heads=8, num_kv_heads=4, vocab_size=321)
+    whole = spec(heads=(8, 4), vocab_size=321)
+    layer = whole.mixers[0]
     shards = [shard_of(whole, rank, size) for rank in range(size)]
-    for name, count in (
-        ("query", whole.query_size),
-        ("kv", whole.kv_size),
-        ("vocab", 321),
+    for parts, count in (
+        ([shard.query_heads(layer) for shard in shards], 8),
+        ([shard.kv_heads(layer) for shard in shards], 4),
+        ([shard.vocab for shard in shards], 321),
+        ([shard.part(97) for shard in shards], 97),
     ):
-        parts = [getattr(shard, name) for shard in shards]
         assert [i for part in parts for i in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert [i for shard in shards for i in shard.part(97)] == list(range(97))
-    assert sum(shard.spec.num_heads for shard in shards) == 8
-    assert {shard.spec.num_kv_heads for shard in shards} == {4 // size}
+    for shard in shards:
+        assert {(own.num_heads, own.num_kv_heads) for own in shard.spec.mixers} == {(8 // size, 4 // size)}
     assert shards[0].vocab_sizes == [len(shard.vocab) for shard in shards]
 
 
 def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
-    whole = spec(num_heads=8, num_kv_heads=2, head_dim=4)
+    whole = spec(heads=(8, 2), head_dim=4)
+    layer = whole.mixers[0]
     shards = [shard_of(whole, rank, 8) for rank in range(8)]
-    assert [shard.kv.start for shard in shards] == [0, 0, 0, 0, 4, 4, 4, 4]
-    assert all(shard.spec.num_kv_heads == 1 and shard.kv_copies == 4 for shard in shards)
+    assert [shard.kv_heads(layer) for shard in shards] == [range(1)] * 4 + [range(1, 2)] * 4
+    assert all(shard.spec.mixers[0].num_kv_heads == 1 and shard.kv_copies(layer) == 4 for shard in shards)
     for shard in shards:  # the queries that a rank has read the keys that it has
-        assert shard.query.start // 4 // (8 // 2) == shard.kv.start // 4
+        assert shard.query_heads(layer).start // (8 // 2) == shard.kv_heads(layer).start
 
 
 @pytest.mark.parametrize(
     ("fields", "size", "message"),
     [
         (
-            {"num_heads": 14, "num_kv_heads": 2},
+            {"heads": (14, 2)},
             4,
             "14 attention heads and 2 key/value heads.* across 1, 2, 14",
         ),
         (
-            {"num_heads": 12, "num_kv_heads": 4},
+            {"heads": (12, 4)},
             3,
             "12 attention heads and 4 key/value heads.* across 1, 2, 4, 12",
         ),
         (
-            {"num_heads": 8, "num_kv_heads": 8, "mlps": (DenseMlpSpec(4, "silu"),)},
+            {"heads": (8, 8), "mlps": (DenseMlpSpec(4, "silu"),)},
             8,
             "4 inner features and 320 tokens",
         ),
@@ -79,9 +85,7 @@ def test_sizes_that_cannot_be_split_are_rejected(fields: dict[str, Any], size: i
 
 def test_stages_are_cut_by_the_bytes_they_hold() -> None:
     """The table at one end and the head at the other weigh as much as some layers."""
-    whole = spec(
-        num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12, mlps=(DenseMlpSpec(96, "silu"),) * 12
-    )
+    whole = spec(num_layers=12, mlps=(DenseMlpSpec(96, "silu"),) * 12)
     kernels, dtype = meta_kernels("cuda", torch.float32), torch.float32
 
     def cut(spec: DecoderSpec, num_stages: int, context: int = 1) -> list[range]:

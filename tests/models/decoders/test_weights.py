@@ -188,7 +188,10 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     expected += sum(3 * mlp.routing.num_experts * mlp.inner * spec.hidden_size for mlp in experts)
-    expected += sum(layer.attention.qkv.out_features for layer in decoder.layers) * spec.qkv_bias
+    expected += sum(
+        layer.attention.qkv.out_features * mixer.qkv_bias
+        for layer, mixer in zip(decoder.layers, spec.mixers, strict=True)
+    )
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
     assert weights == expected
 
