@@ -39,6 +39,8 @@ class AttentionLayer:
     cos_sin: Tensor  # [max_position, rotary_dim] float32: cos in the first half, sin in the second
     scale: float
     window: int | None  # a query at position p sees keys in (p - window, p]; None: all up to p
+    sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
 @dataclass(slots=True)

@@ -60,6 +60,17 @@ def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene.check(attend(scene, extra_items, window), window)
 
 
+@pytest.mark.parametrize("extra_items", [0, 7])
+@pytest.mark.parametrize(
+    ("has_sinks", "softcap", "window"), [(True, None, None), (True, 2.0, 20), (False, 0.5, None)]
+)
+def test_sinks_and_soft_caps_match_float64(
+    has_sinks: bool, softcap: float | None, window: int | None, extra_items: int
+) -> None:
+    scene = Scene(Shape(6, 2, 64, 8, has_sinks, softcap), [50, 67, 9], [50, 20, 3])
+    scene.check(attend(scene, extra_items, window), window)
+
+
 @pytest.mark.skipif(not WHOLE_TILES, reason="the device does not copy whole tiles")
 def test_chunks_fetched_by_descriptors_match_float64() -> None:
     scene = Scene(Shape(4, 2, 64, 8), [90, 70], [90, 41], torch.float16)

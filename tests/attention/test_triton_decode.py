@@ -52,6 +52,18 @@ def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene.check(decode(scene, extra_items, window), window)
 
 
+@pytest.mark.parametrize("extra_items", [0, 9])
+@pytest.mark.parametrize(
+    ("has_sinks", "softcap", "window"), [(True, None, None), (True, 2.0, 20), (False, 0.5, None)]
+)
+def test_sinks_and_soft_caps_match_float64(
+    has_sinks: bool, softcap: float | None, window: int | None, extra_items: int
+) -> None:
+    shape = Shape(6, 2, 64, 8, has_sinks, softcap)
+    scene = Scene(shape, [1, 47, 16, 33, 100], [1] * 5)
+    scene.check(decode(scene, extra_items, window), window)
+
+
 @settings(max_examples=8)
 @given(
     st.lists(st.integers(1, 120), min_size=1, max_size=4),
@@ -89,14 +101,21 @@ def test_no_items_write_nothing() -> None:
     assert (out == 77.0).all()
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (14, 2, 64)])
 @pytest.mark.parametrize(
     ("window", "extra_items", "programs"), [(None, 0, 12), (None, 0, 1), (50, 6, 12), (10, 6, 1)]
 )
 def test_shared_prefixes_change_nothing(
-    num_heads: int, num_kv_heads: int, head_dim: int, extra_items: int, window: int | None, programs: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_sinks: bool,
+    extra_items: int,
+    window: int | None,
+    programs: int,
 ) -> None:
-    shape = Shape(num_heads, num_kv_heads, head_dim, 8)
+    shape = Shape(num_heads, num_kv_heads, head_dim, 8, has_sinks)
     scene = Scene(shape, [49, 55, 100, 62, 70, 90, 3], [1] * 7, shared=6, shared_blocks=6)
     num_blocks = (scene.context_lens - 1) // 8
     groups = find_groups(scene.tables.numpy(), scene.rows, num_blocks, 2, 2, 4)

@@ -24,7 +24,7 @@ def reference(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Te
 @pytest.mark.parametrize("tile", [HeadTile(tokens=4, heads=2, num_warps=4), None])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size"),
-    [(4, 2, 64, 64, 8), (3, 3, 80, 80, 16), (7, 1, 128, 64, 16), (6, 2, 80, 32, 8)],
+    [(4, 2, 64, 64, 8), (3, 3, 80, 80, 16), (7, 1, 128, 64, 16), (6, 2, 80, 32, 8), (4, 2, 64, 0, 8)],
 )
 @pytest.mark.parametrize(
     ("normed", "dtype"), [("both", torch.float32), ("none", torch.bfloat16), ("k", torch.float32)]
@@ -48,14 +48,15 @@ def test_heads_are_normalised_rotated_and_cached(
     positions = torch.tensor([3, 0, 11, 29, 7, 1, 2], dtype=torch.int32)
     slot_mapping = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
     cos_sin = torch.randn(30, rotary_dim, generator=generator)
-    cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
+    # A layer may have a part of each block.
+    slot = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
 
-    rotated, written = qkv.clone().to(DEVICE), cache.to(DEVICE)
+    rotated, written = qkv.clone().to(DEVICE), slot.to(DEVICE)[:, 1]
     rope_write(
         rotated,
         positions.to(DEVICE),
         slot_mapping.to(DEVICE),
-        cos_sin.to(DEVICE),
+        cos_sin.to(DEVICE) if rotary_dim else None,
         None if q_norm is None else q_norm.to(DEVICE),
         None if k_norm is None else k_norm.to(DEVICE),
         EPS,

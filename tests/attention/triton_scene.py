@@ -28,6 +28,13 @@ class Shape:
     num_kv_heads: int = 2
     head_dim: int = 64
     block_size: int = 8
+    has_sinks: bool = False
+    softcap: float | None = None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """One per head: from negligible to more than all keys together."""
+        return torch.linspace(-3, 6, self.num_heads) if self.has_sinks else None
 
     @property
     def width(self) -> int:
@@ -39,7 +46,17 @@ class Shape:
         cos_sin[:, : self.head_dim // 2] = 1
         scale = 1.3 * self.head_dim**-0.5
         return AttentionLayer(
-            self.num_heads, self.num_kv_heads, self.head_dim, None, None, 1e-6, cos_sin, scale, window
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            None,
+            None,
+            1e-6,
+            cos_sin,
+            scale,
+            window,
+            sinks=None if self.sinks is None else self.sinks.to(DEVICE),
+            softcap=self.softcap,
         )
 
 
@@ -124,7 +141,12 @@ class Scene:
                 ].double()  # [n, 2, num_kv_heads, head_dim]
                 keys, values = kv.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2).unbind(1)
                 query = self.qkv[token, : shape.num_heads * shape.head_dim].view(shape.num_heads, -1).double()
-                weights = torch.softmax((query * keys).sum(-1) * scale, 0)
+                scores = (query * keys).sum(-1) * scale  # [n, num_heads]
+                if shape.softcap is not None:
+                    scores = shape.softcap * torch.tanh(scores / shape.softcap)
+                if shape.sinks is not None:
+                    scores = torch.cat((scores, shape.sinks.double()[None]))
+                weights = torch.softmax(scores, 0)[: len(seen)]
                 out.append((weights.unsqueeze(-1) * values).sum(0))
         return torch.stack(out)
 

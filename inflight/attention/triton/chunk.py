@@ -14,10 +14,12 @@ from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
     Items,
+    add_sink,
     arrive,
     finish,
     first_blocks,
     load_rows,
+    load_sinks,
     merge,
     paged_constants,
     store_partial,
@@ -48,7 +50,7 @@ def chunk_attention(
         own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
         qkv, own, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses,
-        workspace.counters, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
+        workspace.counters, layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
         block_tables.stride(0), DESCRIPTORS=descriptors, FIELDS=CHUNK_FIELDS,
         **paged_constants(qkv, cache, layer, tile, pdl),
     )  # fmt: skip
@@ -59,11 +61,12 @@ def chunk_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _chunk(
-    qkv, own, cache, tables, items, num_items, partial_outs, partial_lses, counters, out, scale, window,
+    qkv, own, cache, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
     qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, DESCRIPTORS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     item = items + tl.program_id(1) * FIELDS
@@ -96,19 +99,23 @@ def _chunk(
     q = load_rows(qkv + (token + offset).to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
     lowest = at - window + 1
 
-    block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     acc, row_max, row_sum = take_pages(
         q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin,
-        tl.minimum(end, num_cached), lowest, scale, block_stride // 2, block_stride, HEAD_DIM, DIM,
-        BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION,
+        tl.minimum(end, num_cached), lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM,
+        BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION, CAP,
     )  # fmt: skip
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     acc, row_max, row_sum = _take_own(
         q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM,
         tl.maximum(begin, num_cached), end, position, at, lowest, scale, qkv_stride, NUM_KV_HEADS * HEAD_DIM,
-        HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION,
+        HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION, CAP,
     )  # fmt: skip
+    sink = load_sinks(sinks, query_head) if SINKS else None
+    if SINKS:  # part of the only split, or added when splits are merged
+        alone = tl.where(num_splits == 1, sink, float("-inf"))
+        acc, row_max, row_sum = add_sink(acc, row_max, row_sum, alone)
     result, lse = finish(acc, row_max, row_sum)
 
     out_rows = out + ((token + offset).to(tl.int64) * num_heads + query_head) * HEAD_DIM
@@ -122,8 +129,9 @@ def _chunk(
         store_partial(partial_outs, partial_lses, index + split * stride, result, lse, kept, HEAD_DIM, DIM)
         if arrive(counters + counter * NUM_KV_HEADS + head, num_splits):
             merged = merge(
-                partial_outs, partial_lses, index, stride, num_splits, kept, ROWS, 1, HEAD_DIM, DIM
-            )
+                partial_outs, partial_lses, index, stride, num_splits, kept, sink, ROWS, 1, HEAD_DIM, DIM,
+                SINKS,
+            )  # fmt: skip
             store_rows(out_rows, merged, kept, HEAD_DIM, DIM)
 
 
@@ -151,6 +159,7 @@ def _take_own(
     WINDOW: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Add the chunk's own keys at positions [begin, end): those below the diagonal without a mask, then the others."""
     n = tl.arange(0, BLOCK_N)
@@ -165,7 +174,9 @@ def _take_own(
                 k_at = qkv + (first_token + start + n).to(tl.int64) * qkv_stride + key_column
                 k = load_rows(k_at, HEAD_DIM, DIM)
                 v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
-            acc, row_max, row_sum = take_tile(q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION)
+            acc, row_max, row_sum = take_tile(
+                q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
+            )
     for start in tl.range(masked_from, end, BLOCK_N):
         key = start + n
         k_at = qkv + (first_token + tl.minimum(key, end - 1)).to(tl.int64) * qkv_stride + key_column
@@ -174,5 +185,5 @@ def _take_own(
         seen = (key < end)[None, :] & (key[None, :] <= at[:, None])
         if WINDOW:
             seen = seen & (key[None, :] >= lowest[:, None])
-        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION)
+        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP)
     return acc, row_max, row_sum

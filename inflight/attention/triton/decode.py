@@ -17,10 +17,12 @@ from inflight.attention.triton.plan import DECODE_FIELDS, MEMBER_FIELDS, PREFIX_
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
     Items,
+    add_sink,
     arrive,
     finish,
     first_blocks,
     load_rows,
+    load_sinks,
     merge,
     paged_constants,
     store_partial,
@@ -49,7 +51,7 @@ def decode_attention(
     grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
         qkv, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
-        out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
+        layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
         FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
         SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)),
         **paged_constants(qkv, cache, layer, tile, pdl),
@@ -61,12 +63,12 @@ def decode_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _decode(
-    qkv, cache, tables, items, num_items, partial_outs, partial_lses, counters, out, scale, window,
+    qkv, cache, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
     qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+    FIELDS: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # Load the whole item before it is known to exist, so that nothing waits twice for memory.
@@ -85,7 +87,7 @@ def _decode(
         begin = tl.maximum(begin, context_len - window)
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
     table = tables + table_row.to(tl.int64) * table_stride
-    block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     launch_dependents_then_wait(PDL)
     if not is_item:
@@ -96,9 +98,13 @@ def _decode(
     q = load_rows(qkv + query, HEAD_DIM, DIM)
     acc, row_max, row_sum = take_pages(
         q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32), keys, table, blocks, begin, end, None, scale, block_stride // 2,
-        block_stride, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION,
+        tl.zeros([ROWS], tl.float32), keys, table, blocks, begin, end, None, scale, value_offset,
+        BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION, CAP,
     )  # fmt: skip
+    if SINKS:  # part of the only split, or added when splits are merged
+        sink = load_sinks(sinks, head * GROUP + tl.minimum(row, GROUP - 1))
+        alone = tl.where(num_splits == 1, sink, float("-inf"))
+        acc, row_max, row_sum = add_sink(acc, row_max, row_sum, alone)
     result, lse = finish(acc, row_max, row_sum)
 
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -110,9 +116,10 @@ def _decode(
         store_partial(partial_outs, partial_lses, index, result, lse, row < GROUP, HEAD_DIM, DIM)
         if arrive(counters + entry * NUM_KV_HEADS + head, own_splits):
             g = tl.arange(0, PADDED_GROUP)
+            sink_of_g = load_sinks(sinks, head * GROUP + tl.minimum(g, GROUP - 1)) if SINKS else None
             merged = merge(
                 partial_outs, partial_lses, first_partial * num_heads + head * GROUP + g, num_heads,
-                num_splits, g < GROUP, PADDED_GROUP, SPLITS_AT_ONCE, HEAD_DIM, DIM,
+                num_splits, g < GROUP, sink_of_g, PADDED_GROUP, SPLITS_AT_ONCE, HEAD_DIM, DIM, SINKS,
             )  # fmt: skip
             store_rows(out_row + g * HEAD_DIM, merged, g < GROUP, HEAD_DIM, DIM)
 
@@ -129,10 +136,12 @@ def prefix_attention(
     pdl: bool,
 ) -> None:
     """Write each member's partials to the workspace, where the decode kernel merges them with the entry's own."""
+    constants = paged_constants(qkv, cache, layer, tile, pdl)
+    del constants["SINKS"]  # added when the partials are merged
     _prefix[(layer.num_kv_heads, work.programs)](
         qkv, cache, block_tables, work.table, work.count, members, workspace.outs, workspace.lses,
         layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
-        FIELDS=PREFIX_FIELDS, MEMBER_FIELDS=MEMBER_FIELDS, **paged_constants(qkv, cache, layer, tile, pdl),
+        FIELDS=PREFIX_FIELDS, MEMBER_FIELDS=MEMBER_FIELDS, **constants,
     )  # fmt: skip
 
 
@@ -144,11 +153,12 @@ def _prefix(
     qkv, cache, tables, items, num_items, members, partial_outs, partial_lses, scale, window, qkv_stride,
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, FIELDS: tl.constexpr, MEMBER_FIELDS: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FIELDS: tl.constexpr,
+    MEMBER_FIELDS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     count = tl.load(num_items)
     launch_dependents_then_wait(PDL)
     for number in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
@@ -175,8 +185,8 @@ def _prefix(
         acc, row_max, row_sum = take_pages(
             q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
             tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin, end,
-            lowest, scale, block_stride // 2, block_stride, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
-            WINDOW, PRECISION,
+            lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+            WINDOW, PRECISION, CAP,
         )  # fmt: skip
         result, lse = finish(acc, row_max, row_sum)
         index = (first_partial + split) * (NUM_KV_HEADS * GROUP) + query_head

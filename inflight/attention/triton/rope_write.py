@@ -29,7 +29,7 @@ def rope_write(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     positions: Tensor,  # [T] int32
     slot_mapping: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
-    cos_sin: Tensor,  # [max_position, rotary_dim] float32
+    cos_sin: Tensor | None,  # [max_position, rotary_dim] float32; None: nothing is rotated
     q_norm: Tensor | None,  # [head_dim] float32
     k_norm: Tensor | None,  # [head_dim] float32
     eps: float,
@@ -41,17 +41,18 @@ def rope_write(
     tile: HeadTile | None = None,
 ) -> None:
     """Normalise and rotate queries and keys in place, and write keys and values to the cache."""
-    num_tokens, rotary_dim = len(qkv), cos_sin.shape[1]
+    num_tokens, rotary_dim = len(qkv), 0 if cos_sin is None else cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
     head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
     grid = (head_tiles * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
     _rope_write[grid](
-        qkv, positions, slot_mapping, cos_sin, qkv if q_norm is None else q_norm,
+        qkv, positions, slot_mapping, qkv if cos_sin is None else cos_sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, cache, num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.shape[3],
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens, HEADS=tile.heads,
-        DIM=triton.next_power_of_2(head_dim), HALF=triton.next_power_of_2(rotary_dim // 2),
+        BLOCK_STRIDE=cache.stride(0), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        TOKENS=tile.tokens, HEADS=tile.heads, DIM=triton.next_power_of_2(head_dim),
+        HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
         REST=triton.next_power_of_2(rest) if rest else 0, PDL=pdl, num_warps=tile.num_warps,
         **launch_options(pdl),
     )  # fmt: skip
@@ -64,8 +65,9 @@ def rope_write(
 def _rope_write(
     qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, num_tokens, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     q_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -80,8 +82,7 @@ def _rope_write(
     position = tl.load(positions + token, mask=real, other=0)
     token_heads = qkv + token.to(tl.int64) * qkv_stride
     # Where the token's features for KV head 0 lie: keys here, values `value_offset` further.
-    offset = (slot // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
-    cached = cache + offset * HEAD_DIM
+    cached = cache + (slot // BLOCK_SIZE).to(tl.int64) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * HEAD_DIM
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
 
     if head_tile < q_tiles:

@@ -6,6 +6,7 @@ score that a query row has met, `row_sum` the sum of its weights relative to tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,10 @@ def paged_constants(
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "HEAD_DIM": layer.head_dim,
         "BLOCK_SIZE": cache.shape[3],
+        "BLOCK_STRIDE": cache.stride(0),
         "WINDOW": layer.window is not None,
+        "SINKS": layer.sinks is not None,
+        "CAP": 0.0 if layer.softcap is None else layer.softcap * math.log2(math.e),
         **tile_constants(qkv, layer.head_dim, tile, pdl),
     }
 
@@ -117,9 +121,13 @@ def take_tile(
     scale,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr = 0.0,
 ):
-    """Add one tile of keys to the running softmax."""
+    """Add one tile of keys to the running softmax. With CAP, scores are limited to it smoothly."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    if CAP > 0.0:
+        scores = _tanh(scores * (scale / CAP)) * CAP
+        scale = 1.0
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -130,6 +138,12 @@ def take_tile(
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, new_row_max, row_sum
+
+
+@triton.jit
+def _tanh(x):
+    small = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2 |x|) never overflows
+    return tl.where(x >= 0, 1.0 - small, small - 1.0) / (1.0 + small)
 
 
 @triton.jit
@@ -168,6 +182,7 @@ def take_pages(
     WINDOW: tl.constexpr,
     MASK_ALL: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Add cached keys at positions [begin, end), all of which precede the queries, to the running softmax.
 
@@ -184,7 +199,9 @@ def take_pages(
             k = load_rows(k_at, HEAD_DIM, DIM)
             v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
             blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last) // BLOCK_SIZE)
-            acc, row_max, row_sum = take_tile(q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION)
+            acc, row_max, row_sum = take_tile(
+                q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
+            )
     for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
         position = start + n
         k_at = page_pointers(keys, blocks, tl.minimum(position, last), block_stride, HEAD_DIM, BLOCK_SIZE)
@@ -194,8 +211,23 @@ def take_pages(
         seen = (position < end)[None, :]
         if WINDOW:
             seen = seen & (position[None, :] >= lowest[:, None])
-        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION)
+        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def load_sinks(sinks, heads):
+    """Load the sinks of query heads [M], in units of log2."""
+    return tl.load(sinks + heads) * 1.4426950408889634
+
+
+@triton.jit
+def add_sink(acc, row_max, row_sum, sink):
+    """Add a term without a value to the softmax of each row: sink [M], or -inf for none."""
+    new_row_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    rescale = tl.exp2(row_max - shift)
+    return acc * rescale[:, None], new_row_max, row_sum * rescale + tl.exp2(sink - shift)
 
 
 @triton.jit
@@ -237,12 +269,14 @@ def merge(
     stride,  # from one partial of a row to its next
     num_splits,
     kept,  # [M]
+    sink,  # [M], read if SINKS
     M: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,  # how many partials are loaded at once
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Merge all partials of each row, always in the same order -> [M, DIM]."""
+    """Merge all partials of each row, always in the same order, and its sink -> [M, DIM]."""
     p = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.arange(0, DIM)
     row_max = tl.full([M], float("-inf"), tl.float32)
@@ -265,4 +299,6 @@ def merge(
         row_sum = row_sum * rescale + tl.sum(weights, 0)
         acc = acc * rescale[:, None] + tl.sum(out * weights[:, :, None], 0)
         row_max = new_row_max
+    if SINKS:
+        acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sink)
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
