@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
 from inflight.constraints.matcher import Matcher, is_lexer_full
-from inflight.constraints.schema_logic import UnsupportedKeywordError
+from inflight.constraints.schema_document import UnsupportedKeywordError
 from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
 from inflight.constraints.vocabulary import Vocabulary

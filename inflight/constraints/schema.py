@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from inflight.constraints.schema_logic import (
+from inflight.constraints.schema_document import (
     DATA_KEYWORDS,
     NAMED_SCHEMAS,
-    REPLACED,
     SCHEMA_KEYWORDS,
     SCHEMA_LISTS,
     UnsupportedKeywordError,
-    expand,
     has_no_effect,
 )
+from inflight.constraints.schema_logic import REPLACED, expand
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from inflight.constraints.schema import FAR, OMIT, OUTWARD, expanded_schema, rewritten
-from inflight.constraints.schema_logic import has_no_effect
+from inflight.constraints.schema_document import has_no_effect
 
 # Removes the control characters without an escape of their own (\b, \t, \n, \f, \r) from a class.
 _EXCEPT_CONTROL = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
