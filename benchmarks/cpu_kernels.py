@@ -18,8 +18,9 @@ from functools import partial
 import torch
 
 from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampling
-from inflight.attention.backend import AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
+from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, TorchKernels
 from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import Library, native_library
@@ -108,8 +109,8 @@ def measure_linear(
 def measure_attention(name: str, backend: HeadAttention, context: int, repeats: int) -> AttentionResult:
     batch, num_heads, num_kv_heads, head_dim, block_size = 16, 16, 8, 128, 16
     num_blocks = -(-context // block_size)
-    shape = KVShape(4, num_kv_heads, head_dim, block_size, torch.float32)
-    caches = backend.allocate(shape, batch * num_blocks, torch.device("cpu"))
+    shape = KVShape.of([LayerKV(num_kv_heads, head_dim)] * 4, block_size, torch.float32)
+    caches = backend.allocate(shape, batch * num_blocks, torch.device("cpu")).layers
     for cache in caches:
         cache.fill_(0.01)
     tables = torch.randperm(batch * num_blocks).to(torch.int32).view(batch, num_blocks)
@@ -119,14 +120,15 @@ def measure_attention(name: str, backend: HeadAttention, context: int, repeats: 
         query_starts=torch.arange(batch + 1, dtype=torch.int32),
         context_lens=torch.full((batch,), context, dtype=torch.int32),
         rows=torch.arange(batch, dtype=torch.int32),
-        block_tables=tables,
-        slot_mapping=tables[:, last // block_size].long() * block_size + last % block_size,
+        block_tables=tables[None],
+        slot_mapping=tables[None, :, last // block_size].long() * block_size + last % block_size,
     )
     query = torch.randn(batch, num_heads, head_dim)
     key, value = torch.randn(2, batch, num_kv_heads, head_dim)
 
-    scale = head_dim**-0.5
-    parts = [partial(backend.attend, query, key, value, cache, inputs, scale, None) for cache in caches]
+    sizes = num_heads, num_kv_heads, head_dim
+    layer = AttentionLayer(*sizes, None, None, 1e-6, None, head_dim**-0.5, None)
+    parts = [partial(backend.attend, query, key, value, layer, cache, inputs) for cache in caches]
     seconds, best = measure(parts, repeats)
     read = 2 * batch * context * num_kv_heads * head_dim * 4
     return AttentionResult(name, batch, context, seconds * 1e3, best * 1e3, read / seconds / 1e9)

@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
+
+BlockShape = Callable[[LayerKV], tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of one model's KV cache, equal for all layers."""
+    """The KV memory of one rank: its attention layers, and their places among the slots and tables (`kv/layout.py`)."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerKV, ...]
+    places: tuple[KVPlace, ...]  # of each layer; slots are those of the whole model
+    windows: tuple[int | None, ...]  # of each block table of the whole model
     block_size: int
     dtype: torch.dtype
+    snapshot_blocks: int = 0  # blocks that a snapshot of this rank's recurrent states takes
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, own: range | None = None
+    ) -> KVShape:
+        """Place all layers of a model; `own` are those of this rank, by default all."""
+        places, windows = place_layers(layers)
+        part = slice(None) if own is None else slice(own.start, own.stop)
+        return cls(tuple(layers[part]), tuple(places[part]), windows, block_size, dtype)
+
+    @property
+    def slots(self) -> range:
+        """The slots that this rank has: those of its layers, and at least one, for snapshots."""
+        used = [place.slot for place in self.places]
+        return range(min(used, default=0), max(used, default=0) + 1)
+
+    @property
+    def values_per_part(self) -> int:
+        """Values of a block in one slot."""
+        return self.block_size * max((layer.size for layer in self.layers), default=1)
+
+    @property
+    def bytes_per_part(self) -> int:
+        return self.values_per_part * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of the keys and values of one block in all layers."""
-        values = self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
-        return values * self.dtype.itemsize
+        """Bytes of one block in all slots."""
+        return len(self.slots) * self.bytes_per_part
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(self.block_size, self.windows, self.snapshot_blocks)
+
+
+@dataclass(slots=True)
+class KVCache:
+    """The KV memory: one tensor per slot, and the part of it that belongs to each attention layer."""
+
+    slots: list[Tensor]  # [num_blocks, values_per_part]
+    layers: list[Tensor]  # [num_blocks, ...], as the backend lays out a block; blocks may be apart
+
+    @classmethod
+    def divide(cls, slots: list[Tensor], shape: KVShape, block_shape: BlockShape) -> KVCache:
+        """Divide slots among the layers. `block_shape` returns the shape of a layer's block."""
+        layers, first_slot = [], shape.slots.start
+        for layer, place in zip(shape.layers, shape.places, strict=True):
+            size = layer.size * shape.block_size
+            part = slots[place.slot - first_slot][:, place.part * size : (place.part + 1) * size]
+            layers.append(part.view(len(part), *block_shape(layer)))
+        return cls(slots, layers)
+
+    def clear(self) -> None:
+        self.slots.clear()
+        self.layers.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +91,24 @@ class AttentionLayer:
     q_norm: Tensor | None  # [head_dim] float32
     k_norm: Tensor | None  # [head_dim] float32
     eps: float
-    cos_sin: Tensor  # [max_position, rotary_dim] float32: cos in the first half, sin in the second
+    # [max_position, rotary_dim] float32: cos in the first half, sin in the second; None: nothing is rotated
+    cos_sin: Tensor | None
     scale: float
     window: int | None  # a query at position p sees keys in (p - window, p]; None: all up to p
+    table: int = 0  # the block table that leads to its keys and values
     sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """The T tokens of one step's B entries as recurrent layers (`layers/recurrent.py`) read them."""
+
+    query_starts: Tensor  # [B + 1] int32, from 0 to T
+    rows: Tensor  # [B] int64, of the states
+    starts: Tensor  # [B] int64: entry i begins at this position; at 0, its row's state counts as zeros
+    # (entry, position, block ids): the state after `position` tokens, inside the entry, goes into a snapshot.
+    captures: Sequence[tuple[int, int, Sequence[int]]] = ()
 
 
 @dataclass(slots=True)
@@ -55,8 +123,11 @@ class AttentionInputs:
     query_starts: Tensor  # [B + 1] int32, from 0 to T
     context_lens: Tensor  # [B] int32, tokens with KV after this step
     rows: Tensor  # [B] int32, index into block_tables
-    block_tables: Tensor  # [max_rows, max_blocks] int32, permanent
-    slot_mapping: Tensor  # [T] int64, where the KV of each token goes: block_id * block_size + offset
+    # [num_tables, max_rows, max_blocks] int32, permanent. Entries before a table's window may be anything.
+    block_tables: Tensor
+    # [num_tables, T] int64, where the KV of each token goes: block_id * block_size + offset
+    slot_mapping: Tensor
+    state: StateInputs | None = None  # None: no layer is recurrent
 
 
 InputsT = TypeVar("InputsT", contravariant=True)
@@ -65,8 +136,8 @@ InputsT = TypeVar("InputsT", contravariant=True)
 class AttentionBackend(Protocol[InputsT]):
     """Attention that owns the layout of the cache and defines the inputs that it reads a step from."""
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """Return one cache tensor per layer."""
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
+        """Allocate the KV memory."""
 
     def attend(
         self,

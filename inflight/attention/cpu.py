@@ -11,6 +11,7 @@ from torch import Tensor
 from inflight.attention.backend import (
     AttentionInputs,
     AttentionLayer,
+    KVCache,
     KVShape,
     SequenceAttention,
     SequenceLayer,
@@ -23,18 +24,17 @@ from inflight.native.library import Library, native_library
 class HeadAttention(Protocol):
     """Cache write and attention, without norms and rotation: `ComposedAttention` turns it into a backend."""
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """Return one cache tensor per layer."""
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
+        """Allocate the KV memory."""
 
     def attend(
         self,
         query: Tensor,  # [T, num_heads, head_dim]
         key: Tensor,  # [T, num_kv_heads, head_dim]
         value: Tensor,  # [T, num_kv_heads, head_dim]
+        layer: AttentionLayer,
         cache: Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
     ) -> Tensor:  # [T, num_heads, head_dim]
         ...
 
@@ -57,7 +57,7 @@ class ComposedAttention:
         self._kernels = kernels
         self._heads = heads
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         return self._heads.allocate(shape, num_blocks, device)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -65,15 +65,18 @@ class ComposedAttention:
         num_heads, num_rotated = layer.num_heads, layer.num_heads + layer.num_kv_heads
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         if layer.q_norm is None or layer.k_norm is None:
-            rotated = kernels.rotate(heads[:, :num_rotated], positions, cos_sin)
+            rotated = heads[:, :num_rotated]
+            if cos_sin is not None:
+                rotated = kernels.rotate(rotated, positions, cos_sin)
             query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         else:
             query = kernels.rms_norm(heads[:, :num_heads], layer.q_norm, layer.eps)
             key = kernels.rms_norm(heads[:, num_heads:num_rotated], layer.k_norm, layer.eps)
-            query = kernels.rotate(query, positions, cos_sin)
-            key = kernels.rotate(key, positions, cos_sin)
+            if cos_sin is not None:
+                query = kernels.rotate(query, positions, cos_sin)
+                key = kernels.rotate(key, positions, cos_sin)
         value = heads[:, num_rotated:]
-        out = self._heads.attend(query, key, value, cache, inputs, layer.scale, layer.window)
+        out = self._heads.attend(query, key, value, layer, cache, inputs)
         return out.reshape(len(qkv), -1)
 
     def live(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
@@ -96,34 +99,35 @@ class CpuAttention:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         if shape.dtype != torch.float32 or device.type != "cpu":
             raise ConfigError(f"the KV cache is {shape.dtype} on {device}: it must be torch.float32 on cpu")
-        size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim, shape.block_size)
         # Not initialised, so a large cache takes memory only as its blocks are written.
-        return [torch.empty(size) for _ in range(shape.num_layers)]
+        slots = [torch.empty(num_blocks, shape.values_per_part) for _ in shape.slots]
+        size = shape.block_size
+        return KVCache.divide(slots, shape, lambda layer: (layer.num_kv_heads, 2, layer.head_dim, size))
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        layer: AttentionLayer,
         cache: Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
     ) -> Tensor:
         query, key, value = _heads(query), _heads(key), _heads(value)
         num_tokens, num_heads, head_dim = query.shape
-        _check(query, key, value, cache, inputs)
+        tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
+        _check(query, key, value, cache, inputs, tables, slot_mapping)
         out = torch.empty(num_tokens, num_heads, head_dim)
         self._library.attend(
             query.data_ptr(), query.stride(0), query.stride(1), key.data_ptr(), key.stride(0), key.stride(1),
             value.data_ptr(), value.stride(0), value.stride(1), cache.data_ptr(), out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
-            inputs.block_tables.data_ptr(), inputs.slot_mapping.data_ptr(), len(inputs.rows), num_tokens,
-            num_heads, cache.shape[1], head_dim, cache.shape[4], inputs.block_tables.stride(0), window or 0,
-            scale, self._library.threads,
+            tables.data_ptr(), slot_mapping.data_ptr(), len(inputs.rows), num_tokens,
+            num_heads, cache.shape[1], head_dim, cache.shape[4], tables.stride(0), layer.window or 0,
+            layer.scale, self._library.threads,
         )  # fmt: skip
         return out
 
@@ -131,27 +135,30 @@ class CpuAttention:
 class TorchCpuAttention:
     """Implements `HeadAttention` in torch, equal to the compiled one up to rounding.
 
-    A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim].
+    A layer's cache is [num_blocks, 2, block_size, num_kv_heads, head_dim].
     """
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        size = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
+        slots = [
+            torch.empty(num_blocks, shape.values_per_part, dtype=shape.dtype, device=device)
+            for _ in shape.slots
+        ]
+        size = shape.block_size
+        return KVCache.divide(slots, shape, lambda layer: (2, size, layer.num_kv_heads, layer.head_dim))
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        layer: AttentionLayer,
         cache: Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
     ) -> Tensor:
-        block_size = cache.shape[2]
-        slots = cache.view(2, -1, *cache.shape[3:])  # one per token of each block
-        slots[0].index_copy_(0, inputs.slot_mapping, key.to(cache.dtype))
-        slots[1].index_copy_(0, inputs.slot_mapping, value.to(cache.dtype))
+        block_size, window = cache.shape[2], layer.window
+        tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
+        written = torch.stack((key, value), 1).to(cache.dtype)
+        cache[slot_mapping // block_size, :, slot_mapping % block_size] = written
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -162,8 +169,8 @@ class TorchCpuAttention:
             # Only slots that some query of the entry sees: others may hold anything.
             lowest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(lowest, context_len, device=query.device)
-            seen_slots = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
-            keys, values = slots[:, seen_slots].transpose(1, 2)  # [num_kv_heads, n, head_dim]
+            read = cache[tables[row, seen // block_size].long(), :, seen % block_size]
+            keys, values = read.permute(1, 2, 0, 3)  # [num_kv_heads, n, head_dim]
             positions = torch.arange(position, context_len, device=query.device).unsqueeze(1)
             mask = seen <= positions
             if window is not None:
@@ -173,7 +180,7 @@ class TorchCpuAttention:
                 keys.to(query.dtype).unsqueeze(0),
                 values.to(query.dtype).unsqueeze(0),
                 attn_mask=mask,
-                scale=scale,
+                scale=layer.scale,
                 enable_gqa=True,
             )
             out[first:end] = attended.squeeze(0).transpose(0, 1)
@@ -186,7 +193,15 @@ def _heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: AttentionInputs) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    inputs: AttentionInputs,
+    tables: Tensor,
+    slot_mapping: Tensor,
+) -> None:
     """Check the layout of the tensors: the library trusts its pointers."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[1]
@@ -208,7 +223,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: Att
         (inputs.rows, num_entries),
     )
     narrow = all(len(x) == size and x.dtype == torch.int32 and x.is_contiguous() for x, size in sizes)
-    tables, slot_mapping = inputs.block_tables, inputs.slot_mapping
     if not narrow or tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ConfigError("query_starts, context_lens, rows and block_tables must be contiguous int32")
     if (

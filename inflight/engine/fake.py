@@ -82,7 +82,7 @@ class FakeRunner:
     def launch(self, batch: Batch) -> Sampled:
         for row, request in batch.admissions:
             self.rows[row] = _Row(request, list(request.token_ids), [])
-        for row, first, block_ids in batch.tables:
+        for row, first, block_ids, _ in batch.tables:
             if row in self.rows:
                 self.rows[row].table[first:] = block_ids
         entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))

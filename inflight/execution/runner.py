@@ -43,20 +43,23 @@ def torch_threads(count: int) -> Iterator[None]:
 class Rows:
     """Tokens and block tables of all rows. Memory that is not used yet is never touched."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_len: int, block_size: int, device: torch.device, num_tables: int = 1
+    ) -> None:
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
         self.tokens = torch.empty(max_rows, max_len, dtype=torch.int32, device=device)
-        # [max_rows, max_blocks]: entries past a row's last block are meaningless.
-        self.block_tables = torch.empty(max_rows, max_blocks, dtype=torch.int32, device=device)
+        # [num_tables, max_rows, max_blocks]: entries past a row's last block, and those before a table's window, are
+        # meaningless.
+        self.block_tables = torch.empty(num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
 
     def apply(self, batch: Batch) -> None:
         """Store the tokens of admitted requests and the newly allocated blocks."""
         for row, request in batch.admissions:
             ids = torch.frombuffer(request.token_ids, dtype=torch.int64)
             self.tokens[row, : len(ids)] = ids
-        for row, first, block_ids in batch.tables:
-            self.block_tables[row, first : first + len(block_ids)] = torch.tensor(
+        for row, first, block_ids, table in batch.tables:
+            self.block_tables[table, row, first : first + len(block_ids)] = torch.tensor(
                 block_ids, dtype=torch.int32
             )
 
@@ -97,7 +100,7 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         first_tokens = (ends - counts).repeat_interleave(counts)  # [T]
         offsets = torch.arange(batch.num_tokens, device=device) - first_tokens
         positions = starts.repeat_interleave(counts) + offsets
-    blocks = rows.block_tables[token_rows, positions // block_size].long()
+    blocks = rows.block_tables[:, token_rows, positions // block_size].long()  # [num_tables, T]
     attention = AttentionInputs(
         positions=positions,
         query_starts=torch.cat((ends.new_zeros(1), ends)).int(),
@@ -153,8 +156,9 @@ class ForwardPass:
         self.decoder = decoder
         self._links = links
         self.block_size = block_size
-        self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, decoder.device)
-        self.rows = Rows(max_rows, max_len, block_size, decoder.device)
+        kv_shape = decoder.kv_shape(block_size)
+        self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
+        self.rows = Rows(max_rows, max_len, block_size, decoder.device, len(kv_shape.windows))
         self._scored = ScoredRows()
         self._pooled = PooledRows()
 
@@ -190,14 +194,14 @@ class ForwardPass:
     def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
         decoder = self.decoder
         if decoder.shard.is_first:
-            return decoder.forward(inputs.token_ids, self.caches, inputs.attention, outputs)
+            return decoder.forward(inputs.token_ids, self.cache.layers, inputs.attention, outputs)
         assert self._links is not None
         hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
         self._links.receive(hidden)
-        return decoder.run_layers(hidden, self.caches, inputs.attention, outputs)
+        return decoder.run_layers(hidden, self.cache.layers, inputs.attention, outputs)
 
     def close(self) -> None:
-        self.caches.clear()
+        self.cache.clear()
 
 
 # Elements from which torch's threads pay off on a CPU.

@@ -1,6 +1,14 @@
 """Decides which requests run in each step. No tensors and no clock: times are passed in."""
 
-from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
+from inflight.scheduling.batch import (
+    Admission,
+    Batch,
+    Capture,
+    Sampled,
+    ScheduledStep,
+    StateCopy,
+    TableUpdate,
+)
 from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, TimedTokenBudget, TokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.scheduler import Scheduler
@@ -10,12 +18,14 @@ __all__ = [
     "POLICIES",
     "Admission",
     "Batch",
+    "Capture",
     "Limits",
     "Policy",
     "RequestPool",
     "Sampled",
     "ScheduledStep",
     "Scheduler",
+    "StateCopy",
     "TableUpdate",
     "TimedTokenBudget",
     "TokenBudget",

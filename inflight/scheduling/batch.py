@@ -27,10 +27,26 @@ class Admission(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """`block_ids` continue the block table of `row` from index `first`."""
+    """`block_ids` continue a block table of `row` from index `first`."""
 
     row: int
     first: int
+    block_ids: list[int]
+    table: int = 0
+
+
+class StateCopy(NamedTuple):
+    """The recurrent state of a row is copied to or from a snapshot, which these blocks hold."""
+
+    row: int
+    block_ids: list[int]
+
+
+class Capture(NamedTuple):
+    """The state that a row has after `position` tokens, which entry `entry` computes, goes into a snapshot."""
+
+    entry: int
+    position: int
     block_ids: list[int]
 
 
@@ -41,6 +57,9 @@ class Batch:
     A token that the host does not know yet (a step in flight samples it) is known to the row: runners write every
     sampled token into its row. The entries of requests admitted in this step come last, because they may share blocks
     that the step fills.
+
+    Recurrent states are copied before anything else: first those that rows get from snapshots, then those that rows
+    have before the step and that go into new snapshots.
     """
 
     step: int
@@ -52,6 +71,9 @@ class Batch:
     num_tokens: int = 0
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
+    restores: list[StateCopy] = field(default_factory=list)  # snapshot to row
+    saves: list[StateCopy] = field(default_factory=list)  # row to snapshot
+    captures: list[Capture] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
 from inflight.attention.cpu import HeadAttention
+from inflight.kv.layout import LayerKV
 
 # One step: (request, first token, number of tokens) for each entry.
 Step = list[tuple[int, int, int]]
@@ -61,20 +62,26 @@ class Scene:
     def run(self, backend: HeadAttention, steps: list[Step], window: int | None = None) -> list[Tensor]:
         """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN."""
         heads = self.heads
-        shape = KVShape(1, heads.num_kv_heads, heads.head_dim, self.block_size, torch.float32)
-        (cache,) = backend.allocate(shape, self.num_blocks, torch.device("cpu"))
+        shape = KVShape.of([LayerKV(heads.num_kv_heads, heads.head_dim)], self.block_size, torch.float32)
+        (cache,) = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers
         cache.fill_(float("nan"))
+        layer = self.layer(window)
         out = [torch.zeros(length, heads.num_heads, heads.head_dim) for length in self.lengths]
         for step in steps:
             # Views into one packed tensor, as a decoder hands them over: not contiguous.
             packed = torch.cat([self.qkv[r][first : first + n] for r, first, n in step])
             query, key, value = heads.split(packed)
-            attended = backend.attend(query, key, value, cache, self.inputs(step), self.scale, window)
+            attended = backend.attend(query, key, value, layer, cache, self.inputs(step))
             done = 0
             for r, first, n in step:
                 out[r][first : first + n] = attended[done : done + n]
                 done += n
         return out
+
+    def layer(self, window: int | None = None) -> AttentionLayer:
+        heads = self.heads
+        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        return AttentionLayer(*sizes, None, None, 1e-6, None, self.scale, window)
 
     def inputs(self, step: Step) -> AttentionInputs:
         counts = torch.tensor([0] + [n for _, _, n in step])
@@ -90,6 +97,6 @@ class Scene:
             query_starts=counts.cumsum(0).int(),
             context_lens=torch.tensor(ends, dtype=torch.int32),
             rows=torch.tensor([self.rows[r] for r, _, _ in step], dtype=torch.int32),
-            block_tables=self.tables,
-            slot_mapping=torch.cat(slot_mapping),
+            block_tables=self.tables[None],
+            slot_mapping=torch.cat(slot_mapping)[None],
         )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inflight.attention.backend import KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention, cpu_attention
 from inflight.errors import ConfigError
+from inflight.kv.layout import LayerKV
 from inflight.native.library import native_library
 from tests.attention.paged import Heads, Scene, Step
 from tests.support.reference_attention import ReferenceAttention
@@ -121,22 +122,24 @@ def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
 
 def test_wrong_shapes_are_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
-    (cache,) = native().allocate(KVShape(1, 2, 16, 16, torch.float32), 4, torch.device("cpu"))
+    shape = KVShape.of([LayerKV(2, 16)], 16, torch.float32)
+    (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    layer = scene.layer()
     query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
     inputs = scene.inputs(scene.whole()[0])
     with pytest.raises(ConfigError, match="do not match"):
-        native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
+        native().attend(query, torch.zeros(4, 1, 16), key, layer, cache, inputs)
     with pytest.raises(ConfigError, match="int32"):
-        native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
+        native().attend(query, key, key, layer, cache, replace(inputs, rows=inputs.rows.long()))
+    narrow = replace(inputs, slot_mapping=inputs.slot_mapping[:, :2])
     with pytest.raises(ConfigError, match="slot_mapping"):
-        native().attend(
-            query, key, key, cache, replace(inputs, slot_mapping=inputs.slot_mapping[:2]), 1.0, None
-        )
+        native().attend(query, key, key, layer, cache, narrow)
 
 
 def test_cpu_cache_must_be_float32() -> None:
+    shape = KVShape.of([LayerKV(2, 16)], 16, torch.bfloat16)
     with pytest.raises(ConfigError, match="float32"):
-        native().allocate(KVShape(1, 2, 16, 16, torch.bfloat16), 4, torch.device("cpu"))
+        native().allocate(shape, 4, torch.device("cpu"))
 
 
 def test_compiled_backend_is_preferred() -> None:

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TritonAttention, TritonStep
+from inflight.attention.triton.backend import TableStep, TritonAttention, TritonStep
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
 from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning, choose
+from inflight.kv.layout import LayerKV
 from tests.attention.triton_scene import DEVICE, SMALL, TOLERANCE, Scene, Shape, items
 
 TILE = AttentionTile(rows=32, keys=16, num_warps=4, num_stages=2)
@@ -63,17 +64,15 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
     workspace = scene.workspace()
-    step = TritonStep(
-        positions=positions,
+    table = TableStep(
         slot_mapping=slot_mapping,
         block_tables=tables,
         decodes=items(decodes.items, 12),
-        short_context=False,
         prefixes=items(prefix.items, 8) if prefix else None,
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),
-        workspace=workspace,
     )
+    step = TritonStep(positions, (table,), short_context=False, workspace=workspace)
     out = TritonAttention(tuning).attend(qkv, shape.layer(window), cache, step)
     expected = scene.expected(window)
     got = out[: len(expected)].view(expected.shape).double().cpu()
@@ -83,9 +82,9 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
 
 
 def test_cache_has_the_bytes_of_its_shape() -> None:
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=8, dtype=torch.float16)
+    shape = KVShape.of([LayerKV(num_kv_heads=2, head_dim=64)] * 3, block_size=8, dtype=torch.float16)
     tuning = choose(torch.float16, 64, 2, DEVICES)
-    caches = TritonAttention(tuning).allocate(shape, 5, DEVICES)
+    caches = TritonAttention(tuning).allocate(shape, 5, DEVICES).layers
     assert [list(cache.shape) for cache in caches] == [[5, 2, 2, 8, 64]] * 3
     assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block
 

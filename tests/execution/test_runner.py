@@ -12,7 +12,7 @@ from inflight.scheduling.batch import Admission, TableUpdate
 
 
 def test_rows_store_tokens_and_blocks() -> None:
-    rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"))
+    rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"), num_tables=2)
     rows.tokens.fill_(-1)
     rows.block_tables.fill_(-1)
     preempted, new = (
@@ -22,8 +22,11 @@ def test_rows_store_tokens_and_blocks() -> None:
     preempted.token_ids += [8, 9]
     batch = Batch(step=0)
     batch.admissions += [Admission(2, preempted.current_spec()), Admission(0, new.current_spec())]
-    batch.tables += [TableUpdate(2, 0, [7, 8]), TableUpdate(0, 1, [5]), TableUpdate(2, 2, [3])]
+    batch.tables += [TableUpdate(2, 0, [7, 8]), TableUpdate(0, 1, [5], table=1), TableUpdate(2, 2, [3])]
     rows.apply(batch)
     assert rows.tokens.tolist() == [[4, 5] + [-1] * 8, [-1] * 10, [1, 2, 3, 8, 9] + [-1] * 5]
-    assert rows.block_tables.tolist() == [[-1, 5, -1], [-1, -1, -1], [7, 8, 3]]
+    assert rows.block_tables.tolist() == [
+        [[-1, -1, -1], [-1, -1, -1], [7, 8, 3]],
+        [[-1, 5, -1], [-1, -1, -1], [-1, -1, -1]],
+    ]
     assert new.spec.token_ids.tolist() == [4, 5]

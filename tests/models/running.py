@@ -42,7 +42,7 @@ def logprobs(
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
-    caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU)
+    caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU).layers
     ids, out, start = torch.tensor(token_ids), [], 0
     for number, count in enumerate(chunks or [num_tokens]):
         positions = torch.arange(start, start + count)
@@ -51,8 +51,8 @@ def logprobs(
             query_starts=torch.tensor([0, count], dtype=torch.int32),
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
-            block_tables=table.to(torch.int32)[None],
-            slot_mapping=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            block_tables=table.to(torch.int32)[None, None],
+            slot_mapping=(table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
         )
         indices = None if outputs is None else torch.tensor(outputs[number], dtype=torch.int64)
         hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)

@@ -5,30 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVCache, KVShape
+from inflight.attention.cpu import TorchCpuAttention
 
 
 class ReferenceAttention:
-    """Implements `HeadAttention`. A cache is [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Implements `HeadAttention`. A cache is [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        size = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
+        return TorchCpuAttention().allocate(shape, num_blocks, device)
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        layer: AttentionLayer,
         cache: Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
     ) -> Tensor:
-        block_size = cache.shape[2]
-        for token, slot in enumerate(inputs.slot_mapping.tolist()):
-            cache[0, slot // block_size, slot % block_size] = key[token]
-            cache[1, slot // block_size, slot % block_size] = value[token]
+        block_size, window = cache.shape[2], layer.window
+        tables = inputs.block_tables[layer.table]
+        for token, slot in enumerate(inputs.slot_mapping[layer.table].tolist()):
+            cache[slot // block_size, 0, slot % block_size] = key[token]
+            cache[slot // block_size, 1, slot % block_size] = value[token]
         out = torch.empty_like(query)
         starts = inputs.query_starts.tolist()
         entries = zip(starts, starts[1:], inputs.context_lens.tolist(), inputs.rows.tolist(), strict=False)
@@ -37,9 +37,9 @@ class ReferenceAttention:
                 position = context_len - (end - token)
                 lowest = 0 if window is None else max(0, position - window + 1)
                 seen = torch.arange(lowest, position + 1, device=cache.device)
-                blocks = inputs.block_tables[row, seen // block_size].long()
-                keys, values = cache[:, blocks, seen % block_size].double()  # [n, num_kv_heads, head_dim]
-                out[token] = _attend_one(query[token].double(), keys, values, scale)
+                blocks = tables[row, seen // block_size].long()
+                kv = cache[blocks, :, seen % block_size].double()  # [n, 2, num_kv_heads, head_dim]
+                out[token] = _attend_one(query[token].double(), kv[:, 0], kv[:, 1], layer.scale)
         return out
 
 

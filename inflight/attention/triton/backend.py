@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, KVShape
+from inflight.attention.backend import AttentionLayer, KVCache, KVShape
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
@@ -20,19 +19,25 @@ PIECE = 2 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class TritonStep:
-    """One step in device memory. Kernels whose items are None are not launched; all contents may change between replays
-    of a graph."""
+class TableStep:
+    """A step as the layers of one block table read it. Kernels whose items are None are not launched."""
 
-    positions: Tensor  # [T] int32; any valid position for padding
     # [T] int32, where each token's KV goes: block_id * block_size + offset; below 0: padding
     slot_mapping: Tensor
     block_tables: Tensor  # [max_rows, max_blocks] int32
     decodes: Items  # DecodePlan.items
-    short_context: bool  # DecodeWork.short_context
     prefixes: Items | None  # PrefixPlan.items
     members: Tensor | None  # PrefixPlan.members(), int32, max_members rows; with prefixes only
     chunks: Items | None  # ChunkPlan.items
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """One step in device memory; all contents may change between replays of a graph."""
+
+    positions: Tensor  # [T] int32; any valid position for padding
+    tables: tuple[TableStep, ...]
+    short_context: bool  # DecodeWork.short_context
     workspace: AttentionWorkspace
 
 
@@ -45,26 +50,27 @@ class TritonAttention:
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
 
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        size = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        num_elements, width = math.prod(size), shape.dtype.itemsize
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
+        num_elements, width = num_blocks * shape.values_per_part, shape.dtype.itemsize
         # Torch allocates device memory in such pieces and puts other tensors into the rest of a piece: the KV cache
         # could then not be released for as long as they live.
         rounded = -(-num_elements * width // PIECE) * PIECE // width
-        return [
-            torch.empty(rounded, dtype=shape.dtype, device=device)[:num_elements].view(size)
-            for _ in range(shape.num_layers)
+        slots = [
+            torch.empty(rounded, dtype=shape.dtype, device=device)[:num_elements].view(num_blocks, -1)
+            for _ in shape.slots
         ]
+        size = shape.block_size
+        return KVCache.divide(slots, shape, lambda layer: (2, layer.num_kv_heads, size, layer.head_dim))
 
     def live(self, inputs: TritonStep) -> Tensor:
-        return inputs.slot_mapping
+        return inputs.tables[0].slot_mapping
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
-        step, tuning = inputs, self.tuning
+        step, tuning = inputs.tables[layer.table], self.tuning
         rope_write(
             qkv,
-            step.positions,
+            inputs.positions,
             step.slot_mapping,
             layer.cos_sin,
             layer.q_norm,
@@ -76,13 +82,13 @@ class TritonAttention:
             layer.head_dim,
             tuning.pdl,
         )
-        tables, workspace, pdl = step.block_tables, step.workspace, tuning.pdl
+        tables, workspace, pdl = step.block_tables, inputs.workspace, tuning.pdl
         out = padded_empty(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if step.prefixes is not None and step.members is not None:
             prefix_attention(
                 qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, pdl
             )
-        tile = tuning.decode_for(len(qkv), step.short_context)
+        tile = tuning.decode_for(len(qkv), inputs.short_context)
         decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, pdl, out)
         if step.chunks is not None:
             tile, tma = tuning.chunk, tuning.descriptors

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.triton.backend import TritonStep
+from inflight.attention.triton.backend import TableStep, TritonStep
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.planner import AttentionPlanner, DecodeWork
 from inflight.attention.triton.softmax import AttentionWorkspace, Items
@@ -39,6 +39,7 @@ class DeviceStep:
         self.planner = planner
         self.workspace = workspace
         device = rows.device
+        self._slot_mappings = [f"slot_mapping_{table}" for table in range(len(rows.mirror))]
         self._layouts: dict[StepShape, Layout] = {}
         size = max(Layout(self._sizes(shape)).size for shape in buckets.largest())
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
@@ -62,7 +63,7 @@ class DeviceStep:
         planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
         num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
         sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
-        sizes |= dict.fromkeys(("token_rows", "positions", "slot_mapping"), num_tokens)
+        sizes |= dict.fromkeys(("token_rows", "positions", *self._slot_mappings), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
         sizes |= {"logprob_counts": num_samples, "logprob_places": num_samples, "logprob_width": 1}
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
@@ -87,7 +88,7 @@ class DeviceStep:
         if num_decodes:
             contexts, entry_rows = host.context_lens[:num_decodes], host.rows[:num_decodes]
             alone = host.only_decodes
-            work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version, alone)
+            work = self.planner.decodes(contexts, entry_rows, rows.mirror[0], rows.version, alone)
         shared = work is not None and work.prefix is not None
         num_samples = len(host.sample_tokens)
         if host.only_decodes:
@@ -98,7 +99,8 @@ class DeviceStep:
         pinned, part = self._stage(shape)
         put(part["token_rows"], host.token_rows, -1)
         put(part["positions"], host.positions, 0)
-        put(part["slot_mapping"], host.slot_mapping, -1)
+        for name, slot_mapping in zip(self._slot_mappings, host.slot_mapping, strict=True):
+            put(part[name], slot_mapping, -1)
         put(part["sample_tokens"], host.sample_tokens, 0)
         put(part["sample_rows"], host.sample_rows, -1)
         put(part["sample_lengths"], host.sample_lengths, 0)
@@ -138,7 +140,8 @@ class DeviceStep:
         """Upload a step of this shape that is all padding."""
         pinned, part = self._stage(shape)
         for name, values in part.items():
-            values[:] = -1 if name.endswith(("rows", "slot_mapping", "logprob_counts")) else 0
+            is_absent = name.endswith(("rows", "logprob_counts")) or name in self._slot_mappings
+            values[:] = -1 if is_absent else 0
         self._send(pinned)
 
     def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
@@ -159,17 +162,18 @@ class DeviceStep:
         updates = TableUpdates(part["update_rows"], part["update_columns"], part["update_blocks"])
         tokens = StepTokens(part["token_rows"], part["positions"], token_ids)
         open_step(rows.tokens, rows.block_tables, updates, tokens)
-        step = TritonStep(
-            positions=part["positions"],
-            slot_mapping=part["slot_mapping"],
-            block_tables=rows.block_tables,
-            decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
-            short_context=shape.short_context,
-            prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
-            members=part["members"] if shape.prefix else None,
-            chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,
-            workspace=self.workspace,
+        tables = tuple(
+            TableStep(
+                slot_mapping=part[name],
+                block_tables=block_tables,
+                decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
+                prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
+                members=part["members"] if shape.prefix else None,
+                chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,
+            )
+            for name, block_tables in zip(self._slot_mappings, rows.block_tables, strict=True)
         )
+        step = TritonStep(part["positions"], tables, shape.short_context, self.workspace)
         return token_ids, step
 
     def samples(self, shape: StepShape) -> Samples:

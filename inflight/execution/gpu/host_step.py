@@ -32,7 +32,7 @@ class HostStep:
     query_starts: Ints  # [B + 1]
     token_rows: Ints  # [T]
     positions: Ints  # [T]
-    slot_mapping: Ints  # [T]
+    slot_mapping: Ints  # [num_tables, T]
     sampling_entries: list[int]
     sample_tokens: Ints  # [S] the last token of each entry
     sample_rows: Ints  # [S], -1 where no token is sampled
@@ -46,10 +46,10 @@ class HostStep:
 def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int] = ()) -> HostStep:
     """Convert a batch to arrays.
 
-    `tables` [max_rows, max_blocks] are the block tables, including this step's blocks. `pooled` entries end here.
-    A decode is an entry of one token that was admitted in an earlier step and samples: in a step of only decodes, each
-    token is a sample. (A request admitted in this step may share a block that this step fills, and must wait for it:
-    see `AttentionBackend.attend`.)
+    `tables` [num_tables, max_rows, max_blocks] are the block tables, including this step's blocks. `pooled` entries end
+    here. A decode is an entry of one token that was admitted in an earlier step and samples: in a step of only decodes,
+    each token is a sample. (A request admitted in this step may share a block that this step fills, and must wait for
+    it: see `AttentionBackend.attend`.)
     """
     rows, starts, counts = (
         np.array(part, dtype=np.int32) for part in (batch.rows, batch.starts, batch.counts)
@@ -70,7 +70,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int]
         token_rows = np.repeat(rows, counts)
         offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         positions = np.repeat(starts, counts) + offsets
-    slot_mapping = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    slot_mapping = tables[:, token_rows, positions // block_size] * block_size + positions % block_size
     sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
     if not all_sample:
         chosen = [*sampling, *pooled]

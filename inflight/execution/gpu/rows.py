@@ -19,7 +19,10 @@ PROGRAM_SIZE = 256  # updates and tokens per program
 
 
 class TableUpdates(NamedTuple):
-    """block_tables[rows[i], columns[i]] = block_ids[i] where rows[i] >= 0. [U] int32 each."""
+    """block_tables[rows[i], columns[i]] = block_ids[i] where rows[i] >= 0. [U] int32 each.
+
+    The rows of all tables are numbered in turn: row r of table t is t * max_rows + r.
+    """
 
     rows: Tensor
     columns: Tensor
@@ -37,15 +40,18 @@ class StepTokens(NamedTuple):
 class DeviceRows:
     """Tokens and block tables of all rows. The host, which plans steps, has a copy of the tables."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_len: int, block_size: int, device: torch.device, num_tables: int = 1
+    ) -> None:
         self.device = device
         self.block_size = block_size
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
         self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
-        # [max_rows, max_blocks]: entries past a row's last block are meaningless, but always valid block ids.
-        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.mirror = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        # [num_tables, max_rows, max_blocks]: entries past a row's last block, and those before a table's window, are
+        # meaningless, but always valid block ids.
+        self.block_tables = torch.zeros(num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.mirror = np.zeros((num_tables, max_rows, max_blocks), dtype=np.int32)
         self.version = 0  # changes whenever a row gets another request
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -72,13 +78,15 @@ class DeviceRows:
 
     def extend(self, tables: Sequence[TableUpdate]) -> Ints:
         """Add new blocks to the host's tables; return the device's updates: [3, n] rows, columns and block ids."""
-        for row, first, block_ids in tables:
-            self.mirror[row, first : first + len(block_ids)] = block_ids
-        counts = [len(block_ids) for _, _, block_ids in tables]
-        rows = np.repeat(np.array([row for row, _, _ in tables], dtype=np.int32), counts)
-        columns = [np.arange(first, first + len(ids), dtype=np.int32) for _, first, ids in tables]
+        mirror, max_rows = self.mirror.reshape(-1, self.mirror.shape[2]), self.mirror.shape[1]
+        all_rows = [table * max_rows + row for row, _, _, table in tables]
+        for row, (_, first, block_ids, _) in zip(all_rows, tables, strict=True):
+            mirror[row, first : first + len(block_ids)] = block_ids
+        counts = [len(update.block_ids) for update in tables]
+        rows = np.repeat(np.array(all_rows, dtype=np.int32), counts)
+        columns = [np.arange(first, first + len(ids), dtype=np.int32) for _, first, ids, _ in tables]
         joined = np.concatenate(columns) if columns else np.empty(0, dtype=np.int32)
-        return np.stack((rows, joined, self.mirror[rows, joined]))
+        return np.stack((rows, joined, mirror[rows, joined]))
 
     def write_tables(self, updates: Ints) -> None:
         """Write the tables now, for steps with more updates than fit their shape.
@@ -101,13 +109,13 @@ class DeviceRows:
 
 
 def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step: StepTokens | None) -> None:
-    """Apply table updates and gather a step's tokens. tokens [max_rows, max_len], block_tables [max_rows,
+    """Apply table updates and gather a step's tokens. tokens [max_rows, max_len], block_tables [num_tables, max_rows,
     max_blocks]"""
     num_updates = len(updates.rows)
     rows, positions, ids = step or (updates.rows, updates.columns, updates.block_ids)
     num_tokens = 0 if step is None else len(ids)
     grid = (triton.cdiv(max(num_updates, num_tokens), PROGRAM_SIZE),)
-    strides = block_tables.stride(0), tokens.stride(0)
+    strides = block_tables.stride(1), tokens.stride(0)
     _open_step[grid](
         block_tables, *updates, num_updates, tokens, rows, positions, ids, num_tokens, *strides,
         SIZE=PROGRAM_SIZE,

@@ -133,8 +133,9 @@ class GpuRunner:
         spec, device = decoder.spec, decoder.device
         self.decoder = decoder
         self.block_size = block_size
-        self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, device)
-        self.rows = DeviceRows(max_rows, max_len, block_size, device)
+        kv_shape = decoder.kv_shape(block_size)
+        self.cache = decoder.attention.allocate(kv_shape, num_blocks, device)
+        self.rows = DeviceRows(max_rows, max_len, block_size, device, len(kv_shape.windows))
         self.links = links
         self.samples = decoder.generates and decoder.shard.is_last
         sampled_vocab_size = spec.vocab_size if self.samples else 1  # buffer sizes depend on it
@@ -247,8 +248,8 @@ class GpuRunner:
         some = shard.is_last and shape.chunks and not shape.scores
         outputs = self.step.samples(shape).tokens if some else None
         if shard.is_first:
-            return self.decoder.forward(token_ids, self.caches, inputs, outputs)
-        return self.decoder.run_layers(self._received[: shape.num_tokens], self.caches, inputs, outputs)
+            return self.decoder.forward(token_ids, self.cache.layers, inputs, outputs)
+        return self.decoder.run_layers(self._received[: shape.num_tokens], self.cache.layers, inputs, outputs)
 
     def _sample_last(self, shape: StepShape) -> None:
         assert self._last_hidden is not None
@@ -334,7 +335,7 @@ class GpuRunner:
         for graphs in (self.steps, self.forward_steps, self.sampling_steps):
             graphs.clear()
         self._last_hidden = None
-        self.caches.clear()
+        self.cache.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # return torch's cached memory to the device
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape
 from inflight.errors import EngineError
+from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import Mlp, build_mlp, empty_norm, norm_targets
@@ -42,6 +43,7 @@ class SelfAttention:
         dtype: torch.dtype,
         device: torch.device,
         cos_sin: Tensor,
+        table: int,
     ) -> None:
         spec, own = shard.whole, shard.attention(whole)
         hidden = spec.hidden_size
@@ -69,6 +71,7 @@ class SelfAttention:
             cos_sin=cos_sin,  # shared between layers
             scale=own.scale,
             window=own.window,
+            table=table,
         )
 
     def __call__(
@@ -180,10 +183,14 @@ class Decoder:
         own = slice(shard.layers.start, shard.layers.stop)
         self.layers = [
             Layer(
-                SelfAttention(shard, mixer, kernels, attention, dtype, device, tables[mixer.rope]),
+                SelfAttention(
+                    shard, mixer, kernels, attention, dtype, device, tables[mixer.rope], place.table
+                ),
                 build_mlp(shard, mlp, kernels, dtype, device),
             )
-            for mixer, mlp in zip(shard.whole.mixers[own], spec.mlps, strict=True)
+            for mixer, mlp, place in zip(
+                shard.whole.mixers[own], spec.mlps, self.kv_shape(1).places, strict=True
+            )
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
@@ -206,9 +213,10 @@ class Decoder:
         return self.spec.has_lm_head
 
     def kv_shape(self, block_size: int) -> KVShape:
-        layers = self.spec.attentions
-        heads = layers[0].num_kv_heads, layers[0].head_dim
-        return KVShape(len(layers), *heads, block_size, self.kernels.compute_dtype)
+        shard = self.shard
+        layers = [shard.attention(mixer) for mixer in shard.whole.mixers]
+        kept = [LayerKV(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        return KVShape.of(kept, block_size, self.kernels.compute_dtype, shard.layers)
 
     def forward(
         self, token_ids: Tensor, caches: list[Tensor], inputs: Any, output_tokens: Tensor | None = None

@@ -10,7 +10,7 @@ from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Admission, Batch
 
 BLOCK_SIZE = 4
-TABLES = np.array([[3, 5, 7], [2, 4, 6], [9, 8, 1]], dtype=np.int32)
+TABLES = np.array([[[3, 5, 7], [2, 4, 6], [9, 8, 1]], [[4, 6, 8], [1, 3, 5], [0, 7, 2]]], dtype=np.int32)
 
 
 def request(name: str) -> RequestSpec:
@@ -31,7 +31,7 @@ def test_step_of_only_decodes_samples_every_token() -> None:
     assert host.only_decodes
     assert host.context_lens.tolist() == [6, 4]
     assert host.positions.tolist() == [5, 3]
-    assert host.slot_mapping.tolist() == [4 * 4 + 1, 3 * 4 + 3]
+    assert host.slot_mapping.tolist() == [[4 * 4 + 1, 3 * 4 + 3], [3 * 4 + 1, 4 * 4 + 3]]
     assert host.sample_tokens.tolist() == [0, 1]
     assert host.sample_rows.tolist() == [1, 0]
     assert host.sample_lengths.tolist() == [6, 4]
@@ -46,7 +46,7 @@ def test_chunks_come_after_decodes() -> None:
     assert host.query_starts.tolist() == [0, 1, 4, 6]
     assert host.token_rows.tolist() == [2, 1, 1, 1, 0, 0]
     assert host.positions.tolist() == [6, 0, 1, 2, 4, 5]
-    assert host.slot_mapping.tolist() == [8 * 4 + 2, 8, 9, 10, 5 * 4, 5 * 4 + 1]
+    assert host.slot_mapping[0].tolist() == [8 * 4 + 2, 8, 9, 10, 5 * 4, 5 * 4 + 1]
     assert host.sampling_entries == [0, 2]
     assert host.sample_tokens.tolist() == [0, 5]
     assert host.sample_lengths.tolist() == [7, 6]

@@ -18,12 +18,13 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def test_tables_reach_the_device_and_the_mirror() -> None:
-    rows = DeviceRows(max_rows=4, max_len=40, block_size=4, device=DEVICE)
-    updates = rows.extend([TableUpdate(2, 0, [7, 8, 9]), TableUpdate(0, 3, [5])])
-    assert updates.tolist() == [[2, 2, 2, 0], [0, 1, 2, 3], [7, 8, 9, 5]]
+    rows = DeviceRows(max_rows=4, max_len=40, block_size=4, device=DEVICE, num_tables=2)
+    updates = rows.extend([TableUpdate(2, 0, [7, 8, 9]), TableUpdate(0, 3, [5], table=1)])
+    assert updates.tolist() == [[2, 2, 2, 4], [0, 1, 2, 3], [7, 8, 9, 5]]
     rows.write_tables(updates)
     assert rows.block_tables.tolist() == rows.mirror.tolist()
-    assert rows.block_tables[2, :3].tolist() == [7, 8, 9]
+    assert rows.block_tables[0, 2, :3].tolist() == [7, 8, 9]
+    assert rows.block_tables[1, 0, 3] == 5
     assert rows.extend([]).shape == (3, 0)
 
 
@@ -31,7 +32,7 @@ def test_more_table_updates_than_fit_a_shape_are_written_at_once() -> None:
     rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
     rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 701)))]))
     assert rows.block_tables.tolist() == rows.mirror.tolist()
-    assert not rows.block_tables[0].any()
+    assert not rows.block_tables[0, 0].any()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 701])
@@ -68,9 +69,9 @@ def test_tokens_of_admitted_requests_reach_the_device() -> None:
 
 def test_open_step_gathers_tokens_and_applies_table_updates() -> None:
     tokens = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10)
-    tables = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    tables = torch.zeros(1, 3, 4, dtype=torch.int32, device=DEVICE)
     ids = ints(-9, -9, -9, -9)
     updates = TableUpdates(ints(1, -1, 2), ints(0, 0, 3), ints(11, 12, 13))
     open_step(tokens, tables, updates, StepTokens(ints(2, 0, 1, -1), ints(3, 9, 0, 5), ids))
     assert ids.tolist() == [23, 9, 10, 0]
-    assert tables.tolist() == [[0, 0, 0, 0], [11, 0, 0, 0], [0, 0, 0, 13]]
+    assert tables.tolist() == [[[0, 0, 0, 0], [11, 0, 0, 0], [0, 0, 0, 13]]]

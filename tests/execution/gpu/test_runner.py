@@ -219,12 +219,12 @@ def test_warm_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 8, "block_size": 8}
     with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options):
         runner = interpreted.runners[-1]
-        for cache in runner.caches:
+        for cache in runner.cache.layers:
             cache.fill_(3.0)
         runner.rows.tokens.fill_(4)
         runner.prepare(runner.buckets.usual())
         runner.warm_up_scoring()
-        assert all((cache == 3.0).all() for cache in runner.caches)
+        assert all((cache == 3.0).all() for cache in runner.cache.layers)
         assert (runner.rows.tokens == 4).all()
         assert not runner.step.workspace.counters.any()
 

@@ -1,0 +1,93 @@
+"""Where the layers of a model keep their keys and values: block tables, and slots of the memory behind the blocks.
+
+All blocks of the KV memory are equal, so memory goes where it is needed. A block holds `block_size` tokens and has the
+same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers that keep the same
+tokens, all or the last `window` of them, and gives each of these layers a slot (small layers may share one):
+
+                 slot 0      slot 1      slot 2
+    table 0      layer 5     layer 11    layer 17      all tokens
+    table 1      layer 0     layer 6     layer 12      the last 1024 tokens
+    table 2      layer 1     layer 7     layer 13      the last 1024 tokens
+    ...
+
+A model in which all layers keep all tokens has one table and a slot for each layer. Layers are dealt out in order of
+depth, so a pipeline stage uses neighbouring slots and allocates only those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A context of this many tokens decides how many slots waste too much memory.
+_USUAL_CONTEXT = 8192
+# The part of a request's memory that unused slots may take; fewer tables are cheaper to plan and to upload.
+_MAX_WASTE = 1 / 12
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The memory of a model as the scheduler sees it."""
+
+    block_size: int
+    windows: tuple[int | None, ...] = (None,)  # of each block table; None: it keeps every token
+    snapshot_blocks: int = 0  # blocks that a snapshot of the recurrent state takes; 0: there is no such state
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What an attention layer keeps of each token, and for how long."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # a token is needed by the next window - 1 tokens; None: by all
+
+    @property
+    def size(self) -> int:
+        """The number of values per token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """Where a layer keeps its keys and values."""
+
+    table: int
+    slot: int
+    part: int = 0  # among the layers of the same table that share the slot
+
+
+def place_layers(layers: Sequence[LayerKV]) -> tuple[list[KVPlace], tuple[int | None, ...]]:
+    """Return the place of each layer, and the window of each table."""
+    kinds: dict[tuple[bool, int, int], list[int]] = {}  # those that keep all tokens come first
+    for index, layer in enumerate(layers):
+        kinds.setdefault((layer.window is not None, layer.window or 0, layer.size), []).append(index)
+    largest = max((layer.size for layer in layers), default=0)
+    ordered = [(window or None, largest // size, kinds[_, window, size]) for _, window, size in sorted(kinds)]
+    num_slots = _num_slots([(window, -(-len(indices) // share)) for window, share, indices in ordered])
+    places: dict[int, KVPlace] = {}
+    windows: list[int | None] = []
+    for window, share, indices in ordered:
+        num_units = -(-len(indices) // share)
+        for number, index in enumerate(indices):
+            unit, part = divmod(number, share)
+            slot = unit * num_slots // num_units
+            first = -(-slot * num_units // num_slots)  # the first unit in this slot
+            places[index] = KVPlace(len(windows) + unit - first, slot, part)
+        windows += [window] * -(-num_units // num_slots)
+    return [places[index] for index in range(len(layers))], tuple(windows) or (None,)
+
+
+def _num_slots(kinds: Sequence[tuple[int | None, int]]) -> int:
+    """Return the largest number of slots that wastes little, for kinds of layers given as (window, slots needed)."""
+
+    def memory(num_slots: int) -> int:
+        tables = (
+            (min(window or _USUAL_CONTEXT, _USUAL_CONTEXT), -(-num_units // num_slots))
+            for window, num_units in kinds
+        )
+        return sum(tokens * count * num_slots for tokens, count in tables)
+
+    allowed = memory(1) * (1 + _MAX_WASTE)
+    most = max((num_units for _, num_units in kinds), default=1)
+    return next(num_slots for num_slots in range(most, 0, -1) if memory(num_slots) <= allowed)

@@ -1,0 +1,50 @@
+"""Layers get places that are theirs alone, in few tables and little unused memory."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from inflight.kv.layout import LayerKV, place_layers
+
+FULL, SLIDING = LayerKV(8, 256), LayerKV(8, 256, window=1024)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_slots", "windows"),
+    [
+        ([FULL] * 32, 32, (None,)),  # a model without windows has one table, and a slot for each layer
+        ([SLIDING] * 32, 32, (1024,)),
+        (([SLIDING] * 5 + [FULL]) * 8, 8, (None, *[1024] * 5)),  # as Gemma 3 12B
+        ([SLIDING, FULL] * 12, 12, (None, 1024)),  # as gpt-oss 20b
+        (
+            ([SLIDING] * 5 + [FULL]) * 4 + [SLIDING] * 2,
+            4,
+            (None, *[1024] * 6),
+        ),  # as Gemma 3 1B: little is unused
+        # Global layers of half the size share slots, two of them each.
+        (([SLIDING] * 5 + [LayerKV(2, 512)]) * 8, 4, (None, *[1024] * 10)),
+        ([LayerKV(8, 256, window=512), SLIDING, FULL] * 4, 4, (None, 512, 1024)),
+        ([], 1, (None,)),
+    ],
+)
+def test_models_get_few_tables(
+    layers: list[LayerKV], num_slots: int, windows: tuple[int | None, ...]
+) -> None:
+    places, of_tables = place_layers(layers)
+    assert of_tables == windows
+    assert max((place.slot for place in places), default=0) == num_slots - 1
+
+
+@given(st.lists(st.sampled_from([FULL, SLIDING, LayerKV(2, 512), LayerKV(1, 64, 128)]), max_size=40))
+def test_places_are_disjoint_and_follow_the_depth(layers: list[LayerKV]) -> None:
+    places, windows = place_layers(layers)
+    assert len(set(places)) == len(layers)
+    largest = max((layer.size for layer in layers), default=0)
+    for layer, place in zip(layers, places, strict=True):
+        assert windows[place.table] == layer.window
+        assert (place.part + 1) * layer.size <= largest
+    for kind in set(layers):
+        slots = [place.slot for layer, place in zip(layers, places, strict=True) if layer == kind]
+        assert slots == sorted(slots), "a stage's layers are in neighbouring slots"
