@@ -111,6 +111,17 @@ def blocks_per_snapshot(state_sizes: Sequence[int], num_slots: int, bytes_per_pa
     return -(-largest * torch.float32.itemsize // bytes_per_part)
 
 
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """The T tokens of one step's B entries, as recurrent layers on a CPU read them."""
+
+    query_starts: Tensor  # [B + 1] int32, from 0 to T
+    rows: Tensor  # [B], of the states
+    starts: Tensor  # [B]: entry i begins at this position; at 0, its row's state counts as zeros
+    # (entry, position, block ids): the state after `position` tokens, inside the entry, goes into a snapshot.
+    captures: Sequence[tuple[int, int, Sequence[int]]] = ()
+
+
 class RecurrentBackend(Protocol[InputsT]):
     """Computes recurrent layers, and defines the inputs that it reads a step from."""
 

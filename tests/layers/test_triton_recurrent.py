@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.recurrent import (
-    DeltaNetLayer,
     DeltaNetShape,
     LayerStates,
     allocate_states,
@@ -29,6 +27,7 @@ from inflight.layers.triton.recurrent import (
 )
 from inflight.triton_utils.pdl import supports_pdl
 from tests.layers.test_triton_small_linear import DEVICE
+from tests.support.reference_recurrent import draw_layer, reference
 
 SHAPES = [
     DeltaNetShape(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, kernel=4),
@@ -41,57 +40,11 @@ TOLERANCE = {torch.float32: 2e-4, HALF: 3e-2}
 MAX_ROWS = 4
 
 
-def draw_layer(shape: DeltaNetShape) -> DeltaNetLayer:
-    return DeltaNetLayer(
-        shape,
-        conv_weight=torch.randn(shape.conv_size, shape.kernel, device=DEVICE) * 0.5,
-        a_log=torch.randn(shape.num_value_heads, device=DEVICE),
-        dt_bias=torch.randn(shape.num_value_heads, device=DEVICE),
-        norm=1 + 0.1 * torch.randn(shape.value_dim, device=DEVICE),
-        eps=1e-6,
-    )
-
-
-def reference(projected: Tensor, layer: DeltaNetLayer) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs of one whole sequence, and the state after each number of tokens, in float64."""
-    shape, x = layer.shape, projected.double().cpu()
-    keys, values = shape.num_key_heads * shape.key_dim, shape.value_size
-    inputs, z, b, a = torch.split(
-        x, [shape.conv_size, values, shape.num_value_heads, shape.num_value_heads], dim=1
-    )
-    padded = F.pad(inputs, (0, 0, shape.kernel - 1, 0))  # [kernel - 1 + T, conv_size]
-    weight = layer.conv_weight.double().cpu()
-    taps = [padded[tap : tap + len(x)] * weight[:, tap] for tap in range(shape.kernel)]
-    mixed = F.silu(torch.stack(taps).sum(0))
-    query, key, value = torch.split(mixed, [keys, keys, values], dim=1)
-    ratio = shape.num_value_heads // shape.num_key_heads
-
-    def unit(heads: Tensor) -> Tensor:
-        heads = heads.view(len(x), shape.num_key_heads, shape.key_dim)
-        heads = heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        return heads.repeat_interleave(ratio, dim=1)
-
-    query, key = unit(query) / shape.key_dim**0.5, unit(key)
-    value = value.view(len(x), shape.num_value_heads, shape.value_dim)
-    decay = torch.exp(-layer.a_log.double().cpu().exp() * F.softplus(a + layer.dt_bias.double().cpu()))
-    state = torch.zeros(shape.num_value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
-    outputs, states = [], [torch.cat((padded[: shape.kernel - 1].flatten(), state.flatten()))]
-    for t in range(len(x)):
-        state = state * decay[t, :, None, None]
-        update = b[t].sigmoid()[:, None] * (value[t] - torch.einsum("hk,hkv->hv", key[t], state))
-        state = state + key[t, :, :, None] * update[:, None, :]
-        out = torch.einsum("hk,hkv->hv", query[t], state)
-        out = out / (out.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.norm.double().cpu()
-        outputs.append((out * F.silu(z[t].view(out.shape))).flatten())
-        states.append(torch.cat((padded[t + 1 : t + shape.kernel].flatten(), state.flatten())))
-    return torch.stack(outputs), states
-
-
 class Scene:
     """Sequences that are computed step by step, each in a row of its own."""
 
     def __init__(self, shape: DeltaNetShape, lengths: Sequence[int], dtype: torch.dtype) -> None:
-        self.layer = draw_layer(shape)
+        self.layer = draw_layer(shape, DEVICE)
         self.dtype = dtype
         self.projected = [
             torch.randn(length, shape.projected_size, device=DEVICE).to(dtype) for length in lengths
