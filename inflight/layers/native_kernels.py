@@ -1,6 +1,7 @@
 """Layers on the compiled CPU library.
 
-Activations are float32. A token's result is bit-identical whatever else is in the batch.
+Activations are float32 between layers. A product with bfloat16 weights rounds them to bfloat16 if the processor has
+instructions for that, and widens the weights if not. A token's result is bit-identical whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from inflight.layers.kernels import (
 from inflight.native.library import (
     ACTIVATION_NUMBERS,
     GATE_NUMBERS,
+    INSTRUCTION_NUMBERS,
     SCORE_NUMBERS,
     ExpertLayer,
     Library,
@@ -42,7 +44,7 @@ LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never he
 
 
 class NativeLinear(ComposedLinear):
-    """A linear layer over weights packed in panels [out / panel][in][panel], float32 or bfloat16."""
+    """A linear layer over weights packed in panels, float32 or bfloat16 (native/tile.h)."""
 
     def __init__(
         self,
@@ -54,22 +56,19 @@ class NativeLinear(ComposedLinear):
         bias: bool,
         reduce: Reduce | None,
         device: torch.device,
+        bf16_instruction: int,
     ) -> None:
         own_bias = torch.zeros(out_features, device=device) if bias else None
         super().__init__(kernels, in_features, out_features, own_bias, reduce)
         self._library = library
-        # bfloat16 is widened in registers. float16 would be slower to widen, and float32 holds it exactly.
+        # float16 would be slower to widen than bfloat16, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         narrow = self._stored == torch.bfloat16
         self._multiply = library.multiply_bf16 if narrow else library.multiply_f32
+        self._instruction = (bf16_instruction,) if narrow else ()
         self._pack = library.pack_bf16 if narrow else library.pack_f32
         self._gather = library.gather_bf16 if narrow else library.gather_f32
-        panels = -(-out_features // library.panel)
-        self._panels = torch.empty(panels, in_features, library.panel, dtype=self._stored, device=device)
-        if device.type == "cpu":
-            library.advise(self._panels.data_ptr(), self._panels.nbytes)
-        if out_features % library.panel:
-            self._panels[-1].zero_()  # lanes past the last output take part in products
+        self._panels = _empty_panels(library, out_features, in_features, self._stored, device)
         self._weight_pointer = self._panels.data_ptr()
         self._bias_pointer = None if own_bias is None else own_bias.data_ptr()
 
@@ -113,7 +112,7 @@ class NativeLinear(ComposedLinear):
         if num_tokens:
             self._multiply(
                 x.data_ptr(), self._weight_pointer, self._bias_pointer, out.data_ptr(), num_tokens, features,
-                self.out_features, activation, self._library.threads,
+                self.out_features, activation, *self._instruction, self._library.threads,
             )  # fmt: skip
         return out
 
@@ -138,7 +137,10 @@ class NativeExperts:
     ) -> None:
         if activation != CLAMPED_SILU:
             check_gate(activation)
-        self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
+        # In float32, since rounding could change which experts are chosen.
+        self.router: Linear = NativeLinear(
+            kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device, 0
+        )
         self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
         self._kernels = kernels
         self._library = library
@@ -150,8 +152,10 @@ class NativeExperts:
         narrow = self._stored == torch.bfloat16
         self._multiply = library.experts_bf16 if narrow else library.experts_f32
         self._pack = library.pack_bf16 if narrow else library.pack_f32
-        self._gate_up = self._empty_panels(2 * inner, hidden, device)  # rows of gate, then those of up
-        self._down = self._empty_panels(hidden, inner, device)
+        self._gate_up = _empty_panels(
+            library, 2 * inner, hidden, self._stored, device, len(held)
+        )  # rows of gate, then those of up
+        self._down = _empty_panels(library, hidden, inner, self._stored, device, len(held))
         self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if bias else None
         self._down_bias = torch.zeros(len(held), hidden, device=device) if bias else None
         self._layer = ExpertLayer(
@@ -171,6 +175,7 @@ class NativeExperts:
             routing.num_groups,
             routing.top_groups,
             GATE_NUMBERS[activation],
+            kernels.bf16_instruction,
             routing.scale,
             limit,
         )
@@ -215,25 +220,20 @@ class NativeExperts:
             y = self._kernels.add(hidden, self._reduce.sum(y))
         return Residual(y, next_norm)
 
-    def _empty_panels(self, out_features: int, in_features: int, device: torch.device) -> Tensor:
-        panel = self._library.panel
-        size = len(self._held), -(-out_features // panel), in_features, panel
-        panels = torch.empty(size, dtype=self._stored, device=device)
-        if device.type == "cpu":
-            self._library.advise(panels.data_ptr(), panels.nbytes)
-        if out_features % panel:
-            panels[:, -1].zero_()  # lanes past the last output take part in products
-        return panels
-
 
 class NativeKernels:
     """Implements `Kernels`. On the meta device, layers have shapes but no memory."""
 
     compute_dtype = torch.float32
 
-    def __init__(self, library: Library, device: torch.device = CPU) -> None:
+    def __init__(
+        self, library: Library, device: torch.device = CPU, instructions: frozenset[str] | None = None
+    ) -> None:
+        """Use only these of the processor's instructions; by default all that the library may use."""
         self._library = library
         self._device = device
+        usable = library.instructions if instructions is None else library.instructions & instructions
+        self.bf16_instruction = best_instruction(usable, "bf16")
         self._gates = {
             "silu": library.gate_silu,
             "gelu_tanh": library.gate_gelu_tanh,
@@ -248,7 +248,17 @@ class NativeKernels:
         bias: bool,
         reduce: Reduce | None = None,
     ) -> Linear:
-        return NativeLinear(self, self._library, in_features, out_features, dtype, bias, reduce, self._device)
+        return NativeLinear(
+            self,
+            self._library,
+            in_features,
+            out_features,
+            dtype,
+            bias,
+            reduce,
+            self._device,
+            self.bf16_instruction,
+        )
 
     def experts(
         self,
@@ -351,10 +361,39 @@ class NativeKernels:
         return residual
 
 
+def best_instruction(instructions: frozenset[str], kind: str) -> int:
+    """Return the number of the best of these instructions for weights of this kind, or 0 without any."""
+    numbers = (
+        number for name, number in INSTRUCTION_NUMBERS.items() if name in instructions and kind in name
+    )
+    return next(numbers, 0)
+
+
 def cpu_kernels(device: torch.device = CPU) -> NativeKernels | TorchKernels:
     """Return the compiled kernels, or plain torch if they are not available."""
     library = native_library()
     return TorchKernels(device=device) if library is None else NativeKernels(library, device)
+
+
+def _empty_panels(
+    library: Library,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *matrices: int,
+) -> Tensor:
+    """Return memory for a matrix in panels [out / panel, depth, panel], or for several."""
+    depth = library.depth_bf16(in_features) if dtype == torch.bfloat16 else in_features
+    size = *matrices, -(-out_features // library.panel), depth, library.panel
+    panels = torch.empty(size, dtype=dtype, device=device)
+    if device.type == "cpu":
+        library.advise(panels.data_ptr(), panels.nbytes)
+    if out_features % library.panel:
+        panels[..., -1, :, :] = 0  # columns past the last output take part in products
+    if depth != in_features:
+        panels.zero_()  # as do features past the last input
+    return panels
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

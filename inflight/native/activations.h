@@ -42,6 +42,23 @@ inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
 
 inline Vec tanh(Vec x) { return 1.0f - 2.0f / (1.0f + exp(x * 2.0f)); }
 
+template <Vec (*Function)(Vec)>
+void activate_each(Vec* x, int count) {
+    for (int i = 0; i < count; ++i) x[i] = Function(x[i]);
+}
+
+// One function for any number of rows, so that all round alike.
+__attribute__((noinline)) inline void activate(Activation activation, Vec* x, int count) {
+    switch (activation) {
+        case Activation::none: return;
+        case Activation::gelu: return activate_each<gelu>(x, count);
+        case Activation::gelu_tanh: return activate_each<gelu_tanh>(x, count);
+        case Activation::relu: return activate_each<relu>(x, count);
+        case Activation::silu: return activate_each<silu>(x, count);
+        case Activation::tanh: return activate_each<tanh>(x, count);
+    }
+}
+
 // out = Function(gate) * up; may work in place.
 template <Vec (*Function)(Vec)>
 void gate_row(const float* gate, const float* up, float* out, int64_t n) {

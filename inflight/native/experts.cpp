@@ -9,6 +9,7 @@
 
 #include "activations.h"
 #include "gemm.h"
+#include "narrow.h"
 #include "team.h"
 
 namespace inflight {
@@ -26,8 +27,8 @@ enum class Gate : int64_t { silu, gelu_tanh, gelu, clamped_silu };
 
 // As `ExpertLayer` in native/library.py.
 struct Layer {
-    const void* gate_up;        // [held][panels of 2 * inner][hidden][kPanel]: rows of gate, then those of up
-    const void* down;           // [held][panels of hidden][inner][kPanel]
+    const void* gate_up;        // [held] matrices in panels: rows of gate, then those of up
+    const void* down;           // [held] matrices in panels
     const float* gate_up_bias;  // [held][2 * inner] or null
     const float* down_bias;     // [held][hidden] or null
     const float* correction;    // [experts] or null
@@ -35,6 +36,7 @@ struct Layer {
     Scores scores;
     int64_t normalise, groups, top_groups;
     Gate gate;
+    int64_t instruction;  // of products; 0: none beyond those used everywhere
     float scale, limit;
 };
 
@@ -147,7 +149,7 @@ struct Groups {
 
 // y[row] = W of the row's expert @ the row's source + bias. A thread packs a block of rows, and panels pass over it.
 template <class Stored>
-void multiply_groups(const std::vector<Rows>& blocks, const float* const* sources, const Stored* weights,
+void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources, const Stored* weights,
                      const float* bias, float* y, int64_t k, int64_t n, int threads) {
     const int64_t panels = (n + kPanel - 1) / kPanel, count = static_cast<int64_t>(blocks.size());
     const int64_t panel_bytes = k * kPanel * static_cast<int64_t>(sizeof(Stored));
@@ -158,13 +160,13 @@ void multiply_groups(const std::vector<Rows>& blocks, const float* const* source
         const Rows& rows = blocks[unit / groups];
         const int64_t group = unit % groups;
         const int64_t first_panel = group * panels / groups, last_panel = (group + 1) * panels / groups;
-        const Stored* weight = weights + rows.expert * panels * k * kPanel;
+        const Stored* weight = weights + rows.expert * panels * panel_depth<Stored>(k) * kPanel;
         const Product<Stored> product{nullptr, weight, bias ? bias + rows.expert * n : nullptr,
                                       y + rows.first * n, rows.count, k, n, Activation::none};
         const Tiling tiling(rows.count);
         const int64_t cuts = std::max((k + kDepth - 1) / kDepth, (rows.count * k + kPackedFloats - 1) / kPackedFloats);
         for (int64_t cut = 0; cut < cuts; ++cut) {
-            const int64_t begin = cut * k / cuts, end = (cut + 1) * k / cuts, depth = end - begin;
+            const int64_t begin = cut_at(cut, cuts, k), end = cut_at(cut + 1, cuts, k), depth = end - begin;
             float* packed = scratch.floats(rows.count * depth);
             for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
                 const int64_t first = tiling.first(tile);
@@ -178,6 +180,27 @@ void multiply_groups(const std::vector<Rows>& blocks, const float* const* source
             }
         }
     });
+}
+
+// The same in the instructions of `method`.
+void multiply_narrow(const Method& method, const std::vector<Rows>& blocks, const float* const* sources,
+                     const void* weights, const float* bias, float* y, int64_t k, int64_t n, int threads) {
+    thread_local std::vector<RowGroup> groups;
+    const int64_t matrix_bytes = (n + kPanel - 1) / kPanel * method.panel_bytes(k);
+    groups.clear();
+    for (const Rows& rows : blocks)
+        groups.push_back({static_cast<const char*>(weights) + rows.expert * matrix_bytes,
+                          bias ? bias + rows.expert * n : nullptr, rows.first, rows.count});
+    multiply_groups({&method, sources, y, k, n, Activation::none}, groups.data(),
+                    static_cast<int64_t>(groups.size()), threads);
+}
+
+template <class Stored>
+void multiply_experts(const Layer& layer, const std::vector<Rows>& blocks, const float* const* sources,
+                      const void* weights, const float* bias, float* y, int64_t k, int64_t n, int threads) {
+    const Method* method = sizeof(Stored) == 2 ? bf16_method(layer.instruction) : nullptr;
+    if (method) return multiply_narrow(*method, blocks, sources, weights, bias, y, k, n, threads);
+    multiply_plain(blocks, sources, static_cast<const Stored*>(weights), bias, y, k, n, threads);
 }
 
 // In place: the first half of a row becomes activation(first half) * second half.
@@ -212,12 +235,12 @@ void run_experts(const Layer& layer, const float* x, const float* logits, const 
     float* middle = scratch.floats(num_rows * (2 * inner + hidden));
     float* products = middle + num_rows * 2 * inner;
     if (num_rows) {
-        multiply_groups(groups.blocks, groups.sources.data(), static_cast<const Stored*>(layer.gate_up),
-                        layer.gate_up_bias, middle, hidden, 2 * inner, threads);
+        multiply_experts<Stored>(layer, groups.blocks, groups.sources.data(), layer.gate_up, layer.gate_up_bias, middle,
+                                 hidden, 2 * inner, threads);
         gate_rows(layer, middle, num_rows, threads);
         for (int64_t row = 0; row < num_rows; ++row) groups.sources[row] = middle + row * 2 * inner;
-        multiply_groups(groups.blocks, groups.sources.data(), static_cast<const Stored*>(layer.down),
-                        layer.down_bias, products, inner, hidden, threads);
+        multiply_experts<Stored>(layer, groups.blocks, groups.sources.data(), layer.down, layer.down_bias, products,
+                                 inner, hidden, threads);
     }
     parallel_for(tokens * hidden <= kParallelFloats ? 1 : threads, tokens, even_chunk(threads, tokens),
                  [&](int64_t token) {

@@ -1,8 +1,10 @@
-// y = activation(x @ W.T + bias) over weights packed in panels [N / kPanel][K][kPanel].
+// y = activation(x @ W.T + bias) over weights packed in panels.
 
 #include <algorithm>
+#include <vector>
 
 #include "gemm.h"
+#include "narrow.h"
 #include "team.h"
 
 namespace inflight {
@@ -56,7 +58,7 @@ void multiply_many(const Product<Stored>& product, int threads) {
         const int64_t first_panel = group * panels / groups, last_panel = (group + 1) * panels / groups;
         const int64_t first_row = tiling.first(first_tile);
         for (int64_t cut = 0; cut < cuts; ++cut) {
-            const int64_t begin = cut * k / cuts, end = (cut + 1) * k / cuts, depth = end - begin;
+            const int64_t begin = cut_at(cut, cuts, k), end = cut_at(cut + 1, cuts, k), depth = end - begin;
             float* packed = scratch.floats((tiling.first(last_tile) - first_row) * depth);
             for (int64_t tile = first_tile; tile < last_tile; ++tile) {
                 const int64_t first = tiling.first(tile);
@@ -78,6 +80,16 @@ void multiply(const Product<Stored>& product, int threads) {
     return product.m <= kBlockRows ? multiply_few(product, threads) : multiply_many(product, threads);
 }
 
+void multiply_rows(NarrowProduct product, const float* x, const void* weight, const float* bias, int64_t m,
+                   int threads) {
+    thread_local std::vector<const float*> rows;
+    rows.resize(m);
+    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.k;
+    product.x = rows.data();
+    const RowGroup all{weight, bias, 0, m};
+    multiply_groups(product, &all, 1, threads);
+}
+
 }  // namespace
 }  // namespace inflight
 
@@ -90,8 +102,12 @@ void inflight_multiply_f32(const float* x, const float* weight, const float* bia
     multiply(Product<float>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 
+// With `instruction` in bfloat16 (instructions.h), or with 0 in float32.
 void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t m, int64_t k,
-                           int64_t n, int activation, int threads) {
+                            int64_t n, int activation, int64_t instruction, int threads) {
+    if (const Method* method = bf16_method(instruction))
+        return multiply_rows({method, nullptr, y, k, n, static_cast<Activation>(activation)}, x, weight, bias, m,
+                             threads);
     multiply(Product<uint16_t>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 }

@@ -1,4 +1,4 @@
-// The parts of products over weights packed in panels [N / kPanel][K][kPanel], which linear layers and experts share.
+// The parts of products over weights packed in panels (tile.h), which linear layers and experts share.
 //
 // An output element is one chain of multiply-adds over k = 0, 1, ... K-1, whatever the number of rows or threads and
 // the row's position in its tile: a row's result has the same bits in every batch.
@@ -20,37 +20,20 @@ constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one t
 template <class Stored>
 struct Product {
     const float* x;        // [M][K]
-    const Stored* weight;  // [panels][K][kPanel]
+    const Stored* weight;  // panels
     const float* bias;     // [N] or null
     float* y;              // [M][N]
     int64_t m, k, n;
     Activation activation;
 
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-    const Stored* panel(int64_t p, int64_t begin) const { return weight + (p * k + begin) * kPanel; }
+    const Stored* panel(int64_t p, int64_t begin) const { return weight + (p * panel_depth<Stored>(k) + begin) * kPanel; }
 };
 
 // Part of a product: some rows of one panel, k in [begin, end). The caller passes its packed x.
 struct Part {
     int64_t panel, first, begin, end;
 };
-
-template <Vec (*Function)(Vec)>
-void activate_each(Vec* x, int count) {
-    for (int i = 0; i < count; ++i) x[i] = Function(x[i]);
-}
-
-// One function for any number of rows, so that all round alike.
-__attribute__((noinline)) inline void activate(Activation activation, Vec* x, int count) {
-    switch (activation) {
-        case Activation::none: return;
-        case Activation::gelu: return activate_each<gelu>(x, count);
-        case Activation::gelu_tanh: return activate_each<gelu_tanh>(x, count);
-        case Activation::relu: return activate_each<relu>(x, count);
-        case Activation::silu: return activate_each<silu>(x, count);
-        case Activation::tanh: return activate_each<tanh>(x, count);
-    }
-}
 
 template <int Rows, class Stored>
 void multiply_tile(const Product<Stored>& product, const Part& part, const float* packed, Ahead ahead) {
@@ -110,6 +93,9 @@ struct Tiling {
     int64_t first(int64_t tile) const { return tile * rows + std::min(tile, larger); }
     int64_t size(int64_t tile) const { return rows + (tile < larger); }
 };
+
+// The first k step of one of `cuts` parts of k: even, since panels may hold pairs.
+inline int64_t cut_at(int64_t cut, int64_t cuts, int64_t k) { return cut == cuts ? k : cut * k / cuts / 2 * 2; }
 
 // Tiles [first_tile, last_tile) of x, packed one after another for `depth` k steps from `origin` on; of these, [begin, end)
 // are to be multiplied.

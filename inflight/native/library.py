@@ -24,6 +24,8 @@ ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5
 # Numbered as in experts.cpp.
 SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 GATE_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
+# Numbered as in instructions.h; the best first for each kind of weights.
+INSTRUCTION_NUMBERS = {"amx_bf16": 2, "avx512_bf16": 1, "amx_int8": 8, "avx512_vnni": 4}
 
 
 class ExpertLayer(ctypes.Structure):
@@ -46,6 +48,7 @@ class ExpertLayer(ctypes.Structure):
         ("groups", _L),
         ("top_groups", _L),
         ("gate", _L),
+        ("instruction", _L),
         ("scale", _F),
         ("limit", _F),
     )
@@ -58,10 +61,12 @@ class Library:
         self._dll = ctypes.CDLL(str(path))
         self.threads = num_threads()  # may be changed at any time
         self.panel = int(self._bind("panel", result=_L)())  # output features of one weight panel
+        self.instructions = _allowed(int(self._bind("instructions", result=_L)()))
+        self.depth_bf16 = self._bind("depth_bf16", _L, result=_L)
         self.advise = self._bind("advise", _P, _L)
-        multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
-        self.multiply_f32 = self._bind("multiply_f32", *multiply)
-        self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
+        multiply = (_P, _P, _P, _P, _L, _L, _L, _I)
+        self.multiply_f32 = self._bind("multiply_f32", *multiply, _I)
+        self.multiply_bf16 = self._bind("multiply_bf16", *multiply, _L, _I)
         experts = (_P, _P, _P, _P, _P, _L, _I, _I)
         self.experts_f32 = self._bind("experts_f32", *experts)
         self.experts_bf16 = self._bind("experts_bf16", *experts)
@@ -111,6 +116,14 @@ class Library:
         function.argtypes = arguments
         function.restype = result
         return function  # type: ignore[no-any-return]
+
+
+def _allowed(available: int) -> frozenset[str]:
+    """Return the names of the instructions in the bits of `available`, without those that INFLIGHT_INSTRUCTIONS, a list
+    separated by commas, leaves out."""
+    names = {name for name, number in INSTRUCTION_NUMBERS.items() if number & available}
+    listed = os.environ.get("INFLIGHT_INSTRUCTIONS")
+    return frozenset(names if listed is None else names & set(listed.split(",")))
 
 
 def num_threads() -> int:

@@ -2,14 +2,27 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <mutex>
 #include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#else
+#include <condition_variable>
+#endif
 
 namespace inflight {
 namespace {
 
-constexpr int kSpins = 2000;  // checks of a flag before sleeping: about 25 to 100 microseconds
+constexpr int kMostThreads = 256;
+constexpr std::chrono::microseconds kSpinTime(50);  // longer than the gap between two products of a step
+constexpr int kSpins = 32;                          // between two looks at the clock
+constexpr size_t kOwnLine = 128;                    // processors fetch lines in pairs
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -19,81 +32,143 @@ inline void relax() {
 #endif
 }
 
+using Word = std::atomic<uint32_t>;
+
+// Sleep until `word` is no longer `value`, or for no reason.
+#if defined(__linux__)
+void sleep_while(Word& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(Word& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+#else
+std::mutex sleep_mutex;
+std::condition_variable changed;
+
+void sleep_while(Word& word, uint32_t value) {
+    std::unique_lock<std::mutex> lock(sleep_mutex);
+    if (word.load() == value) changed.wait(lock);
+}
+
+void wake_all(Word&) {
+    { std::lock_guard<std::mutex> lock(sleep_mutex); }  // so that nobody is between looking and sleeping
+    changed.notify_all();
+}
+#endif
+
+// Spin for a short time. Returns whether the word has changed.
+bool spin_while(const Word& word, uint32_t value) {
+    const auto until = std::chrono::steady_clock::now() + kSpinTime;
+    do {
+        for (int spin = 0; spin < kSpins; ++spin) {
+            if (word.load(std::memory_order_acquire) != value) return true;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < until);
+    return false;
+}
+
 struct Job {
     Work work;
     const void* context;
     int64_t units, chunk;
+    int shares;
 };
 
+// No lock is taken for a job. A helper announces in its own word that it enters a round, then looks whether the round is
+// still open; the caller closes the round, then looks for helpers inside. All four accesses are sequentially
+// consistent, so one of the two sees the other, and a job is never changed while somebody works on it.
 class Team {
   public:
     // Returns false if another thread has the team: the caller then works alone.
-    bool run(int threads, const Job& job) {
+    bool run(int threads, Job job) {
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner) return false;
+        job.shares = static_cast<int>(std::min<int64_t>(threads, (job.units + job.chunk - 1) / job.chunk));
         hire(threads - 1);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            job_ = job;
-            next_.store(0, std::memory_order_relaxed);
-            places_ = threads - 1;
-            round_.fetch_add(1, std::memory_order_release);
+        job_ = job;
+        for (int i = 0; i < job.shares; ++i) {
+            shares_[i].end = (i + 1) * job.units / job.shares;
+            shares_[i].next.store(i * job.units / job.shares, std::memory_order_relaxed);
         }
-        wake_.notify_all();
-        take();
-        close();
+        const uint32_t round = next_round(round_.load(std::memory_order_relaxed));
+        round_.store(round);
+        if (sleepers_.load() > 0) wake_all(round_);
+        take(0);
+        close(round);
         return true;
     }
 
   private:
+    struct alignas(kOwnLine) Share {
+        std::atomic<int64_t> next{0};  // the first unit that is not taken
+        int64_t end = 0;
+    };
+    struct alignas(kOwnLine) Helper {
+        Word round{0};  // in which it works; 0: none
+    };
+
+    static uint32_t next_round(uint32_t round) { return round + 1 ? round + 1 : 1; }
+
     void hire(int helpers) {
-        for (; hired_ < helpers; ++hired_) std::thread([this] { help(); }).detach();
+        for (; hired_ < helpers; ++hired_) {
+            const int index = hired_ + 1;
+            std::thread([this, index] { help(index); }).detach();
+        }
     }
 
-    // Take chunks until there are none.
-    void take() {
-        for (;;) {
-            const int64_t begin = next_.fetch_add(job_.chunk, std::memory_order_relaxed);
-            if (begin >= job_.units) return;
-            job_.work(job_.context, begin, std::min(begin + job_.chunk, job_.units));
+    // Take chunks, of this thread's own share first, until there are none.
+    void take(int index) {
+        for (int i = 0; i < job_.shares; ++i) {
+            Share& share = shares_[(index + i) % job_.shares];
+            while (share.next.load(std::memory_order_relaxed) < share.end) {
+                const int64_t begin = share.next.fetch_add(job_.chunk, std::memory_order_relaxed);
+                if (begin < share.end)
+                    job_.work(job_.context, begin, std::min(begin + job_.chunk, share.end));
+            }
         }
     }
 
     // No more helpers may join; those that did finish their chunk.
-    void close() {
-        for (int spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) > 0; ++spin) relax();
-        std::unique_lock<std::mutex> lock(mutex_);
-        places_ = 0;
-        done_.wait(lock, [this] { return busy_.load(std::memory_order_relaxed) == 0; });
+    void close(uint32_t round) {
+        closed_.store(round);
+        for (int i = 1; i <= hired_; ++i) {
+            Word& working = helpers_[i].round;
+            if (working.load() != round || spin_while(working, round)) continue;
+            waiting_.store(1);
+            while (working.load() == round) sleep_while(working, round);
+            waiting_.store(0);
+        }
     }
 
-    [[noreturn]] void help() {
-        uint64_t seen = 0;
+    [[noreturn]] void help(int index) {
+        uint32_t seen = 0;
         for (;;) {
-            for (int spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin) relax();
-            {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return round_.load(std::memory_order_relaxed) != seen; });
-                seen = round_.load(std::memory_order_relaxed);
-                if (places_ == 0) continue;
-                --places_;
-                busy_.fetch_add(1, std::memory_order_relaxed);
+            if (!spin_while(round_, seen)) {
+                sleepers_.fetch_add(1);
+                while (round_.load() == seen) sleep_while(round_, seen);
+                sleepers_.fetch_sub(1);
             }
-            take();
-            std::lock_guard<std::mutex> lock(mutex_);
-            if (busy_.fetch_sub(1, std::memory_order_release) == 1) done_.notify_one();
+            seen = round_.load(std::memory_order_acquire);
+            Word& working = helpers_[index].round;
+            working.store(seen);
+            if (closed_.load() != seen && round_.load() == seen && index < job_.shares) take(index);
+            working.store(0);
+            if (waiting_.load()) wake_all(working);
         }
     }
 
     std::mutex owner_;  // held by the thread whose job is running
     int hired_ = 0;     // guarded by owner_
-    std::mutex mutex_;
-    std::condition_variable wake_, done_;
-    std::atomic<uint64_t> round_{0};  // counts jobs
-    std::atomic<int> busy_{0};        // helpers inside the job
-    std::atomic<int64_t> next_{0};    // the first unit that is not taken
-    int places_ = 0;                  // helpers that may still join; guarded by mutex_, as is job_ between jobs
-    Job job_{};
+    Job job_{};         // changed by the owner between rounds
+    alignas(kOwnLine) Word round_{0};   // counts jobs
+    alignas(kOwnLine) Word closed_{0};  // the last round that is over
+    alignas(kOwnLine) std::atomic<int> sleepers_{0};
+    std::atomic<int> waiting_{0};  // whether the owner sleeps until a helper is done
+    Share shares_[kMostThreads];
+    Helper helpers_[kMostThreads];
 };
 
 }  // namespace
@@ -101,7 +176,8 @@ class Team {
 void run_team(int threads, int64_t units, int64_t chunk, Work work, const void* context) {
     // Never destroyed: helpers may outlive every other static object.
     static Team* const team = new Team;
-    if (threads > 1 && units > chunk && team->run(threads, {work, context, units, chunk})) return;
+    threads = std::min(threads, kMostThreads);
+    if (threads > 1 && units > chunk && team->run(threads, {work, context, units, chunk, 0})) return;
     if (units > 0) work(context, 0, units);
 }
 

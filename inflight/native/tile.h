@@ -1,26 +1,21 @@
 // The inner loop of every product: a few rows of a times a panel of b, one k at a time.
 //
-// An output element is one chain of multiply-adds over k, whatever the number of rows beside it.
+// A panel is [K][kPanel] in float32. In bfloat16 it is [K / 2][kPanel][2]: a 32-bit lane holds two neighbouring steps of
+// k, as dot-product instructions read them. An output element is one chain of multiply-adds over k in either case,
+// whatever the number of rows beside it.
 #pragma once
 
 #include "vectors.h"
 
 namespace inflight {
 
-constexpr int kPanel = 2 * kWidth;  // columns of a panel [K][kPanel] of b
+constexpr int kPanel = 2 * kWidth;  // columns of a panel of b
 constexpr int kUnroll = 8;          // k steps between two groups of prefetches
 constexpr int kLine = 64;           // bytes of a cache line
 
-// A bfloat16 panel row interleaves columns i and i + kWidth, so that each 32-bit lane holds both.
 inline void load_row(const float* row, Vec& low, Vec& high) {
     low = load<Vec>(row);
     high = load<Vec>(row + kWidth);
-}
-
-inline void load_row(const uint16_t* row, Vec& low, Vec& high) {
-    WordVec pair = load<WordVec>(row);
-    low = bits<Vec>(pair << 16);
-    high = bits<Vec>(pair & 0xffff0000u);
 }
 
 inline void load_valid(const float* from, int64_t valid, Vec& low, Vec& high) {
@@ -37,6 +32,12 @@ inline void store_valid(float* to, int64_t valid, Vec low, Vec high) {
     store(target, low);
     store(target + kWidth, high);
     if (target == lanes) std::memcpy(to, lanes, valid * sizeof(float));
+}
+
+// Steps of k for which a panel has room: bfloat16 panels are padded with zeros to whole tiles of dot products.
+template <class Stored>
+constexpr int64_t panel_depth(int64_t k) {
+    return sizeof(Stored) == 2 ? (k + 31) / 32 * 32 : k;
 }
 
 // Memory that is needed soon: `lines` cache lines of it are prefetched every kUnroll steps.
@@ -88,29 +89,51 @@ inline void keep(Vec& v) {
 #endif
 }
 
+// low and high [Rows] += a[., k] * (w0, w1)
+template <int Rows, class Source>
+__attribute__((always_inline)) inline void add_products(const Source& a, int64_t k, Vec w0, Vec w1, Vec* low,
+                                                        Vec* high) {
+    keep(w0);
+    keep(w1);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+        low[r] += w0 * a(r, k);
+        high[r] += w1 * a(r, k);
+    }
+}
+
+// Steps of k that one row of 32-bit lanes holds.
+template <class Stored>
+constexpr int kPack = 4 / sizeof(Stored);
+
+template <int Rows, class Source>
+__attribute__((always_inline)) inline void add_step(const Source& a, const float* b, int64_t k, int64_t, Vec* low,
+                                                    Vec* high) {
+    add_products<Rows>(a, k, load<Vec>(b + k * kPanel), load<Vec>(b + k * kPanel + kWidth), low, high);
+}
+
+// Two steps, or the last one alone if there is an odd number of them.
+template <int Rows, class Source>
+__attribute__((always_inline)) inline void add_step(const Source& a, const uint16_t* b, int64_t k, int64_t steps,
+                                                    Vec* low, Vec* high) {
+    const WordVec w0 = load<WordVec>(b + k * kPanel), w1 = load<WordVec>(b + (k + 1) * kPanel);
+    add_products<Rows>(a, k, bits<Vec>(w0 << 16), bits<Vec>(w1 << 16), low, high);
+    if (k + 1 < steps)
+        add_products<Rows>(a, k + 1, bits<Vec>(w0 & 0xffff0000u), bits<Vec>(w1 & 0xffff0000u), low, high);
+}
+
 // low and high [Rows] += a @ b for `steps` steps of k.
 template <int Rows, class Source, class Stored>
 __attribute__((always_inline)) inline void accumulate(const Source& a, const Stored* b, int64_t steps, Ahead ahead,
                                                       Vec* low, Vec* high) {
-    auto step = [&](int64_t k) __attribute__((always_inline)) {
-        Vec w0, w1;
-        load_row(b + k * kPanel, w0, w1);
-        keep(w0);
-        keep(w1);
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) {
-            low[r] += w0 * a(r, k);
-            high[r] += w1 * a(r, k);
-        }
-    };
     int64_t k = 0;
     for (; k + kUnroll <= steps; k += kUnroll) {
         for (int64_t line = 0; line < ahead.lines; ++line) __builtin_prefetch(ahead.data + line * kLine, 0, 2);
         ahead.data += ahead.lines * kLine;
 #pragma GCC unroll 8
-        for (int u = 0; u < kUnroll; ++u) step(k + u);
+        for (int u = 0; u < kUnroll; u += kPack<Stored>) add_step<Rows>(a, b, k + u, k + kUnroll, low, high);
     }
-    for (; k < steps; ++k) step(k);
+    for (; k < steps; k += kPack<Stored>) add_step<Rows>(a, b, k, steps, low, high);
 }
 
 }  // namespace inflight

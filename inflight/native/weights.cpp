@@ -1,4 +1,4 @@
-// Packing weights into the panels [N / kPanel][K][kPanel] that products read, and gathering rows from them.
+// Packing weights into the panels that products read (tile.h), and gathering rows from them.
 
 #include <algorithm>
 
@@ -14,9 +14,10 @@ namespace {
 
 constexpr int64_t kParallelFloats = 64 << 10;  // below which one thread copies alone
 
+// The place of a column's value at step k in its panel.
 template <class Stored>
-inline int64_t place(int64_t lane) {
-    return sizeof(Stored) == 4 ? lane : lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1;
+inline int64_t place(int64_t k, int64_t column) {
+    return (k / kPack<Stored> * kPanel + column) * kPack<Stored> + k % kPack<Stored>;
 }
 
 inline float widen(float x) { return x; }
@@ -33,14 +34,14 @@ void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t columns, i
     if (rows * columns <= kParallelFloats) threads = 1;
     parallel_for(threads, to - from, 1, [&](int64_t unit) {
         const int64_t p = from + unit;
-        Stored* panel = panels + (p * k + first_column) * kPanel;
+        Stored* panel = panels + p * panel_depth<Stored>(k) * kPanel;
         const int64_t low = std::max(first_row, p * kPanel), high = std::min(last_row, (p + 1) * kPanel);
         for (int64_t begin = 0; begin < columns; begin += block) {
             const int64_t end = std::min(begin + block, columns);
             for (int64_t row = low; row < high; ++row) {
                 const Stored* source = weight + (row - first_row) * columns;
-                Stored* lane = panel + place<Stored>(row - p * kPanel);
-                for (int64_t i = begin; i < end; ++i) lane[i * kPanel] = source[i];
+                const int64_t column = row - p * kPanel;
+                for (int64_t i = begin; i < end; ++i) panel[place<Stored>(first_column + i, column)] = source[i];
             }
         }
     });
@@ -50,8 +51,9 @@ template <class Stored>
 void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
     if (count * k <= kParallelFloats) threads = 1;
     parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
-        const Stored* lane = panels + ids[row] / kPanel * k * kPanel + place<Stored>(ids[row] % kPanel);
-        for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(lane[i * kPanel]);
+        const Stored* panel = panels + ids[row] / kPanel * panel_depth<Stored>(k) * kPanel;
+        const int64_t column = ids[row] % kPanel;
+        for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(panel[place<Stored>(i, column)]);
     });
 }
 
@@ -63,6 +65,8 @@ using namespace inflight;
 extern "C" {
 
 int64_t inflight_panel() { return kPanel; }
+
+int64_t inflight_depth_bf16(int64_t k) { return panel_depth<uint16_t>(k); }
 
 // Ask for huge pages: weights are read from end to end in each step, and page walks are expensive.
 void inflight_advise(void* data, int64_t bytes) {

@@ -16,11 +16,15 @@ from inflight.native.library import native_library
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def native() -> NativeKernels:
+def native(*instructions: str) -> NativeKernels:
+    """Return compiled kernels that use these instructions beyond those every processor of its kind has."""
     library = native_library()
     if library is None:
         pytest.skip("nothing can be compiled here")
-    return NativeKernels(library)
+    for instruction in instructions:
+        if instruction not in library.instructions:
+            pytest.skip(f"this processor has no {instruction}")
+    return NativeKernels(library, instructions=frozenset(instructions))
 
 
 @pytest.fixture(params=["native", "torch"])
