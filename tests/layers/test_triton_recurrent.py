@@ -16,6 +16,7 @@ from inflight.layers.recurrent import (
     allocate_states,
     blocks_per_snapshot,
 )
+from inflight.layers.triton import recurrent
 from inflight.layers.triton.delta_rule import PIECE
 from inflight.layers.triton.recurrent import (
     DeviceItems,
@@ -119,9 +120,13 @@ def assert_near(result: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance
 
 
+@pytest.mark.parametrize("few_decodes", [recurrent.FEW_DECODES, 0])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_and_decodes_match_the_recurrence(shape: DeltaNetShape, dtype: torch.dtype) -> None:
+def test_chunks_and_decodes_match_the_recurrence(
+    shape: DeltaNetShape, dtype: torch.dtype, few_decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "FEW_DECODES", few_decodes)
     torch.manual_seed(0)
     scene = Scene(shape, [PIECE + 40, 9], dtype)
     scene.step({0: PIECE + 5})

@@ -70,10 +70,12 @@ def convolve(
         own = source >= first_token
         at = projected + source.to(tl.int64)[:, None] * projected_stride + feature[None, :]
         new = tl.load(at, mask=there & own[:, None], other=0.0).to(tl.float32)
-        at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
-        old = tl.load(at, mask=there & (source < history_end)[:, None], other=0.0)
         factor = tl.load(weight + feature * KERNEL + tap, mask=d < width, other=0.0)
-        x += (new + old) * factor[None, :]
+        x += new * factor[None, :]
+        if token + tap < history_end + KERNEL - 1:  # the piece begins near the start of the entry
+            at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
+            old = tl.load(at, mask=there & (source < history_end)[:, None], other=0.0)
+            x += old * factor[None, :]
     x = x / (1.0 + tl.exp(-x))
     if is_key:
         x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
@@ -109,7 +111,7 @@ def _decays(g):
 
 
 @triton.jit
-def _inverse(a, PIECE: tl.constexpr):
+def _inverse(a, PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of 1 + a, for a strictly lower triangular matrix.
 
     Forward substitution inverts the four blocks on the diagonal at once. With the remaining blocks, m = inverse @ rest
@@ -125,10 +127,10 @@ def _inverse(a, PIECE: tl.constexpr):
         row = tl.sum(tl.where(solved_here, a, 0.0), 0)  # of the block that each column belongs to
         solved = tl.sum(row[:, None] * inverse, 0)
         inverse = tl.where(solved_here, identity - solved[None, :], inverse)
-    m = tl.dot(inverse, tl.where(same, 0.0, a), input_precision="tf32x3")
-    square = tl.dot(m, m, input_precision="tf32x3")
-    series = identity - m + square - tl.dot(m, square, input_precision="tf32x3")
-    return tl.dot(series, inverse, input_precision="tf32x3")
+    m = tl.dot(inverse, tl.where(same, 0.0, a), input_precision=PRECISION)
+    square = tl.dot(m, m, input_precision=PRECISION)
+    series = identity - m + square - tl.dot(m, square, input_precision=PRECISION)
+    return tl.dot(series, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -166,7 +168,7 @@ def prepare(
     change = _log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head))
     g = tl.cumsum(tl.where(live, change, 0.0), 0)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decays(g) * weight[:, None]
-    inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PIECE)
+    inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PIECE, PRECISION)
     from_values = (inverse * weight[None, :]).to(k.dtype)
     from_state = (inverse * (weight * tl.exp(g))[None, :]).to(k.dtype)
     u = tl.dot(from_values, v, input_precision=PRECISION)
@@ -207,6 +209,30 @@ def _store_inputs(
         else:
             to = state + tap * CONV_SIZE + f
         tl.store(to, new + old, mask=f < end)
+
+
+@triton.jit
+def _load_piece(
+    decayed_keys, mixed, updates, log_decays, token, length, head, key_head, vd, conv_size: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PIECE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Load a piece's decayed keys, keys, updates, log decays, and the last of these."""
+    i = tl.arange(0, PIECE)
+    kd = tl.arange(0, KEYS)
+    live = i < length
+    tokens = (token + i).to(tl.int64)
+    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    w_at = decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :]
+    k_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
+    u_at = updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
+    w = tl.load(w_at, mask=has_key, other=0.0)
+    k = tl.load(k_at, mask=has_key, other=0.0)
+    u = tl.load(u_at, mask=has_value, other=0.0)
+    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
+    last = tl.sum(tl.where(i == length - 1, g, 0.0), 0)
+    return w, k, u, g, last
 
 
 @triton.jit
@@ -251,25 +277,29 @@ def carry(
     end = tl.minimum(begin + share, conv_size)
     item = items + first_piece * FIELDS
     before = states + first_piece.to(tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM)
-    for _ in range(num_pieces):
-        token = tl.load(item)
-        length = tl.load(item + 1)
+    token = first_token
+    length = tl.load(item + 1)
+    w, k, u, g, last = _load_piece(
+        decayed_keys, mixed, updates, log_decays, token, length, head, key_head, vd, conv_size, VALUE_HEADS,
+        KEY_DIM, VALUE_DIM, PIECE, KEYS,
+    )  # fmt: skip
+    for number in range(num_pieces):
         capture = tl.load(item + 5)
+        item += FIELDS
+        # The next piece is loaded while this one is computed; after the last there is none.
+        next_token = token + length
+        next_length = tl.load(item + 1, mask=number + 1 < num_pieces, other=0)
+        next_w, next_k, next_u, next_g, next_last = _load_piece(
+            decayed_keys, mixed, updates, log_decays, next_token, next_length, head, key_head, vd, conv_size,
+            VALUE_HEADS, KEY_DIM, VALUE_DIM, PIECE, KEYS,
+        )  # fmt: skip
         tl.store(before + at, s, mask=in_state)
+        before += VALUE_HEADS * KEY_DIM * VALUE_DIM
         live = i < length
-        tokens = (token + i).to(tl.int64)
-        has_key = live[:, None] & (kd < KEY_DIM)[None, :]
+        u = u.to(tl.float32) - tl.dot(w, s.to(w.dtype), input_precision=PRECISION)
         has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
-        update_at = updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
-        w_at = decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :]
-        k_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
-        w = tl.load(w_at, mask=has_key, other=0.0)
-        k = tl.load(k_at, mask=has_key, other=0.0)
-        u = tl.load(update_at, mask=has_value, other=0.0).to(tl.float32)
-        g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
-        last = tl.load(log_decays + (token + length - 1).to(tl.int64) * VALUE_HEADS + head)
-        u -= tl.dot(w, s.to(w.dtype), input_precision=PRECISION)
-        tl.store(update_at, u, mask=has_value)
+        update_at = ((token + i).to(tl.int64)[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
+        tl.store(updates + update_at, u, mask=has_value)
         decayed = (k.to(tl.float32) * tl.where(live, tl.exp(last - g), 0.0)[:, None]).to(k.dtype)
         s = tl.dot(tl.trans(decayed), u.to(k.dtype), s * tl.exp(last), input_precision=PRECISION)
         if capture >= 0:
@@ -279,12 +309,11 @@ def carry(
             to = _snapshot_pointers(blocks, ids, tl.where(in_state, index, 0), block_stride, PART)
             tl.store(to, s, mask=in_state)
             _store_inputs(
-                projected, state, blocks, ids, offset, block_stride, first_token,
-                token + length - first_token, fresh, begin, end, projected_stride, conv_size, KERNEL,
-                FEATURES, PART,
+                projected, state, blocks, ids, offset, block_stride, first_token, next_token - first_token,
+                fresh, begin, end, projected_stride, conv_size, KERNEL, FEATURES, PART,
             )  # fmt: skip
-        item += FIELDS
-        before += VALUE_HEADS * KEY_DIM * VALUE_DIM
+        token, length = next_token, next_length
+        w, k, u, g, last = next_w, next_k, next_u, next_g, next_last
     tl.store(state_at, s, mask=in_state)
     _store_inputs(
         projected, state, blocks, captures, offset, block_stride, first_token, num_tokens, fresh, begin, end,
@@ -343,11 +372,16 @@ def decode(
     projected, mixed, rows, a_log, dt_bias, norm, token_rows, num_decodes, out, projected_stride, row_stride,
     out_stride, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, PDL: tl.constexpr,
+    KERNEL: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of a head with one token, and compute its output."""
+    """Update the state of a head with one token, for some value features, and compute its output.
+
+    A program that has the WHOLE head also normalises and gates it; otherwise `finish_decode` does.
+    """
     head = tl.program_id(0)
-    token = tl.program_id(1)
+    column = tl.program_id(1)
+    token = tl.program_id(2)
     row = tl.load(token_rows + token)
     is_entry = (token < tl.load(num_decodes)) & (row >= 0)
     launch_dependents_then_wait(PDL)
@@ -355,7 +389,7 @@ def decode(
         return
     conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     kd = tl.arange(0, KEYS)
-    vd = tl.arange(0, VALUES)
+    vd = column * VALUES + tl.arange(0, VALUES)
     state = rows + row.to(tl.int64) * row_stride
     at = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
     in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
@@ -368,21 +402,47 @@ def decode(
     v_at = inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd
     v = tl.load(v_at, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
     gates = projected + token.to(tl.int64) * projected_stride + conv_size
-    z = tl.load(gates + head * VALUE_DIM + vd, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
     weight = _sigmoid(tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32))
     a = tl.load(gates + VALUE_HEADS * (VALUE_DIM + 1) + head).to(tl.float32)
-    s *= tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
-    update = weight * (v - tl.sum(s * k[:, None], 0))
-    s += k[:, None] * update[None, :]
+    decay = tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
+    update = weight * (v - decay * tl.sum(s * k[:, None], 0))
+    s = s * decay + k[:, None] * update[None, :]
     tl.store(state + at, s, mask=in_state)
     x = tl.sum(s * q[:, None], 0)
-    scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
-    y = _normed_and_gated(x, scale, z, eps, VALUE_DIM, 0)
-    tl.store(out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd, y, mask=vd < VALUE_DIM)
-    share = (conv_size + VALUE_HEADS - 1) // VALUE_HEADS
-    begin = head * share
+    to = out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd
+    if WHOLE:
+        z = tl.load(gates + head * VALUE_DIM + vd, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
+        scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
+        x = _normed_and_gated(x, scale, z, eps, VALUE_DIM, 0)
+    tl.store(to, x, mask=vd < VALUE_DIM)
+    programs = VALUE_HEADS * tl.num_programs(1)
+    share = (conv_size + programs - 1) // programs
+    begin = (head * tl.num_programs(1) + column) * share
     one, fresh = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
     _store_inputs(
         projected, state, rows, token_rows, 0, 0, token, one, fresh, begin, tl.minimum(begin + share, conv_size),
         projected_stride, conv_size, KERNEL, FEATURES, 0,
     )  # fmt: skip
+
+
+@triton.jit
+def finish_decode(
+    projected, outputs, norm, token_rows, num_decodes, out, projected_stride, out_stride, eps,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CONV_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    VALUES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Normalise and gate the outputs of decodes, some heads at a time."""
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token = tl.program_id(1)
+    is_entry = (token < tl.load(num_decodes)) & (tl.load(token_rows + token) >= 0)
+    launch_dependents_then_wait(PDL)
+    if not is_entry:
+        return
+    vd = tl.arange(0, VALUES)
+    there = (head < VALUE_HEADS)[:, None] & (vd < VALUE_DIM)[None, :]
+    at = head[:, None] * VALUE_DIM + vd[None, :]
+    x = tl.load(outputs + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + at, mask=there, other=0.0)
+    z = tl.load(projected + token.to(tl.int64) * projected_stride + CONV_SIZE + at, mask=there, other=0.0)
+    scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
+    y = _normed_and_gated(x, scale[None, :], z.to(tl.float32), eps, VALUE_DIM, 1)
+    tl.store(out + token.to(tl.int64) * out_stride + at, y, mask=there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from inflight.layers.triton.delta_rule import (
     carry,
     convolve,
     decode,
+    finish_decode,
     output,
     prepare,
 )
@@ -28,8 +30,22 @@ from inflight.triton_utils.pdl import launch_options
 
 Ints = NDArray[np.int32]
 
-CARRIED = 64  # value features of a head that a program of `carry` takes through an entry
 COPIED = 4096  # values that a program copies
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnTile:
+    """How many value features of a head a program takes, with how many warps."""
+
+    values: int
+    num_warps: int
+
+
+# Measured on an H200.
+FEW_DECODES, FEW_DECODES_TILE, DECODES_TILE = 16, ColumnTile(128, 8), ColumnTile(32, 2)
+CARRY_TILE = ColumnTile(32, 4)
+CONVOLVE_WARPS, PREPARE_WARPS, OUTPUT_WARPS = 4, 4, 8
+FINISHED_HEADS = 8  # that a program of `finish_decode` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +162,7 @@ class TritonRecurrent:
         rows: Tensor,
         inputs: RecurrentStep,
         pieces: DeviceItems | None,
-        sizes: dict[str, int | bool],
+        sizes: dict[str, Any],
     ) -> None:
         shape = layer.shape
         num_heads = 2 * shape.num_key_heads + shape.num_value_heads
@@ -160,7 +176,7 @@ class TritonRecurrent:
             projected.stride(0), rows.stride(0), KERNEL=shape.kernel, DECODES=pieces is None,
             FIELDS=PIECE_FIELDS, TOKENS=1 if pieces is None else PIECE,
             DIM=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
-            num_warps=1 if pieces is None else 4, **sizes,
+            num_warps=1 if pieces is None else CONVOLVE_WARPS, **sizes,
         )  # fmt: skip
 
     def _decode(
@@ -171,17 +187,28 @@ class TritonRecurrent:
         rows: Tensor,
         inputs: RecurrentStep,
         out: Tensor,
-        sizes: dict[str, int | bool],
+        sizes: dict[str, Any],
     ) -> None:
-        shape = layer.shape
+        shape, tile = layer.shape, FEW_DECODES_TILE if inputs.max_decodes <= FEW_DECODES else DECODES_TILE
+        heads, whole_head = shape.num_value_heads, sizes["VALUES"]
         own = {name: value for name, value in sizes.items() if name not in ("KEYS", "VALUES")}
         self._convolve(projected, mixed, layer, rows, inputs, None, own)
-        features = triton.next_power_of_2(-(-shape.conv_size // shape.num_value_heads))
-        decode[(shape.num_value_heads, inputs.max_decodes)](
+        values = min(whole_head, tile.values)
+        columns, whole = -(-shape.value_dim // values), values == whole_head
+        to = out if whole else torch.empty(len(out), shape.value_size, dtype=torch.float32, device=out.device)
+        decode[(heads, columns, inputs.max_decodes)](
             projected, mixed, rows, layer.a_log, layer.dt_bias, layer.norm, inputs.token_rows,
-            inputs.num_decodes, out, projected.stride(0), rows.stride(0), out.stride(0), layer.eps,
-            KERNEL=shape.kernel, FEATURES=features, num_warps=8, **sizes,
+            inputs.num_decodes, to, projected.stride(0), rows.stride(0), to.stride(0), layer.eps,
+            KERNEL=shape.kernel, FEATURES=triton.next_power_of_2(-(-shape.conv_size // (heads * columns))),
+            WHOLE=whole, KEYS=sizes["KEYS"], VALUES=values, num_warps=tile.num_warps, **own,
         )  # fmt: skip
+        if not whole:
+            finish_decode[(triton.cdiv(heads, FINISHED_HEADS), inputs.max_decodes)](
+                projected, to, layer.norm, inputs.token_rows, inputs.num_decodes, out, projected.stride(0),
+                out.stride(0), layer.eps, VALUE_HEADS=heads, VALUE_DIM=shape.value_dim,
+                CONV_SIZE=shape.conv_size, HEADS=FINISHED_HEADS, VALUES=whole_head, PDL=self._pdl,
+                num_warps=4, **launch_options(self._pdl),
+            )  # fmt: skip
 
     def _chunks(
         self,
@@ -191,7 +218,7 @@ class TritonRecurrent:
         states: LayerStates,
         inputs: RecurrentStep,
         out: Tensor,
-        sizes: dict[str, int | bool],
+        sizes: dict[str, Any],
         dims: dict[str, int],
     ) -> None:
         shape, pieces, entries = layer.shape, inputs.pieces, inputs.entries
@@ -214,9 +241,9 @@ class TritonRecurrent:
         prepare[(heads, pieces.capacity)](
             projected, mixed, layer.a_log, layer.dt_bias, pieces.table, pieces.count, keys, updates,
             log_decays, projected.stride(0), FIELDS=PIECE_FIELDS, PIECE=PIECE, PRECISION=precision,
-            num_warps=4, **sizes, **dims,
+            num_warps=PREPARE_WARPS, **sizes, **dims,
         )  # fmt: skip
-        carried = min(dims["VALUES"], CARRIED)
+        carried = min(dims["VALUES"], CARRY_TILE.values)
         columns = -(-shape.value_dim // carried)
         features = triton.next_power_of_2(-(-shape.conv_size // (heads * columns)))
         carry[(heads, columns, entries.capacity)](
@@ -225,12 +252,12 @@ class TritonRecurrent:
             projected.stride(0), states.rows.stride(0), states.blocks.stride(0), KERNEL=shape.kernel,
             FIELDS=PIECE_FIELDS, ENTRY_FIELDS=ENTRY_FIELDS, PIECE=PIECE, FEATURES=features,
             PART=states.blocks.shape[1], PRECISION=precision, KEYS=dims["KEYS"], VALUES=carried,
-            num_warps=4, **sizes,
+            num_warps=CARRY_TILE.num_warps, **sizes,
         )  # fmt: skip
         output[(heads, pieces.capacity)](
             projected, mixed, updates, log_decays, before, layer.norm, pieces.table, pieces.count, out,
             projected.stride(0), out.stride(0), layer.eps, FIELDS=PIECE_FIELDS, PIECE=PIECE,
-            PRECISION=precision, num_warps=8, **sizes, **dims,
+            PRECISION=precision, num_warps=OUTPUT_WARPS, **sizes, **dims,
         )  # fmt: skip
 
 
