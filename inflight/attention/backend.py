@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
+from inflight.layers.recurrent import StateInputs
 
 BlockShape = Callable[[LayerKV], tuple[int, ...]]
 
@@ -100,17 +101,6 @@ class AttentionLayer:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
-@dataclass(frozen=True, slots=True)
-class StateInputs:
-    """The T tokens of one step's B entries as recurrent layers (`layers/recurrent.py`) read them."""
-
-    query_starts: Tensor  # [B + 1] int32, from 0 to T
-    rows: Tensor  # [B] int64, of the states
-    starts: Tensor  # [B] int64: entry i begins at this position; at 0, its row's state counts as zeros
-    # (entry, position, block ids): the state after `position` tokens, inside the entry, goes into a snapshot.
-    captures: Sequence[tuple[int, int, Sequence[int]]] = ()
-
-
 @dataclass(slots=True)
 class AttentionInputs:
     """Where the T tokens of one step's B entries are. An entry is a request's share of the step.
@@ -151,6 +141,9 @@ class AttentionBackend(Protocol[InputsT]):
 
     def live(self, inputs: InputsT) -> Tensor | None:
         """Return a tensor [T] that is negative for padding tokens; None if there are none."""
+
+    def state_inputs(self, inputs: InputsT) -> Any:
+        """Return the step as recurrent layers read it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from inflight.attention.backend import (
     Sequences,
 )
 from inflight.errors import ConfigError
+from inflight.layers.recurrent import StateInputs
 from inflight.native.library import Library, native_library
 
 
@@ -82,6 +83,9 @@ class ComposedAttention:
     def live(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
         return None  # steps are not padded
 
+    def state_inputs(self, inputs: AttentionInputs) -> StateInputs | None:
+        return inputs.state
+
 
 def cpu_attention() -> HeadAttention:
     """Return the compiled attention, or plain torch if it is not available."""
@@ -120,14 +124,15 @@ class CpuAttention:
         num_tokens, num_heads, head_dim = query.shape
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
         _check(query, key, value, cache, inputs, tables, slot_mapping)
+        sinks = None if layer.sinks is None else _sinks(layer.sinks, num_heads)
         out = torch.empty(num_tokens, num_heads, head_dim)
         self._library.attend(
             query.data_ptr(), query.stride(0), query.stride(1), key.data_ptr(), key.stride(0), key.stride(1),
             value.data_ptr(), value.stride(0), value.stride(1), cache.data_ptr(), out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
-            tables.data_ptr(), slot_mapping.data_ptr(), len(inputs.rows), num_tokens,
-            num_heads, cache.shape[1], head_dim, cache.shape[4], tables.stride(0), layer.window or 0,
-            layer.scale, self._library.threads,
+            tables.data_ptr(), slot_mapping.data_ptr(), None if sinks is None else sinks.data_ptr(),
+            len(inputs.rows), num_tokens, num_heads, cache.shape[1], head_dim, cache.shape[4], cache.stride(0),
+            tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self._library.threads,
         )  # fmt: skip
         return out
 
@@ -175,22 +180,43 @@ class TorchCpuAttention:
             mask = seen <= positions
             if window is not None:
                 mask &= seen > positions - window
-            attended = F.scaled_dot_product_attention(
-                query[first:end].transpose(0, 1).unsqueeze(0),
-                keys.to(query.dtype).unsqueeze(0),
-                values.to(query.dtype).unsqueeze(0),
-                attn_mask=mask,
-                scale=layer.scale,
-                enable_gqa=True,
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
+            out[first:end] = _attend(query[first:end].transpose(0, 1), keys, values, mask, layer).transpose(
+                0, 1
             )
-            out[first:end] = attended.squeeze(0).transpose(0, 1)
         return out
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: AttentionLayer) -> Tensor:
+    """query [num_heads, m, head_dim], keys and values [num_kv_heads, n, head_dim], mask [m, n] -> like query."""
+    if layer.sinks is None and layer.softcap is None:
+        attended = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
+        )
+        return attended.squeeze(0)
+    group = layer.num_heads // layer.num_kv_heads
+    keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+    scores = (query @ keys.mT).float() * layer.scale
+    if layer.softcap is not None:
+        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    scores.masked_fill_(~mask, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    return weights.to(values.dtype) @ values
 
 
 def _heads(x: Tensor) -> Tensor:
     """Return x as float32 [T, heads, head_dim] with unit inner stride, which the library reads."""
     x = x.to(torch.float32)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sinks(sinks: Tensor, num_heads: int) -> Tensor:
+    if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+        raise ConfigError(f"sinks are {sinks.dtype} {list(sinks.shape)}: they must be float32 [{num_heads}]")
+    return sinks
 
 
 def _check(
@@ -210,6 +236,7 @@ def _check(
         key.shape != expected
         or value.shape != expected
         or cache.shape[3] != head_dim
+        or not cache[0].is_contiguous()
         or num_heads % num_kv_heads
     ):
         raise ConfigError(

@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.cpu_recurrent import TorchRecurrent
+from inflight.layers.recurrent import RecurrentBackend
 
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -130,6 +132,10 @@ class Kernels(Protocol):
 
     compute_dtype: torch.dtype
 
+    @property
+    def recurrent(self) -> RecurrentBackend[Any]:
+        """Layers that keep a state."""
+
     def linear(
         self,
         in_features: int,
@@ -169,6 +175,13 @@ class Kernels(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2n] -> [T, n]: activation(first half) * second half. One of GATES."""
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x [T, n] * sigmoid(gate), with a gate for each feature [T, n], or one for each token [T, 1]. May
+        overwrite x."""
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(x / cap), for float32 x. May overwrite x."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Normalise each token's features [T, n]; statistics in float32."""
@@ -469,7 +482,14 @@ class TorchKernels:
         self, compute_dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
         self.compute_dtype = compute_dtype
+        self.recurrent = TorchRecurrent()
         self._device = torch.device(device)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div(cap).tanh_().mul_(cap)
 
     def linear(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.cpu_recurrent import CpuRecurrent
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ComposedLinear,
@@ -234,6 +235,7 @@ class NativeKernels:
         self._device = device
         usable = library.instructions if instructions is None else library.instructions & instructions
         self.bf16_instruction = best_instruction(usable, "bf16")
+        self.recurrent = CpuRecurrent(library)
         self._gates = {
             "silu": library.gate_silu,
             "gelu_tanh": library.gate_gelu_tanh,
@@ -306,6 +308,28 @@ class NativeKernels:
         residual, x = _alike(residual, x)
         self._library.add(residual.data_ptr(), x.data_ptr(), x.numel(), self._library.threads)
         return residual
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """In place."""
+        x = _dense(x)
+        self._library.softcap(x.data_ptr(), x.numel(), cap, self._library.threads)
+        return x
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """In place."""
+        x, gate = _dense(x), gate.to(torch.float32)
+        num_tokens, num_features = x.shape
+        if gate.shape not in ((num_tokens, num_features), (num_tokens, 1)):
+            raise ConfigError(
+                f"x is {list(x.shape)} and its gate {list(gate.shape)}: there must be a gate for each feature, or one "
+                "for each token"
+            )
+        gate = gate if gate.stride(1) == 1 else gate.contiguous()
+        self._library.sigmoid_gate(
+            x.data_ptr(), gate.data_ptr(), num_tokens, num_features, gate.stride(0), gate.shape[1],
+            self._library.threads,
+        )  # fmt: skip
+        return x
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         """In place."""

@@ -47,6 +47,7 @@ from inflight.layers.triton.experts import (
 )
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import (
     MAX_SMALL,
@@ -89,6 +90,14 @@ class TritonKernels:
         # Only measured with Hopper's copy engine: older chips use cuBLAS.
         self.medium = self.pdl or self.device.type != "cuda"
         self.workspace = SplitKWorkspace(self.device)
+        self.recurrent = TritonRecurrent(self.pdl)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """In place."""
+        return x.div_(cap).tanh_().mul_(cap)
 
     def linear(
         self,

@@ -42,6 +42,16 @@ inline Vec relu(Vec x) { return x < 0.0f ? Vec{} : x; }
 
 inline Vec tanh(Vec x) { return 1.0f - 2.0f / (1.0f + exp(x * 2.0f)); }
 
+// tanh with a small relative error also near 0, where the formula above subtracts nearly equal numbers.
+inline Vec exact_tanh(Vec x) {
+    const Vec z = x * x;
+    Vec p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return z < 0.390625f ? p * z * x + x : tanh(x);
+}
+
 template <Vec (*Function)(Vec)>
 void activate_each(Vec* x, int count) {
     for (int i = 0; i < count; ++i) x[i] = Function(x[i]);

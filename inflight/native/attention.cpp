@@ -1,8 +1,8 @@
 // Attention over the paged KV cache.
 //
-// A layer's cache is [blocks][kv heads][2][head_dim * block_size] floats: keys as [head_dim][block_size], so
+// A block of a layer's cache is [kv heads][2][head_dim * block_size] floats: keys as [head_dim][block_size], so
 // that one vector holds the same feature of neighbouring tokens and scores need no sum across lanes; values
-// as [block_size][head_dim].
+// as [block_size][head_dim]. Blocks are block_stride floats apart.
 //
 // Every query row walks the keys in tiles of kTile tokens that start at multiples of kTile, and does the same
 // sequence of operations in each tile that it sees, whichever rows are worked on beside it:
@@ -12,13 +12,14 @@
 //     row at 37   [ tile 0 ][ tile 1 ][ tile 2..)  masked after token 37
 //
 // A tile of which a row sees nothing does not change the row. Slots that no row sees may hold anything: their scores
-// are replaced, not weighted, and their values are never read.
+// are replaced, not weighted, and their values are never read. A row with a sink starts as if it had seen one key with
+// that score and a value of zeros.
 
 #include <algorithm>
 #include <vector>
 
+#include "activations.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace inflight {
 namespace {
@@ -47,16 +48,17 @@ struct Job {
     const int32_t* context_lens;  // [entries]
     const int32_t* rows;          // [entries]
     const int32_t* tables;        // [rows][table_stride]
-    const int64_t* slot_mapping;     // [tokens]
-    int64_t entries, tokens, heads, kv_heads, dim, block_size, table_stride, window;
-    float scale;
+    const int64_t* slot_mapping;  // [tokens]
+    const float* sinks;           // [heads]; null: there are none
+    int64_t entries, tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window;
+    float scale, softcap;  // softcap 0: scores have no limit
 
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kWidth - 1) / kWidth * kWidth; }
     // Tiles inside one block, in whole vectors, are read in place; others are gathered first.
     bool in_place() const { return block_size % kTile == 0 && dim % kWidth == 0; }
     float* keys(int64_t block, int64_t kv_head) const {
-        return cache + (block * kv_heads + kv_head) * 2 * dim * block_size;
+        return cache + block * block_stride + kv_head * 2 * dim * block_size;
     }
     float* values(int64_t block, int64_t kv_head) const { return keys(block, kv_head) + dim * block_size; }
 };
@@ -70,7 +72,7 @@ struct QueryTile {
 // One row's running softmax: the largest score, the sum of weights, and (elsewhere) the weighted values.
 struct RowState {
     int64_t begin, end;  // the tokens it sees
-    float largest, total;
+    float largest, total, softcap;
 };
 
 // The keys and values of one tile of tokens.
@@ -131,7 +133,9 @@ __attribute__((noinline)) float soften(RowState& row, int64_t first, float* scor
     Vec visible[kTileVecs];
     for (int v = 0; v < kTileVecs; ++v) {
         const IntVec token = lanes + v * kWidth;
-        visible[v] = ((token >= begin) & (token < end)) ? load<Vec>(scores + v * kWidth) : splat(kNone);
+        Vec score = load<Vec>(scores + v * kWidth);
+        if (row.softcap > 0.0f) score = exact_tanh(score / row.softcap) * row.softcap;
+        visible[v] = ((token >= begin) & (token < end)) ? score : splat(kNone);
         top = larger(top, visible[v]);
     }
     const float largest = std::max(row.largest, max(top));
@@ -248,9 +252,10 @@ void prepare_rows(const Job& job, const QueryTile& tile, int64_t kv_head, Worksp
     for (int64_t r = 0; r < count; ++r) {
         const int64_t position = tile.position + r / group;
         const int64_t begin = job.window > 0 ? std::max<int64_t>(position - job.window + 1, 0) : 0;
-        work.rows[r] = {begin, position + 1, kNone, 0.0f};
+        const int64_t head = kv_head * group + r % group;
+        work.rows[r] = {begin, position + 1, job.sinks ? job.sinks[head] : kNone, job.sinks ? 1.0f : 0.0f, job.softcap};
         const int64_t first = r / kQueryRows * kQueryRows, width = std::min<int64_t>(kQueryRows, count - first);
-        const float* query = job.query(tile.first + r / group, kv_head * group + r % group);
+        const float* query = job.query(tile.first + r / group, head);
         float* packed = work.query + first * job.dim + (r - first);
         for (int64_t d = 0; d < job.dim; ++d) packed[d * width] = query[d] * job.scale;
     }
@@ -320,14 +325,15 @@ extern "C" void inflight_attend(const float* query, int64_t query_token_stride, 
                                 const float* value, int64_t value_token_stride, int64_t value_head_stride,
                                 float* cache, float* out, const int32_t* query_starts,
                                 const int32_t* context_lens, const int32_t* rows, const int32_t* tables,
-                                const int64_t* slot_mapping, int64_t entries, int64_t tokens, int64_t heads,
-                                int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_stride,
-                                int64_t window, float scale, int threads) {
+                                const int64_t* slot_mapping, const float* sinks, int64_t entries, int64_t tokens,
+                                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+                                int64_t block_stride, int64_t table_stride, int64_t window, float scale,
+                                float softcap, int threads) {
     using namespace inflight;
     attend({{query, query_token_stride, query_head_stride},
             {key, key_token_stride, key_head_stride},
             {value, value_token_stride, value_head_stride},
-            cache, out, query_starts, context_lens, rows, tables, slot_mapping, entries, tokens, heads, kv_heads, dim,
-            block_size, table_stride, window, scale},
+            cache, out, query_starts, context_lens, rows, tables, slot_mapping, sinks, entries, tokens, heads,
+            kv_heads, dim, block_size, block_stride, table_stride, window, scale, softcap},
            threads);
 }

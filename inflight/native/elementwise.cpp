@@ -149,6 +149,42 @@ void inflight_add(float* residual, const float* x, int64_t n, int threads) {
     });
 }
 
+// x = cap * tanh(x / cap)
+void inflight_softcap(float* x, int64_t n, float cap, int threads) {
+    constexpr int64_t piece = 4096;
+    const int64_t pieces = (n + piece - 1) / piece;
+    if (n <= kParallelFloats) threads = 1;
+    parallel_for(threads, pieces, even_chunk(threads, pieces), [&](int64_t unit) {
+        const int64_t end = std::min(n, (unit + 1) * piece);
+        for (int64_t i = unit * piece; i < end; i += kWidth) {
+            float rest[kWidth] = {};
+            const int64_t count = std::min<int64_t>(kWidth, end - i);
+            std::memcpy(rest, x + i, count * sizeof(float));
+            store(rest, exact_tanh(load<Vec>(rest) / cap) * cap);
+            std::memcpy(x + i, rest, count * sizeof(float));
+        }
+    });
+}
+
+// Multiply the n features of each token of x by sigmoid(gate): of a gate for each feature, or of one (width 1) for all.
+void inflight_sigmoid_gate(float* x, const float* gate, int64_t tokens, int64_t n, int64_t gate_stride, int64_t width,
+                           int threads) {
+    if (tokens * n <= kParallelFloats) threads = 1;
+    parallel_for(threads, tokens, even_chunk(threads, tokens), [&](int64_t token) {
+        float* row = x + token * n;
+        const float* gates = gate + token * gate_stride;
+        for (int64_t i = 0; i < n; i += kWidth) {
+            float part[kWidth] = {}, own[kWidth] = {};
+            const int64_t count = std::min<int64_t>(kWidth, n - i);
+            std::memcpy(part, row + i, count * sizeof(float));
+            if (width == 1) store(own, splat(gates[0]));
+            else std::memcpy(own, gates + i, count * sizeof(float));
+            store(part, load<Vec>(part) / (1.0f + exp(-load<Vec>(own))));
+            std::memcpy(row + i, part, count * sizeof(float));
+        }
+    });
+}
+
 void inflight_rotate(float* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
                      const int64_t* positions, const float* cos_sin, int64_t rotary_dim, int threads) {
     const int64_t half = rotary_dim / 2;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class Scene:
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.block_size, self.lengths = heads, block_size, lengths
         self.scale = 1.5 * heads.head_dim**-0.5
+        self.sinks: Tensor | None = None
+        self.softcap: float | None = None
         width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         self.qkv = [torch.randn(length, width, generator=generator) for length in lengths]
         per_request = -(-max(lengths) // block_size)
@@ -59,11 +62,19 @@ class Scene:
         """One request a step."""
         return [[entry] for entry in self.whole()[0]]
 
-    def run(self, backend: HeadAttention, steps: list[Step], window: int | None = None) -> list[Tensor]:
-        """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN."""
+    def run(
+        self,
+        backend: HeadAttention,
+        steps: list[Step],
+        window: int | None = None,
+        others: Sequence[LayerKV] = (),
+    ) -> list[Tensor]:
+        """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN. `others` are
+        layers that share its memory."""
         heads = self.heads
-        shape = KVShape.of([LayerKV(heads.num_kv_heads, heads.head_dim)], self.block_size, torch.float32)
-        (cache,) = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers
+        layers = [LayerKV(heads.num_kv_heads, heads.head_dim), *others]
+        shape = KVShape.of(layers, self.block_size, torch.float32)
+        cache = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers[0]
         cache.fill_(float("nan"))
         layer = self.layer(window)
         out = [torch.zeros(length, heads.num_heads, heads.head_dim) for length in self.lengths]
@@ -81,7 +92,9 @@ class Scene:
     def layer(self, window: int | None = None) -> AttentionLayer:
         heads = self.heads
         sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        return AttentionLayer(*sizes, None, None, 1e-6, None, self.scale, window)
+        return AttentionLayer(
+            *sizes, None, None, 1e-6, None, self.scale, window, sinks=self.sinks, softcap=self.softcap
+        )
 
     def inputs(self, step: Step) -> AttentionInputs:
         counts = torch.tensor([0] + [n for _, _, n in step])

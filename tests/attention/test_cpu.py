@@ -55,6 +55,38 @@ def test_any_block_size_and_window_matches_the_reference(
     assert_close(scene, backend, [scene.whole(), scene.chunks(9)], window)
 
 
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(
+    ("sinks", "softcap"), [(True, None), (False, 0.7), (False, 50.0), (True, 2.0)], ids=str
+)
+def test_sinks_and_soft_caps_match_the_reference(
+    backend: HeadAttention, window: int | None, sinks: bool, softcap: float | None
+) -> None:
+    scene = Scene(Heads(6, 2, 16), block_size=16, lengths=[1, 49, 18])
+    scene.sinks = torch.tensor([-3.0, 0.0, 2.0, 8.0, -20.0, 1.0]) if sinks else None
+    scene.softcap = softcap
+    assert_close(scene, backend, [scene.whole(), scene.chunks(7), scene.chunks(1)], window)
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_bits_with_sinks_and_soft_caps_do_not_depend_on_the_schedule(window: int | None) -> None:
+    scene = Scene(Heads(4, 2, 64), block_size=16, lengths=[70, 1, 39])
+    scene.sinks, scene.softcap = torch.randn(4), 3.0
+    whole = scene.run(native(), scene.whole(), window)
+    for steps in (scene.alone(), scene.chunks(1), scene.chunks(7)):
+        for actual, reference in zip(scene.run(native(), steps, window), whole, strict=True):
+            assert torch.equal(actual, reference)
+
+
+def test_blocks_of_a_layer_may_be_apart(backend: HeadAttention) -> None:
+    """Layers with smaller heads than others take only part of each block."""
+    scene = Scene(Heads(), block_size=4, lengths=[9, 21])
+    others = [LayerKV(2, 40), LayerKV(2, 40), LayerKV(2, 16)]
+    expected = torch.cat(scene.run(ReferenceAttention(), scene.whole()))
+    actual = torch.cat(scene.run(backend, scene.chunks(6), others=others))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_ragged_batches_match_the_reference(data: st.DataObject) -> None:
@@ -131,6 +163,8 @@ def test_wrong_shapes_are_rejected() -> None:
         native().attend(query, torch.zeros(4, 1, 16), key, layer, cache, inputs)
     with pytest.raises(ConfigError, match="int32"):
         native().attend(query, key, key, layer, cache, replace(inputs, rows=inputs.rows.long()))
+    with pytest.raises(ConfigError, match="sinks are"):
+        native().attend(query, key, key, replace(layer, sinks=torch.zeros(3)), cache, inputs)
     narrow = replace(inputs, slot_mapping=inputs.slot_mapping[:, :2])
     with pytest.raises(ConfigError, match="slot_mapping"):
         native().attend(query, key, key, layer, cache, narrow)

@@ -69,6 +69,38 @@ def test_add_matches_torch(kernels: CpuKernels, shape: tuple[int, int]) -> None:
     assert torch.equal(kernels.add(residual, x), expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, 64), (40, 1000)])
+def test_sigmoid_gates_match_float64(kernels: CpuKernels, shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    x, packed = torch.randn(shape), 4 * torch.randn(shape[0], 2 * shape[1])
+    for gate in (packed[:, shape[1] :], packed[:, :1]):
+        expected = x.double() * gate.double().sigmoid()
+        assert_near(kernels.sigmoid_gate(x.clone(), gate), expected)
+
+
+def test_gate_of_another_width_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="a gate for each feature, or one for each token"):
+        native().sigmoid_gate(torch.randn(2, 6), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_caps_match_float64(kernels: CpuKernels, cap: float) -> None:
+    x = torch.cat((torch.linspace(-100, 100, 1001), torch.linspace(-1e-3, 1e-3, 101)))
+    expected = cap * torch.tanh(x.double() / cap)
+    actual = kernels.softcap(x.clone(), cap)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=1e-9)
+
+
+def test_bits_of_gates_and_soft_caps_do_not_depend_on_the_batch() -> None:
+    torch.manual_seed(5)
+    x, gate = torch.randn(9, 37), torch.randn(9, 37)
+    whole_gate, whole_cap = native().sigmoid_gate(x.clone(), gate), native().softcap(x.clone(), 2.0)
+    for row in range(9):
+        own = x[row : row + 1]
+        assert torch.equal(native().sigmoid_gate(own.clone(), gate[row : row + 1])[0], whole_gate[row])
+        assert torch.equal(native().softcap(own.clone(), 2.0)[0], whole_cap[row])
+
+
 @pytest.mark.parametrize("norm", [None, torch.linspace(0.5, 1.5, 24)])
 def test_fused_operations_equal_their_parts(kernels: CpuKernels, norm: Tensor | None) -> None:
     torch.manual_seed(4)

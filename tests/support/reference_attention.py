@@ -39,13 +39,18 @@ class ReferenceAttention:
                 seen = torch.arange(lowest, position + 1, device=cache.device)
                 blocks = tables[row, seen // block_size].long()
                 kv = cache[blocks, :, seen % block_size].double()  # [n, 2, num_kv_heads, head_dim]
-                out[token] = _attend_one(query[token].double(), kv[:, 0], kv[:, 1], layer.scale)
+                out[token] = _attend_one(query[token].double(), kv[:, 0], kv[:, 1], layer)
         return out
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
     """query [num_heads, head_dim], keys and values [n, num_kv_heads, head_dim] -> [num_heads, head_dim]."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # [n, num_heads, head_dim]
-    weights = torch.softmax((query * keys).sum(-1) * scale, dim=0)  # [n, num_heads]
+    scores = (query * keys).sum(-1) * layer.scale  # [n, num_heads]
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if layer.sinks is not None:  # like a key with this score, and a value of zeros
+        scores = torch.cat((scores, layer.sinks.double()[None]))
+    weights = torch.softmax(scores, dim=0)[: len(keys)]
     return (weights.unsqueeze(-1) * values).sum(0)

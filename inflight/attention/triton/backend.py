@@ -13,6 +13,7 @@ from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.attention.triton.tuning import Tuning
+from inflight.layers.triton.recurrent import RecurrentStep
 from inflight.triton_utils.padding import padded_empty
 
 PIECE = 2 << 20  # bytes
@@ -39,6 +40,7 @@ class TritonStep:
     tables: tuple[TableStep, ...]
     short_context: bool  # DecodeWork.short_context
     workspace: AttentionWorkspace
+    state: RecurrentStep | None = None  # None: no layer is recurrent
 
 
 class TritonAttention:
@@ -61,6 +63,9 @@ class TritonAttention:
         ]
         size = shape.block_size
         return KVCache.divide(slots, shape, lambda layer: (2, layer.num_kv_heads, size, layer.head_dim))
+
+    def state_inputs(self, inputs: TritonStep) -> RecurrentStep | None:
+        return inputs.state
 
     def live(self, inputs: TritonStep) -> Tensor:
         return inputs.tables[0].slot_mapping

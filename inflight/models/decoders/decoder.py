@@ -259,7 +259,7 @@ class Decoder:
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
         cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self.kernels.softcap(logits, cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""

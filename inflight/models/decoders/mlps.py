@@ -86,6 +86,7 @@ class ExpertsMlp:
     ) -> None:
         spec, hidden = shard.whole, shard.whole.hidden_size
         self._spec = spec
+        self._kernels = kernels
         self._shard = shard
         self._mlp = mlp
         experts = range(mlp.routing.num_experts)
@@ -119,7 +120,7 @@ class ExpertsMlp:
             return self.experts.add_to(residual, eps, next_norm, live)
         inner = self.shared_gate_up.gated(residual, eps, self._mlp.activation)
         if self.shared_gate is not None:
-            inner = inner * self.shared_gate.normed(residual, eps).sigmoid()
+            inner = self._kernels.sigmoid_gate(inner, self.shared_gate.normed(residual, eps))
         residual = self.experts.add_to(residual, eps, None, live)
         return self.shared_down.add_to(residual, inner, None, eps, next_norm)
 
