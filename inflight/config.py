@@ -21,9 +21,14 @@ class ModelConfig:
     """The checkpoint, and how it is loaded."""
 
     model: str | None = option(
-        None, MODEL, "A folder with a checkpoint, or a hub id.", unset="the built-in model"
+        None,
+        MODEL,
+        "A folder with a checkpoint, a hub id, a GGUF file, or owner/name:file.gguf.",
+        unset="the built-in model",
     )
-    tokenizer: str | None = option(None, MODEL, "A folder or hub id with the tokenizer, if not the model's.")
+    tokenizer: str | None = option(
+        None, MODEL, "A folder, hub id or GGUF file with the tokenizer, if not the model's."
+    )
     chat_template: str | None = option(
         None, MODEL, "A file with a chat template, or its text.", unset="the checkpoint's"
     )
@@ -84,7 +89,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model == "":
-            raise ConfigError("model is '': allowed is a folder or a hub id")
+            raise ConfigError("model is '': allowed is a folder, a hub id or a GGUF file")
         check(self)
 
 

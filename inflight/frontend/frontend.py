@@ -243,10 +243,11 @@ class Frontend:
 
 
 def _local_tokenizer(model: ModelConfig, folder: Path) -> Path:
-    """Return the folder on this machine with the tokenizer that is in `folder` on the engine's machine."""
+    """Return the folder or GGUF file on this machine with the tokenizer that is in `folder` on the engine's machine."""
     name = model.tokenizer or model.model
     if name is None:
         return checkpoint_folder()
     # The hub's cache names a snapshot after its commit: a branch may have moved since the engine downloaded it.
-    revision = folder.name if folder.parent.name == "snapshots" else model.revision
+    snapshots = [path.name for path in (folder, *folder.parents) if path.parent.name == "snapshots"]
+    revision = snapshots[0] if snapshots else model.revision
     return locate_checkpoint(name, revision, model.download_dir, weights=False)

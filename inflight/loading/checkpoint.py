@@ -114,13 +114,13 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
         return None
     if model.tokenizer is not None:
         other = open_checkpoint(model.tokenizer, load_format="dummy", download_dir=model.download_dir)
-        folder: Path | None = other.folder
+        path: Path | None = other.tokenizer_path
     else:
-        folder = checkpoint.folder
-    if folder is None:
+        path = checkpoint.tokenizer_path
+    if path is None:
         return None
     try:
-        return Tokenizer.load(folder, model.chat_template)
+        return Tokenizer.load(path, model.chat_template)
     except ModelError:
         if model.load_format == "dummy" and model.tokenizer is None:
             return None  # random weights need only a config

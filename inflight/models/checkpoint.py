@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from inflight.config import ModelConfig
 from inflight.errors import ModelError, WeightsError
+from inflight.gguf_file import GgufFile, is_gguf, split_pattern
 from inflight.model_files import MAX_TOKENIZER_BYTES, inside, read_file, read_object
 from inflight.models.builtin import BUILTIN_MODELS, checkpoint_folder
+from inflight.models.gguf_config import GGUF_FIELD, gguf_config, gguf_generation_config
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,12 +47,18 @@ TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint. `folder` is None for a model made from a config alone."""
+    """An opened checkpoint: a folder, a GGUF file, or neither, for a model made from a config alone."""
 
     folder: Path | None
     config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
     weight_files: tuple[Path, ...] = ()
+    gguf: GgufFile | None = None
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The folder or the GGUF file that has the tokenizer."""
+        return self.folder if self.gguf is None else self.gguf.path
 
 
 def open_checkpoint(
@@ -60,7 +68,7 @@ def open_checkpoint(
     hf_config: Mapping[str, Any] | None = None,
     download_dir: str | None = None,
 ) -> Checkpoint:
-    """Open `model`, a folder or a hub id.
+    """Open `model`, a folder, a hub id, a GGUF file, or one of a hub repository (owner/name:file.gguf).
 
     With load_format="dummy" no weights are needed; with `hf_config`, which replaces config.json, not even a folder is.
     Downloads go to `download_dir`, by default to the hub client's own cache.
@@ -69,6 +77,8 @@ def open_checkpoint(
     if dummy and hf_config is not None and not Path(model).is_dir():
         return Checkpoint(None, dict(hf_config))
     folder = locate_checkpoint(model, revision, download_dir, weights=not dummy)
+    if folder.is_file():
+        return _open_gguf(folder, dummy, hf_config)
     config = dict(hf_config) if hf_config is not None else read_object(folder, CONFIG)
     if config is None:
         raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
@@ -76,16 +86,29 @@ def open_checkpoint(
     return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
 
 
+def _open_gguf(path: Path, dummy: bool, hf_config: Mapping[str, Any] | None) -> Checkpoint:
+    file = GgufFile.open(path)
+    config = gguf_config(file)
+    if hf_config is not None:
+        config = {**hf_config, GGUF_FIELD: config[GGUF_FIELD]}
+    if dummy:  # random weights have no layout of their own
+        del config[GGUF_FIELD]
+    return Checkpoint(None, config, gguf_generation_config(file), () if dummy else file.files, file)
+
+
 def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) -> str:
     """Return a digest that is equal for equal files on any machine, and differs for other weights, another tokenizer
-    or another chat template. Pass `tokenizer_folder` if the tokenizer is not the checkpoint's own.
+    or another chat template. Pass `tokenizer_folder`, which may be a GGUF file, if the tokenizer is not the
+    checkpoint's own.
 
     Weights are sampled: the digest covers the headers and some bytes of every tensor, since training changes a tensor
     everywhere. This takes milliseconds; reading all bytes would take as long as loading.
     """
     digest = sha256(json.dumps([checkpoint.config, checkpoint.generation_config], sort_keys=True).encode())
-    folders = [folder for folder in (checkpoint.folder, tokenizer_folder) if folder is not None]
-    for folder in folders:
+    sources = [source for source in (checkpoint.tokenizer_path, tokenizer_folder) if source is not None]
+    for folder in sources:
+        if is_gguf(folder):
+            _add_gguf(digest, folder, weights=False)
         names = {str(path.relative_to(folder)) for name in FINGERPRINT_FILES for path in folder.glob(name)}
         for name in sorted(names):
             content = read_file(folder, name, MAX_TOKENIZER_BYTES) or b""
@@ -101,7 +124,7 @@ def fingerprint_now(config: ModelConfig) -> str | None:
     tokenizer = None if config.skip_tokenizer_init else config.tokenizer
     names = [str(name) for name in (config.model or checkpoint_folder(), tokenizer) if name]
     folders = [local_folder(name) for name in names]
-    if not all(folder.is_dir() for folder in folders):
+    if not all(folder.is_dir() or (is_gguf(folder) and folder.is_file()) for folder in folders):
         return None
     opened = open_checkpoint(str(folders[0]), load_format=config.load_format, hf_config=config.hf_config)
     return fingerprint(opened, *folders[1:])
@@ -111,7 +134,21 @@ class _Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
+def _add_gguf(digest: _Digest, path: Path, weights: bool) -> None:
+    """Add the header of a GGUF file, and with `weights` some bytes of each tensor."""
+    file = GgufFile.open_alone(path)
+    tensors = sorted(file.tensors.values(), key=lambda tensor: tensor.offset)
+    with path.open("rb") as opened:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(opened.read(tensors[0].offset if tensors else -1))
+        for tensor in tensors[:: 1 + len(tensors) // MAX_SAMPLES] if weights else ():
+            opened.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE) // 2)
+            digest.update(opened.read(min(SAMPLE, tensor.num_bytes)))
+
+
 def _add_weights(digest: _Digest, path: Path) -> None:
+    if is_gguf(path):
+        return _add_gguf(digest, path, weights=True)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -137,17 +174,26 @@ def _sampled_offsets(header: bytes) -> Iterator[int]:
 
 
 def locate_checkpoint(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
-    """Return the local folder of `model`, a folder, a built-in model or a hub id, downloading missing files."""
+    """Return the local folder or GGUF file of `model`: a path, a built-in model, a hub id, or a GGUF file of a hub
+    repository. Missing files are downloaded."""
     folder = local_folder(model)
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and is_gguf(folder)):
         return folder
     if folder.exists():
         raise ModelError(
-            f"{model!r} is a file: pass the folder that contains {CONFIG} and the safetensors files"
+            f"{model!r} is a file: pass a GGUF file, or the folder that contains {CONFIG} and the safetensors files"
         )
+    repository, colon, name = model.partition(":")
+    if colon and is_gguf(name) and repository.count("/") == 1 and not repository.startswith((".", "~", "/")):
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise ModelError(f"{model!r} names the file {name!r}: it must be inside the repository")
+        return _download(repository, revision, download_dir, [split_pattern(name)], []) / name
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelError(f"{model!r} does not exist: pass a checkpoint folder or a hub id (owner/name)")
-    return _download(model, revision, download_dir, weights)
+        raise ModelError(
+            f"{model!r} does not exist: pass a checkpoint folder, a GGUF file or a hub id (owner/name)"
+        )
+    patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
+    return _download(model, revision, download_dir, patterns, list(REPEATED_FILES))
 
 
 def local_folder(model: str) -> Path:
@@ -156,7 +202,9 @@ def local_folder(model: str) -> Path:
     return folder if folder.exists() else BUILTIN_MODELS.get(model, folder)
 
 
-def _download(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+def _download(
+    model: str, revision: str | None, download_dir: str | None, patterns: list[str], ignored: list[str]
+) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -164,14 +212,13 @@ def _download(model: str, revision: str | None, download_dir: str | None, weight
             f"{model!r} is not a local folder, and huggingface_hub, which could download it, is "
             "not installed: install inflight-llm[hub], or pass a folder"
         ) from None
-    patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
     try:
         path = snapshot_download(
             model,
             revision=revision,
             cache_dir=download_dir,
             allow_patterns=patterns,
-            ignore_patterns=list(REPEATED_FILES),
+            ignore_patterns=ignored,
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
         at = f" at revision {revision!r}" if revision else ""
@@ -241,6 +288,8 @@ def _other_weight_files(folder: Path) -> str:
             f", only {', '.join(unsafe[:3])}: such files can run code when they are loaded, so they are never read; "
             "convert the checkpoint to safetensors"
         )
+    if gguf := [name for name in names if is_gguf(name)]:
+        return f"; it has {', '.join(gguf[:3])}: pass the path of a GGUF file instead of its folder"
     shards = [name for name in names if name.endswith(".safetensors")]
     return f"; it has {', '.join(shards[:3])}, which must be listed in an index" if shards else ""
 

@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight.errors import WeightsError
+from inflight.gguf_file import GgufFile, is_gguf
 from inflight.layers.kernels import Experts, Linear
+from inflight.models.gguf_tensors import GgufTensors
 
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
@@ -67,6 +69,7 @@ class LinearRows:
     first_column: int  # the layer's in_features columns start here
     bias: bool  # whether the checkpoint has a bias
     has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
+    head_dim: int = 0  # of heads whose halves alternate, row by row, in the checkpoint; 0: they do not
 
     def placements(self, module: str) -> Iterator[Placement]:
         """Yield the tensors of the checkpoint's module and where they go."""
@@ -77,13 +80,20 @@ class LinearRows:
     def load(self, weight: Tensor, first: int = 0) -> None:
         """Load rows [first, first + len(weight)) of the checkpoint's weight."""
         columns = slice(self.first_column, self.first_column + self.linear.in_features)
-        for run, part in self._parts(weight, first):
+        for run, part in self._parts(self._in_halves(weight), first):
             self.linear.load(part[:, columns], run)
 
     def load_bias(self, bias: Tensor, first: int = 0) -> None:
         if self.has_bias:
-            for run, part in self._parts(bias, first):
+            for run, part in self._parts(self._in_halves(bias), first):
                 self.linear.load_bias(part, run)
+
+    def _in_halves(self, rows: Tensor) -> Tensor:
+        """Return whole heads with their first halves first."""
+        if not self.head_dim:
+            return rows
+        order = torch.arange(len(rows)).view(-1, self.head_dim // 2, 2).transpose(1, 2).flatten()
+        return rows[order]
 
     def _parts(self, tensor: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the parts of these rows that the layer holds, each with its first row in the layer."""
@@ -255,6 +265,9 @@ def read_headers(files: Iterable[Path], known_as: Callable[[str], str] = str) ->
 
 @contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
+    if is_gguf(file):
+        yield GgufTensors(GgufFile.open_alone(file))
+        return
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -295,7 +308,7 @@ def check_tensors(
 
 def layers_hint(num_layers: int, stored: Iterable[str]) -> str:
     """Return the most common cause of missing or surplus tensors: another number of layers."""
-    layers = {match[1] for name in stored if (match := re.search(r"\blayers?\.(\d+)\.", name))}
+    layers = {match[1] for name in stored if (match := re.search(r"\b(?:layers?|blk)\.(\d+)\.", name))}
     if len(layers) == num_layers:
         return ""
     return f" (num_hidden_layers is {num_layers}, the weights have {len(layers)} layers)"

@@ -15,9 +15,11 @@ from typing import Any
 import tokenizers
 
 from inflight.errors import InflightError, ModelError, PromptError, clipped
+from inflight.gguf_file import GgufFile, is_gguf
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
 from inflight.text.chat_template import ChatTemplateSource, read_chat_template, read_template_option
 from inflight.text.detokenizer import ByteDecoder
+from inflight.text.gguf_tokenizer import read_gguf_tokenizer
 
 # The names of special tokens in templates and configurations.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -107,7 +109,7 @@ class Tokenizer:
         add_eos: bool = False,
         chat_template: ChatTemplateSource | None = None,
     ) -> None:
-        self.folder: Path | None = None  # where it was loaded from
+        self.folder: Path | None = None  # the folder or GGUF file that it was loaded from
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -131,11 +133,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, template: str | None = None) -> Tokenizer:
-        """Load the tokenizer of a checkpoint's folder.
+        """Load the tokenizer of a checkpoint's folder, or of a GGUF file.
 
         `template` is a chat template, or the path of one, that replaces the checkpoint's.
         """
         folder = Path(folder)
+        if is_gguf(folder) and folder.is_file():
+            return cls._load_gguf(folder, template)
         content = read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
         if content is None:
             raise ModelError(_missing_message(folder))
@@ -159,6 +163,28 @@ class Tokenizer:
             reason = clipped(" ".join(str(error).split()), 300)
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be used: {reason}") from error
         tokenizer.folder = folder
+        return tokenizer
+
+    @classmethod
+    def _load_gguf(cls, path: Path, template: str | None) -> Tokenizer:
+        templates = None if template is None else read_template_option(template)
+        try:
+            with translate_panics():
+                read = read_gguf_tokenizer(GgufFile.open(path))
+                tokenizer = cls(
+                    read.backend,
+                    specials=read.specials,
+                    add_bos=read.add_bos,
+                    add_eos=read.add_eos,
+                    chat_template=templates or read.templates or None,
+                )
+                tokenizer.encode("A test: é 1.")
+        except ModelError:
+            raise
+        except Exception as error:  # the package raises bare Exception
+            reason = clipped(" ".join(str(error).split()), 300)
+            raise ModelError(f"the tokenizer in {path} cannot be used: {reason}") from error
+        tokenizer.folder = path
         return tokenizer
 
     @cached_property

@@ -107,6 +107,9 @@ class SelfAttention:
             **packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, whole.qkv_bias),
             "output": summed_columns(self.output, *query, whole.output_bias, shard.rank == 0),
         }
+        # As llama.cpp rotates them: the two halves of a head alternate.
+        for part in ("q", "k"):
+            linears[f"qkv.{part}.interleaved"] = replace(linears[f"qkv.{part}"], head_dim=whole.head_dim)
         norms = norm_targets(
             self._spec, in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
         )

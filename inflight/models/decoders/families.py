@@ -26,6 +26,7 @@ from inflight.models.decoders.experts_config import (
     qwen2_mlps,
     qwen3_mlps,
 )
+from inflight.models.decoders.gguf_names import with_gguf_names
 from inflight.models.decoders.spec import (
     DecoderSpec,
     DenseMlpSpec,
@@ -35,6 +36,7 @@ from inflight.models.decoders.spec import (
     WeightNames,
 )
 from inflight.models.encoders.families import ENCODERS
+from inflight.models.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context
 
@@ -348,6 +350,10 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
             attention_output_scale=fields.number("residual_multiplier", 1.0),
             logit_divisor=fields.number("logits_scaling", 1.0),
         )
+    gguf = config.get(GGUF_FIELD)
+    if gguf is not None:
+        num_extra = min(fields.integer("num_nextn_predict_layers", 0, least=0), _MAX_EXTRA_LAYERS)
+        spec = with_gguf_names(spec, gguf, ARCHITECTURES[gguf].interleaved, num_extra)
     return spec if family.head == "language" else without_lm_head(spec)
 
 

@@ -56,6 +56,7 @@ class WeightNames:
     layer: Mapping[str, str]
     experts: tuple[Mapping[str, str], ...] = ({},)
     prefixes: tuple[str, ...] = ("model.",)  # the first that the checkpoint has an embedding under
+    layers: str = "layers"  # after the prefix: what the layers are in
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
     classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"

@@ -60,7 +60,7 @@ def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[
         targets = layer.targets()
         for module, target in {**names.layer, **names.experts[layout]}.items():
             if target in targets:
-                yield from targets[target].placements(f"{prefix}layers.{index}.{module}")
+                yield from targets[target].placements(f"{prefix}{names.layers}.{index}.{module}")
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
