@@ -45,7 +45,7 @@ def test_config_is_that_of_the_folder(folder: Path, model: Path) -> None:
         "top_k": 20,
     }
     spec, expected = decoder_spec(ours.config), decoder_spec(theirs.config)
-    for field in ("vocab_size", "mlps", "ropes", "windows", "head_dim", "num_kv_heads", "default_context"):
+    for field in ("vocab_size", "mlps", "mixers", "hidden_size", "default_context"):
         assert getattr(spec, field) == getattr(expected, field)
     assert spec.norm_eps == pytest.approx(expected.norm_eps)
 
