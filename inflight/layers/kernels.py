@@ -2,9 +2,9 @@
 
 Decoders and encoders are written once, in terms of these operations; each is as large as some device can do in one
 kernel. Everything that reads a weight matrix is a method of a `Linear` or of a layer's `Experts`, which own how their
-matrices are stored, multiplied and loaded: another storage format is another `Linear`. `Kernels` creates them and does
-what needs no matrix. `TorchKernels` runs anywhere and is the reference and the fallback of devices without kernels.
-`NativeKernels` is for CPUs, `TritonKernels` for GPUs.
+matrices are stored, multiplied and loaded: another `Scheme` of quantized weights is another `Linear`. `Kernels` creates
+them and does what needs no matrix. `TorchKernels` runs anywhere and is the reference and the fallback of devices
+without kernels. `NativeKernels` is for CPUs, `TritonKernels` for GPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import TorchRecurrent
+from inflight.layers.formats import QuantizedMatrix, Scheme, Weight, plain
 from inflight.layers.recurrent import RecurrentBackend
 
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
@@ -55,8 +56,9 @@ class Linear(Protocol):
     in_features: int
     out_features: int
 
-    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        """Copy `weight` [n, m] into rows [first_row, first_row + n) and columns [first_column, first_column + m)."""
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        """Copy `weight` [n, m] into rows [first_row, first_row + n) and columns [first_column, first_column + m). A
+        layer that holds quantized weights takes them as its scheme has them, in whole rows; others take any."""
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
         """Copy `bias` [n] into outputs [first_row, first_row + n)."""
@@ -109,7 +111,7 @@ class Experts(Protocol):
     router: Linear  # [num_experts, hidden]
     correction: Tensor | None  # [num_experts] float32
 
-    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         """Copy rows and columns of the "gate" or "up" matrix [inner, hidden], or of the "down" matrix [hidden, inner],
         of one expert that is held here."""
 
@@ -143,8 +145,10 @@ class Kernels(Protocol):
         dtype: torch.dtype,
         bias: bool,
         reduce: Reduce | None = None,
+        scheme: Scheme | None = None,
     ) -> Linear:
-        """Return an empty linear layer whose weights are stored as `dtype`, or in a type that is no less precise.
+        """Return an empty linear layer whose weights are stored as `dtype`, or in a type that is no less precise. With
+        a scheme that the device has kernels for, they are stored as it says.
 
         `reduce` is for a layer that holds only some columns of its matrix (a sharded output or down projection); it is
         applied between the product and the residual. Only one of these layers has the bias.
@@ -161,8 +165,10 @@ class Kernels(Protocol):
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
+        scheme: Scheme | None = None,
     ) -> Experts:
         """Return an empty router with empty experts. The activation is one of GATES, or CLAMPED_SILU with its `limit`.
+        The scheme is that of the experts; routers are never quantized.
 
         `reduce` is for experts of which each rank holds some inner features, or only those in `held`.
         """
@@ -195,9 +201,9 @@ class Kernels(Protocol):
         """Return residual + x. May overwrite the residual."""
 
 
-def check_fits(weight: Tensor, first_row: int, first_column: int, num_rows: int, num_columns: int) -> None:
+def check_fits(weight: Weight, first_row: int, first_column: int, num_rows: int, num_columns: int) -> None:
     """Raise unless the weight fits at this row and column of a matrix [num_rows, num_columns]."""
-    fits = weight.dim() == 2 and first_row >= 0 and first_column >= 0
+    fits = len(weight.shape) == 2 and first_row >= 0 and first_column >= 0
     if fits:
         fits = first_row + weight.shape[0] <= num_rows and first_column + weight.shape[1] <= num_columns
     if not fits:
@@ -215,16 +221,29 @@ def check_bias_fits(bias: Tensor, first_row: int, num_rows: int) -> None:
         )
 
 
-def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: int) -> None:
+def check_weight(linear: Linear, weight: Weight, first_row: int, first_column: int) -> None:
     """Raise unless the weight fits into `linear` at this row and column."""
     check_fits(weight, first_row, first_column, linear.out_features, linear.in_features)
 
 
-def copy_weight(linear: Linear, to: Tensor, weight: Tensor, first_row: int, first_column: int) -> None:
+def copy_weight(linear: Linear, to: Tensor, weight: Weight, first_row: int, first_column: int) -> None:
     """Copy a rectangle of `linear`'s weight into `to`, its row-major matrix."""
     check_weight(linear, weight, first_row, first_column)
     num_rows, num_columns = weight.shape
-    to[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+    to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
+
+
+def copy_quantized(to: QuantizedMatrix, weight: Weight, first_row: int, first_column: int) -> None:
+    """Copy whole rows of a quantized matrix into `to`."""
+    check_fits(weight, first_row, first_column, *to.shape)
+    if isinstance(weight, Tensor):
+        weight = to.scheme.quantize(weight)
+    if weight.scheme != to.scheme or weight.shape[1] != to.shape[1]:
+        raise ConfigError(
+            f"a weight of shape {list(weight.shape)} held as {weight.scheme.name} cannot be loaded into a layer "
+            f"of {to.shape[1]} columns held as {to.scheme.name}"
+        )
+    to.copy_rows(weight, first_row)
 
 
 def copy_bias(linear: Linear, to: Tensor | None, bias: Tensor, first_row: int) -> None:
@@ -317,7 +336,7 @@ class ComposedLinear(ABC):
         self._reduce = reduce
 
     @abstractmethod
-    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None: ...
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None: ...
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor: ...
@@ -373,7 +392,7 @@ class TorchLinear(ComposedLinear):
         stored = torch.promote_types(dtype, self._compute_dtype)
         self._weight = torch.empty(out_features, in_features, dtype=stored, device=device)
 
-    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         copy_weight(self, self._weight, weight, first_row, first_column)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -381,6 +400,43 @@ class TorchLinear(ComposedLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight.to(self._compute_dtype), self._bias)
+
+
+class QuantizedTorchLinear(ComposedLinear):
+    """A linear layer that holds its weights in any scheme, and dequantizes them for every product: the reference of
+    other kernels, and a layer of the right size on the meta device."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        bias: bool,
+        reduce: Reduce | None,
+        device: torch.device,
+    ) -> None:
+        self._compute_dtype = kernels.compute_dtype
+        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
+        super().__init__(kernels, in_features, out_features, own_bias, reduce)
+        self._matrix = scheme.empty(out_features, in_features, device)
+
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        copy_quantized(self._matrix, weight, first_row, first_column)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._matrix.dequantize(self._compute_dtype)[ids]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._matrix.dequantize(self._compute_dtype), self._bias)
+
+
+def _empty_weight(
+    num_rows: int, num_columns: int, stored: torch.dtype | Scheme, device: torch.device
+) -> Weight:
+    if isinstance(stored, torch.dtype):
+        return torch.empty(num_rows, num_columns, dtype=stored, device=device)
+    return stored.empty(num_rows, num_columns, device)
 
 
 class TorchExperts:
@@ -399,6 +455,7 @@ class TorchExperts:
         reduce: Reduce | None,
         held: range | None,
         device: torch.device,
+        scheme: Scheme | None = None,
     ) -> None:
         if activation != CLAMPED_SILU:
             check_gate(activation)
@@ -413,18 +470,24 @@ class TorchExperts:
         self._held = range(routing.num_experts) if held is None else held
         count = len(self._held)
         stored, compute = torch.promote_types(dtype, kernels.compute_dtype), kernels.compute_dtype
-        # The rows of gate, then those of up.
-        self._gate_up = torch.empty(count, 2 * inner, hidden, dtype=stored, device=device)
-        self._down = torch.empty(count, hidden, inner, dtype=stored, device=device)
+        # The rows of all experts one after the other: of each the rows of gate, then those of up.
+        self._gate_up = _empty_weight(count * 2 * inner, hidden, scheme or stored, device)
+        self._down = _empty_weight(count * hidden, inner, scheme or stored, device)
         self._gate_up_bias = torch.zeros(count, 2 * inner, dtype=compute, device=device) if bias else None
         self._down_bias = torch.zeros(count, hidden, dtype=compute, device=device) if bias else None
 
-    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_expert(self._held, expert, part)
-        to = self._part(part, self._gate_up, self._down)[expert - self._held.start]
-        check_fits(weight, first_row, first_column, *to.shape)
-        num_rows, num_columns = weight.shape
-        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+        to, index = self._down if part == "down" else self._gate_up, expert - self._held.start
+        hidden = self._gate_up.shape[1]
+        num_rows = hidden if part == "down" else self._inner
+        check_fits(weight, first_row, first_column, num_rows, to.shape[1])
+        first_row += index * hidden if part == "down" else (2 * index + (part == "up")) * self._inner
+        if isinstance(to, Tensor):
+            rows, columns = weight.shape
+            to[first_row : first_row + rows, first_column : first_column + columns] = plain(weight)
+        else:
+            copy_quantized(to, weight, first_row, first_column)
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         check_expert(self._held, expert, part)
@@ -459,31 +522,40 @@ class TorchExperts:
     def _product(self, index: int, x: Tensor) -> Tensor:
         gate_up_bias = None if self._gate_up_bias is None else self._gate_up_bias[index]
         down_bias = None if self._down_bias is None else self._down_bias[index]
-        gate_up = F.linear(x, self._gate_up[index].to(x.dtype), gate_up_bias)
+        gate_up = F.linear(x, self._rows(self._gate_up, index), gate_up_bias)
         if self._activation == CLAMPED_SILU:
             gate, up = gate_up.chunk(2, dim=-1)
             gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
             inner = (up + 1) * gate * torch.sigmoid(CLAMPED_SILU_SLOPE * gate)
         else:
             inner = self._kernels.gate(gate_up, self._activation)
-        return F.linear(inner, self._down[index].to(x.dtype), down_bias)
+        return F.linear(inner, self._rows(self._down, index), down_bias)
+
+    def _rows(self, weight: Weight, index: int) -> Tensor:
+        """Return one expert's rows in the compute dtype."""
+        count = len(weight) // len(self._held)
+        return plain(weight[index * count : (index + 1) * count]).to(self._kernels.compute_dtype)
 
     def _part(self, part: str, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Return the rows of a part, of all experts, in the packed weights or in the packed biases."""
+        """Return the rows of a part, of all experts, in the packed biases."""
         if part == "down":
             return down
         return gate_up[:, : self._inner] if part == "gate" else gate_up[:, self._inner :]
 
 
 class TorchKernels:
-    """Implements `Kernels`."""
+    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time."""
 
     def __init__(
-        self, compute_dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        compute_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        quantized: bool = False,
     ) -> None:
         self.compute_dtype = compute_dtype
         self.recurrent = TorchRecurrent()
         self._device = torch.device(device)
+        self._quantized = quantized
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
@@ -498,7 +570,10 @@ class TorchKernels:
         dtype: torch.dtype,
         bias: bool,
         reduce: Reduce | None = None,
+        scheme: Scheme | None = None,
     ) -> Linear:
+        if scheme is not None and self._quantized:
+            return QuantizedTorchLinear(self, in_features, out_features, scheme, bias, reduce, self._device)
         return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
 
     def experts(
@@ -512,9 +587,12 @@ class TorchKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
+        scheme: Scheme | None = None,
     ) -> Experts:
+        if not self._quantized:
+            scheme = None
         return TorchExperts(
-            self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device
+            self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device, scheme
         )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:

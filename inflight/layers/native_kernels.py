@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent
+from inflight.layers.formats import Scheme, Weight, plain
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ComposedLinear,
@@ -73,10 +74,10 @@ class NativeLinear(ComposedLinear):
         self._weight_pointer = self._panels.data_ptr()
         self._bias_pointer = None if own_bias is None else own_bias.data_ptr()
 
-    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
         for start in range(0, len(weight), LOAD_ROWS):
-            part = weight[start : start + LOAD_ROWS].to(device="cpu", dtype=self._stored).contiguous()
+            part = plain(weight[start : start + LOAD_ROWS]).to(device="cpu", dtype=self._stored).contiguous()
             self._pack(
                 part.data_ptr(), self._weight_pointer, *part.shape, self.in_features, first_row + start,
                 first_column, self._library.threads,
@@ -181,12 +182,12 @@ class NativeExperts:
             limit,
         )
 
-    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_expert(self._held, expert, part)
         shape = (self._hidden, self._inner) if part == "down" else (self._inner, self._hidden)
         check_fits(weight, first_row, first_column, *shape)
         panels = (self._down if part == "down" else self._gate_up)[expert - self._held.start]
-        rows = weight.to(device="cpu", dtype=self._stored).contiguous()
+        rows = plain(weight).to(device="cpu", dtype=self._stored).contiguous()
         self._pack(
             rows.data_ptr(), panels.data_ptr(), *rows.shape, shape[1],
             first_row + (self._inner if part == "up" else 0), first_column, self._library.threads,
@@ -249,6 +250,7 @@ class NativeKernels:
         dtype: torch.dtype,
         bias: bool,
         reduce: Reduce | None = None,
+        scheme: Scheme | None = None,  # noqa: ARG002
     ) -> Linear:
         return NativeLinear(
             self,
@@ -273,6 +275,7 @@ class NativeKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
+        scheme: Scheme | None = None,  # noqa: ARG002
     ) -> Experts:
         return NativeExperts(
             self,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.formats import Scheme, Weight, plain
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertRouting,
@@ -106,6 +107,7 @@ class TritonKernels:
         dtype: torch.dtype,  # noqa: ARG002
         bias: bool,
         reduce: Reduce | None = None,
+        scheme: Scheme | None = None,  # noqa: ARG002
     ) -> Linear:
         return TritonLinear(self, in_features, out_features, bias, reduce)
 
@@ -120,6 +122,7 @@ class TritonKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
+        scheme: Scheme | None = None,  # noqa: ARG002
     ) -> Experts:
         return TritonExperts(self, hidden, inner, routing, activation, bias, limit, reduce, held)
 
@@ -172,7 +175,7 @@ class TritonLinear:
 
     # ---- loading ----
 
-    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         copy_weight(self, self.weight, weight, first_row, first_column)
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
@@ -329,11 +332,11 @@ class TritonExperts:
 
     # ---- loading ----
 
-    def load(self, part: str, expert: int, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         to = self._part(part, expert, self.gate_up, self.down)
         check_fits(weight, first_row, first_column, *to.shape)
         num_rows, num_columns = weight.shape
-        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         if self.gate_up_bias is None or self.down_bias is None:

@@ -74,7 +74,7 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
     context = resolve_context(spec, config.model.max_model_len)
     fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]
     whole = meta_decoder(whole_shard(spec), TorchKernels(device=META), dtype)
-    parameters = sum(prod(placement.shape) for placement in placements(whole))
+    parameters = sum(prod(placement.shape) for placement in placements(whole, dummy=True))
     return ModelPlan(dtype, context, parameters, fits)
 
 

@@ -95,11 +95,7 @@ class Fields:
         return Fields(value, f"{name} of {self.where}")
 
     def check_supported(self, fixed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise unless each field in `fixed` has one of its supported values, and nothing is quantized."""
-        if "quantization_config" in self:
-            raise ModelError(
-                f"{self.where} has a quantization_config: only bf16, fp16 and fp32 checkpoints are supported"
-            )
+        """Raise unless each field in `fixed` has one of its supported values."""
         for name, allowed in fixed.items():
             if self.values.get(name) not in allowed:
                 raise self.error(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from inflight.errors import WeightsError
 from inflight.gguf_file import GgufFile, is_gguf
+from inflight.layers.formats import PLAIN, FormatTensor, PlainFormat, Weight, WeightFormat
+from inflight.layers.formats.schemes import check_cut
+from inflight.layers.formats.weight_format import FLOATS
 from inflight.layers.kernels import Experts, Linear
 from inflight.models.gguf_tensors import GgufTensors
 
@@ -29,8 +32,14 @@ Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 # (a tensor or a run of its rows, the index of the first of these rows)
 Store = Callable[[Tensor, int], None]
+WeightOrBias = TypeVar("WeightOrBias", Weight, Tensor)
 
-_ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+_ITEM_SIZES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
 _DUMMY_VALUES = 1 << 20
 _DUMMY_STD = 0.02
 _SHOWN = 3
@@ -46,6 +55,66 @@ class Placement:
     store: Store
     dummy: float | None = None  # fill value of dummy weights; None: random numbers
     dummy_scale: float = 1.0  # multiplies these random numbers
+    dtypes: tuple[str, ...] = FLOATS  # as which it may be stored
+    also: tuple[tuple[int, ...], ...] = ()  # other shapes that it may have
+    on_device: bool = False  # whether `store` takes it only on the model's device
+
+
+class _MatrixTensors:
+    """The tensors of a matrix, or of the matrices of all experts. They are loaded once the last of them is read."""
+
+    def __init__(
+        self,
+        module: str,
+        weights: WeightFormat,
+        shape: tuple[int, int],
+        columns: range,  # those that are needed
+        load: Callable[[dict[str, Tensor], int], None],
+    ) -> None:
+        with naming(module):
+            self.tensors = weights.tensors(*shape)
+            if weights.scheme is not None:
+                check_cut(weights.scheme, columns, shape[1])
+        self._on_device = weights.scheme is not None or len(self.tensors) > 1
+        self._load = load
+        self._read: dict[str, Tensor] = {}
+
+    def placement(self, tensor: FormatTensor, name: str, shape: tuple[int, ...]) -> Placement:
+        store = partial(self._store, tensor.name)
+        return Placement(name, shape, store, None, 1.0, tensor.dtypes, tensor.also, self._on_device)
+
+    def _store(self, name: str, tensor: Tensor, first: int) -> None:
+        self._read[name] = tensor
+        if len(self._read) == len(self.tensors):
+            tensors, self._read = self._read, {}
+            self._load(tensors, first)
+
+
+@contextmanager
+def naming(module: str) -> Iterator[None]:
+    """Add a module's name to errors about its weights."""
+    try:
+        yield
+    except WeightsError as error:
+        raise WeightsError(f"{module}: {error}") from None
+
+
+def _matrix_placements(
+    module: str,
+    weights: WeightFormat,
+    shape: tuple[int, int],
+    columns: range,
+    load: Callable[[Weight, int], None],
+) -> Iterator[Placement]:
+    """Yield the tensors of a checkpoint's matrix, of which `load` needs these columns."""
+
+    def convert(tensors: dict[str, Tensor], first: int) -> None:
+        with naming(module):
+            load(weights.matrix(tensors, shape[1]), first)
+
+    matrix = _MatrixTensors(module, weights, shape, columns, convert)
+    for tensor in matrix.tensors:
+        yield matrix.placement(tensor, f"{module}.{tensor.name}", tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +140,39 @@ class LinearRows:
     has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
     head_dim: int = 0  # of heads whose halves alternate, row by row, in the checkpoint; 0: they do not
 
-    def placements(self, module: str) -> Iterator[Placement]:
-        """Yield the tensors of the checkpoint's module and where they go."""
-        yield Placement(f"{module}.weight", (self.count, self.num_columns), self.load)
+    def placements(self, module: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
+        """Yield the tensors of the checkpoint's module, whose weights are stored in a format, and where they go."""
+        columns = range(self.first_column, self.first_column + self.linear.in_features)
+        yield from _matrix_placements(module, weights, (self.count, self.num_columns), columns, self.load)
         if self.bias:
             yield Placement(f"{module}.bias", (self.count,), self.load_bias)
 
-    def load(self, weight: Tensor, first: int = 0) -> None:
+    def load(self, weight: Weight, first: int = 0) -> None:
         """Load rows [first, first + len(weight)) of the checkpoint's weight."""
         columns = slice(self.first_column, self.first_column + self.linear.in_features)
-        for run, part in self._parts(self._in_halves(weight), first):
-            self.linear.load(part[:, columns], run)
+        weight = self._in_halves(weight)
+        for run, rows in self._parts(len(weight), first):
+            self.linear.load(weight[rows, columns], run)
 
     def load_bias(self, bias: Tensor, first: int = 0) -> None:
         if self.has_bias:
-            for run, part in self._parts(self._in_halves(bias), first):
-                self.linear.load_bias(part, run)
+            bias = self._in_halves(bias)
+            for run, rows in self._parts(len(bias), first):
+                self.linear.load_bias(bias[rows], run)
 
-    def _in_halves(self, rows: Tensor) -> Tensor:
+    def _in_halves(self, rows: WeightOrBias) -> WeightOrBias:
         """Return whole heads with their first halves first."""
         if not self.head_dim:
             return rows
         order = torch.arange(len(rows)).view(-1, self.head_dim // 2, 2).transpose(1, 2).flatten()
         return rows[order]
 
-    def _parts(self, tensor: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the parts of these rows that the layer holds, each with its first row in the layer."""
+    def _parts(self, count: int, first: int) -> Iterator[tuple[int, slice]]:
+        """Yield which of these rows the layer holds, each run with its first row in the layer."""
         for run in self.runs:
-            start, end = max(run.first, first), min(run.first + run.count, first + len(tensor))
+            start, end = max(run.first, first), min(run.first + run.count, first + count)
             if start < end:
-                yield run.to + start - run.first, tensor[start - first : end - first]
+                yield run.to + start - run.first, slice(start - first, end - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +185,7 @@ class NormWeight:
     offset: float = 0.0  # added to the checkpoint's weight
     bias: Tensor | None = None
 
-    def placements(self, module: str) -> Iterator[Placement]:
+    def placements(self, module: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
         store = into_tensor(self.weight, self.offset, self.first)
         yield Placement(f"{module}.weight", (self.count,), store, dummy=1.0 - self.offset)
         if self.bias is not None:
@@ -129,7 +201,7 @@ class PlainTensor:
     tensor: Tensor
     dummy: float
 
-    def placements(self, name: str) -> Iterator[Placement]:
+    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
         yield Placement(name, tuple(self.tensor.shape), into_tensor(self.tensor), self.dummy)
 
 
@@ -148,18 +220,39 @@ class ExpertMatrix:
     transposed: bool = False  # whether a tensor of all experts is [num_experts, num_columns, num_rows]
     interleaved: bool = False  # whether the rows of the parts alternate
 
-    def placements(self, name: str) -> Iterator[Placement]:
-        """Yield the tensors: one per expert if the name has a place for its number, otherwise one of all."""
-        num_rows = len(self.parts) * self.num_rows
+    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
+        """Yield the tensors: those of each expert if the name has a place for its number, otherwise those of all."""
+        shape = len(self.parts) * self.num_rows, self.num_columns
         if "{}" in name:
             for expert in self.held:
-                shape = num_rows, self.num_columns
-                yield Placement(f"{name.format(expert)}.weight", shape, partial(self.load, expert))
-        else:
-            shape = (self.num_columns, num_rows) if self.transposed else (num_rows, self.num_columns)
-            yield Placement(name, (self.num_experts, *shape), self._load_all)
+                module, load = name.format(expert), partial(self.load, expert)
+                yield from _matrix_placements(module, weights, shape, self.columns, load)
+            return
+        load_all = partial(self._load_all, name, weights)
+        matrix = _MatrixTensors(name, weights, shape, self.columns, load_all)
+        for tensor in matrix.tensors:
+            # "weight" is left out: gate_up_proj, gate_up_proj_scale_inv.
+            suffix = tensor.name.removeprefix("weight").removeprefix("_")
+            own_shape = tensor.shape[::-1] if self._is_transposed(weights) else tensor.shape
+            yield matrix.placement(
+                tensor, f"{name}_{suffix}" if suffix else name, (self.num_experts, *own_shape)
+            )
 
-    def load(self, expert: int, weight: Tensor, first: int = 0) -> None:
+    def _is_transposed(self, weights: WeightFormat) -> bool:
+        """Return whether tensors of all experts are transposed. Only plain weights ever are."""
+        return self.transposed and isinstance(weights, PlainFormat)
+
+    def _load_all(self, name: str, weights: WeightFormat, tensors: dict[str, Tensor], first: int) -> None:
+        """Load the matrices of the experts from `first` on."""
+        for index in range(len(next(iter(tensors.values())))):
+            if first + index in self.held:
+                own = {key: tensor[index] for key, tensor in tensors.items()}
+                if self._is_transposed(weights):
+                    own = {key: tensor.T for key, tensor in own.items()}
+                with naming(f"{name} of expert {first + index}"):
+                    self.load(first + index, weights.matrix(own, self.num_columns))
+
+    def load(self, expert: int, weight: Weight, first: int = 0) -> None:
         """Load rows [first, first + len(weight)) of one expert's matrix."""
         columns = slice(self.columns.start, self.columns.stop)
         for index, part in enumerate(self.parts):
@@ -173,11 +266,6 @@ class ExpertMatrix:
                 rows = weight[start - first : end - first, columns]
                 self.experts.load(part, expert, rows, start - at - self.rows.start)
 
-    def _load_all(self, weights: Tensor, first: int) -> None:
-        for expert, weight in enumerate(weights, first):
-            if expert in self.held:
-                self.load(expert, weight.T if self.transposed else weight)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertBias:
@@ -185,7 +273,7 @@ class ExpertBias:
 
     matrix: ExpertMatrix
 
-    def placements(self, name: str) -> Iterator[Placement]:
+    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
         matrix = self.matrix
         yield Placement(name, (matrix.num_experts, len(matrix.parts) * matrix.num_rows), self._load_all)
 
@@ -287,21 +375,23 @@ def check_tensors(
     """
     # A config may claim millions of tensors. If there are more than are stored, some of the first ones are missing.
     needed = islice(needed, len(stored) + _MAX_MISSING)
-    shapes = {placement.name: placement.shape for placement in needed}
-    missing = [name for name in shapes if name not in stored]
+    placements = {placement.name: placement for placement in needed}
+    missing = [name for name in placements if name not in stored]
     if missing:
         raise WeightsError(f"the weights lack {_some(missing)}, required by config.json{hint}")
-    for name, shape in shapes.items():
+    for name, placement in placements.items():
         tensor = stored[name]
         where = f"{name} in {tensor.file.name}"
-        if tensor.shape != shape:
-            raise WeightsError(f"{where} has shape {list(tensor.shape)}: config.json requires {list(shape)}")
-        if tensor.dtype not in _ITEM_SIZES:
+        if tensor.shape not in (placement.shape, *placement.also):
             raise WeightsError(
-                f"{where} is stored as {tensor.dtype}: it must be one of {', '.join(_ITEM_SIZES)}"
+                f"{where} has shape {list(tensor.shape)}: config.json requires {list(placement.shape)}"
             )
+        if tensor.dtype not in placement.dtypes:
+            allowed = ", ".join(placement.dtypes)
+            one_of = "one of " if len(placement.dtypes) > 1 else ""
+            raise WeightsError(f"{where} is stored as {tensor.dtype}: it must be {one_of}{allowed}")
     unused = [re.compile(pattern) for pattern in ignored]
-    surplus = [name for name in stored if name not in shapes and not any(p.search(name) for p in unused)]
+    surplus = [name for name in stored if name not in placements and not any(p.search(name) for p in unused)]
     if surplus:
         raise WeightsError(f"the weights have {_some(surplus)}, which config.json does not account for{hint}")
 
@@ -315,9 +405,12 @@ def layers_hint(num_layers: int, stored: Iterable[str]) -> str:
 
 
 def fill(
-    placements: Mapping[str, Placement], stored: Mapping[str, StoredTensor], progress: Progress | None = None
+    placements: Mapping[str, Placement],
+    stored: Mapping[str, StoredTensor],
+    progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """Copy every tensor to its place, file by file."""
+    """Copy every tensor to its place, file by file. Those that are converted go to `device` first."""
     total = sum(stored[name].num_bytes for name in placements)
     done = 0
     for file in dict.fromkeys(tensor.file for tensor in stored.values()):
@@ -325,7 +418,8 @@ def fill(
             for name, tensor in stored.items():
                 if tensor.file != file or name not in placements:
                     continue
-                placements[name].store(tensors.get_tensor(tensor.name), 0)
+                placement, read = placements[name], tensors.get_tensor(tensor.name)
+                placement.store(read.to(device) if placement.on_device else read, 0)
                 done += tensor.num_bytes
                 if progress is not None:
                     progress(done, total)

@@ -18,7 +18,7 @@ from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.rotary import Rope
-from inflight.models.decoders.mlps import Mlp, build_mlp, empty_norm, norm_targets
+from inflight.models.decoders.mlps import Mlp, SchemeOf, build_mlp, empty_norm, norm_targets
 from inflight.models.decoders.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -44,6 +44,7 @@ class SelfAttention:
         device: torch.device,
         cos_sin: Tensor,
         table: int,
+        scheme_of: SchemeOf,
     ) -> None:
         spec, own = shard.whole, shard.attention(whole)
         hidden = spec.hidden_size
@@ -52,9 +53,18 @@ class SelfAttention:
         self._whole, self._own = whole, own
         self._kernels = kernels
         self._backend = backend
-        self.qkv: Linear = kernels.linear(hidden, own.query_size + 2 * own.kv_size, dtype, own.qkv_bias)
+        self.qkv: Linear = kernels.linear(
+            hidden,
+            own.query_size + 2 * own.kv_size,
+            dtype,
+            own.qkv_bias,
+            scheme=scheme_of("attention.qkv"),
+        )
         has_bias = own.output_bias and shard.rank == 0
-        self.output: Linear = kernels.linear(own.query_size, hidden, dtype, has_bias, shard.collective)
+        scheme = scheme_of("attention.output")
+        self.output: Linear = kernels.linear(
+            own.query_size, hidden, dtype, has_bias, shard.collective, scheme
+        )
         self.in_norm = empty_norm(spec.norm_placement.before, hidden, device)
         self.out_norm = empty_norm(spec.norm_placement.after, hidden, device)
         of_all, any_norm = own.qk_norm is QKNorm.WHOLE, own.qk_norm is not QKNorm.NONE
@@ -183,22 +193,32 @@ class Decoder:
         ropes = {layer.rope for layer in spec.attentions}
         tables: dict[Rope | None, Tensor]
         tables = {rope: rope.table(length, device) for rope in ropes if rope is not None}
-        own = slice(shard.layers.start, shard.layers.stop)
+        whole, own = shard.whole, slice(shard.layers.start, shard.layers.stop)
+        schemes = [partial(whole.scheme, index) for index in shard.layers]
         self.layers = [
             Layer(
                 SelfAttention(
-                    shard, mixer, kernels, attention, dtype, device, tables[mixer.rope], place.table
+                    shard,
+                    mixer,
+                    kernels,
+                    attention,
+                    dtype,
+                    device,
+                    tables[mixer.rope],
+                    place.table,
+                    scheme_of,
                 ),
-                build_mlp(shard, mlp, kernels, dtype, device),
+                build_mlp(shard, mlp, kernels, dtype, device, scheme_of),
             )
-            for mixer, mlp, place in zip(
-                shard.whole.mixers[own], spec.mlps, self.kv_shape(1).places, strict=True
+            for mixer, mlp, place, scheme_of in zip(
+                whole.mixers[own], spec.mlps, self.kv_shape(1).places, schemes, strict=True
             )
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
-            self.head = kernels.linear(spec.hidden_size, len(shard.vocab), dtype, False)
+            scheme = whole.head_format.scheme
+            self.head = kernels.linear(spec.hidden_size, len(shard.vocab), dtype, False, scheme=scheme)
         self.classifier: Linear | None = None
         if spec.num_labels and shard.is_last:
             self.classifier = kernels.linear(spec.hidden_size, spec.num_labels, dtype, False)

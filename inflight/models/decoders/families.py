@@ -39,6 +39,7 @@ from inflight.models.encoders.families import ENCODERS
 from inflight.models.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context
+from inflight.models.quantization import read_quantization
 
 _MAX_EXTRA_LAYERS = 16
 
@@ -341,6 +342,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         logit_softcap=_softcap(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         names=_names(fields, family, num_layers),
+        quantization=read_quantization(fields),
         num_labels=len(read_labels(config)) if family.head == "classifier" else 0,
     )
     if family.multipliers:

@@ -13,10 +13,11 @@ import torch
 
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
+from inflight.layers.formats import Scheme
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import AttentionSpec, DecoderSpec, MlpSpec, Shard, shard_of
+from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
@@ -66,14 +67,23 @@ def cut_layers(
         )
     if num_stages == 1:
         return [range(spec.num_layers)]
-    kinds = list(zip(spec.mixers, spec.mlps, strict=True))
-    sizes: dict[tuple[AttentionSpec, MlpSpec], int] = {}
+    kinds = [
+        (mixer, mlp, *_schemes(spec, index))
+        for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True))
+    ]
+    sizes: dict[tuple[object, ...], int] = {}
     for index, kind in enumerate(kinds):
         if kind not in sizes:
             layer = meta_decoder(shard_of(spec, 0, 1, range(index, index + 1)), kernels, dtype)
             sizes[kind] = num_bytes(layer.layers) + context * layer.kv_shape(1).bytes_per_block
     table = spec.vocab_size * spec.hidden_size * dtype.itemsize
     return _balanced([sizes[kind] for kind in kinds], num_stages, table)
+
+
+def _schemes(spec: DecoderSpec, layer: int) -> tuple[Scheme | None, ...]:
+    """Return how the parts of a layer are quantized."""
+    targets = "attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "mlp.experts"
+    return tuple(spec.scheme(layer, target) for target in targets)
 
 
 def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:

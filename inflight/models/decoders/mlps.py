@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inflight.layers.formats import Scheme
 from inflight.layers.kernels import Experts, Kernels, Linear, Residual
 from inflight.models.decoders.spec import DecoderSpec, DenseMlpSpec, ExpertsMlpSpec, MlpSpec, Shard
 from inflight.models.tensors import (
@@ -21,6 +22,13 @@ from inflight.models.tensors import (
     summed_columns,
     whole_rows,
 )
+
+# Target -> how it holds its weights: see `DecoderSpec.scheme`.
+SchemeOf = Callable[[str], Scheme | None]
+
+
+def unquantized(target: str) -> None:
+    """Implements `SchemeOf`."""
 
 
 class Mlp(Protocol):
@@ -36,27 +44,41 @@ class Mlp(Protocol):
         """Return all load targets by name, packed weights both whole and in the parts that checkpoints hold."""
 
 
-def build_mlp(shard: Shard, mlp: MlpSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Mlp:
+def build_mlp(
+    shard: Shard,
+    mlp: MlpSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme_of: SchemeOf,
+) -> Mlp:
     """Return the shard's part of an empty MLP."""
     if isinstance(mlp, DenseMlpSpec):
-        return DenseMlp(shard, mlp, kernels, dtype, device)
-    return ExpertsMlp(shard, mlp, kernels, dtype, device)
+        return DenseMlp(shard, mlp, kernels, dtype, device, scheme_of)
+    return ExpertsMlp(shard, mlp, kernels, dtype, device, scheme_of)
 
 
 class DenseMlp:
     """Implements `Mlp`: norm, gate and up in one product, activation, down."""
 
     def __init__(
-        self, shard: Shard, mlp: DenseMlpSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        shard: Shard,
+        mlp: DenseMlpSpec,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme_of: SchemeOf = unquantized,
     ) -> None:
         spec = shard.whole
         hidden, inner = spec.hidden_size, len(shard.part(mlp.inner))
         self._spec = spec
         self._shard = shard
         self._mlp = mlp
-        self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, mlp.bias)
-        has_bias = mlp.bias and shard.rank == 0
-        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, shard.collective)
+        scheme = scheme_of("mlp.gate_up")
+        self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, mlp.bias, scheme=scheme)
+        has_bias, scheme = mlp.bias and shard.rank == 0, scheme_of("mlp.down")
+        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, shard.collective, scheme)
         self.in_norm = empty_norm(spec.norm_placement.before, hidden, device)
         self.out_norm = empty_norm(spec.norm_placement.after, hidden, device)
 
@@ -82,7 +104,13 @@ class ExpertsMlp:
     """
 
     def __init__(
-        self, shard: Shard, mlp: ExpertsMlpSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        shard: Shard,
+        mlp: ExpertsMlpSpec,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme_of: SchemeOf = unquantized,
     ) -> None:
         spec, hidden = shard.whole, shard.whole.hidden_size
         self._spec = spec
@@ -102,6 +130,7 @@ class ExpertsMlp:
             mlp.limit,
             shard.collective,
             self._held,
+            scheme_of("mlp.experts"),
         )
         self.in_norm = empty_norm(True, hidden, device)
         self.shared_gate_up: Linear | None = None
@@ -109,8 +138,10 @@ class ExpertsMlp:
         self.shared_gate: Linear | None = None
         if mlp.shared_inner:
             inner = len(shard.part(mlp.shared_inner))
-            self.shared_gate_up = kernels.linear(hidden, 2 * inner, dtype, False)
-            self.shared_down = kernels.linear(inner, hidden, dtype, False, shard.collective)
+            scheme = scheme_of("mlp.shared.gate_up")
+            self.shared_gate_up = kernels.linear(hidden, 2 * inner, dtype, False, scheme=scheme)
+            scheme = scheme_of("mlp.shared.down")
+            self.shared_down = kernels.linear(inner, hidden, dtype, False, shard.collective, scheme)
         if mlp.has_shared_gate:
             self.shared_gate = kernels.linear(hidden, 1, dtype, False)
 

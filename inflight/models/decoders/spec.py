@@ -14,8 +14,10 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
 from inflight.layers.kernels import ExpertRouting
 from inflight.layers.rotary import Rope
+from inflight.models.quantization import UNQUANTIZED, Quantization
 
 
 class NormPlacement(Enum):
@@ -151,6 +153,29 @@ class DecoderSpec:
     logit_divisor: float = 1.0
     # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
     expert_parallel: bool = False
+    quantization: Quantization = UNQUANTIZED
+
+    def format_of(self, module: str) -> WeightFormat:
+        """Return the format of a module's weights; "{}" in its name stands for any expert."""
+        name = module.replace("{}", "0")
+        return self.quantization.format_of(*(prefix + name for prefix in self.names.prefixes))
+
+    @property
+    def head_format(self) -> WeightFormat:
+        """The format of the LM head. Tied embeddings are stored as they are."""
+        weights = self.quantization.format_of(*(name.removesuffix(".weight") for name in self.names.heads))
+        return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN
+
+    def scheme(self, layer: int, target: str) -> Scheme | None:
+        """Return how a linear layer, or the experts, of a decoder layer hold their weights: quantized if all modules
+        that are loaded into them are, and in the same way."""
+        schemes = {
+            self.format_of(f"{self.names.layers}.{layer}.{module}").scheme
+            for modules in (self.names.layer, *self.names.experts)
+            for module, own in modules.items()
+            if f"{own}.".startswith(f"{target}.")
+        }
+        return schemes.pop() if len(schemes) == 1 else None
 
     @property
     def num_layers(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.errors import WeightsError
+from inflight.layers.formats import PLAIN
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
@@ -38,9 +40,16 @@ from inflight.models.tensors import (
 _EXPERTS_EMBEDDING_SCALE = 500.0
 
 
-def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[Placement]:
+# Modules that are never quantized, whatever a checkpoint's config says: tiny, and everything depends on them.
+_NEVER_QUANTIZED = ("mlp.router", "mlp.shared_gate")
+
+
+def placements(
+    decoder: Decoder, variant: int = 0, layout: int = 0, dummy: bool = False
+) -> Iterator[Placement]:
     """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
-    prefixes, `layout` one of its layouts of experts."""
+    prefixes, `layout` one of its layouts of experts. `dummy` weights are plain, and quantized where the checkpoint's
+    would be."""
     shard, spec, names = decoder.shard, decoder.spec, decoder.spec.names
     prefix = names.prefixes[variant]
     table_shape = (spec.vocab_size, spec.hidden_size)
@@ -53,14 +62,19 @@ def placements(decoder: Decoder, variant: int = 0, layout: int = 0) -> Iterator[
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
         rows = RowRun(shard.vocab.start, len(shard.vocab), 0)
         head = LinearRows(decoder.head, *table_shape, (rows,), 0, False, False)
-        yield Placement(name, table_shape, head.load)
+        weights = spec.head_format.quantizing() if dummy else spec.head_format
+        yield from head.placements(name.removesuffix(".weight"), weights)
     if decoder.classifier is not None:
         yield Placement(names.classifier, (spec.num_labels, spec.hidden_size), decoder.classifier.load)
     for index, layer in zip(shard.layers, decoder.layers, strict=True):
         targets = layer.targets()
         for module, target in {**names.layer, **names.experts[layout]}.items():
             if target in targets:
-                yield from targets[target].placements(f"{prefix}{names.layers}.{index}.{module}")
+                name = f"{names.layers}.{index}.{module}"
+                weights = PLAIN if target in _NEVER_QUANTIZED else spec.format_of(name)
+                yield from targets[target].placements(
+                    prefix + name, weights.quantizing() if dummy else weights
+                )
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
@@ -91,10 +105,10 @@ def load_decoder(
         layout = _check_files(shard, variant, stored)
     decoder = Decoder(shard.whole, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
-        fill_random(placements(decoder), dtype, device, seed)
+        fill_random(placements(decoder, dummy=True), dtype, device, seed)
     else:
         needed = placements(decoder, variant, layout)
-        fill({placement.name: placement for placement in needed}, stored, progress)
+        fill({placement.name: placement for placement in needed}, stored, progress, device)
     return decoder
 
 
@@ -125,9 +139,13 @@ def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) ->
     names = spec.names
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
     copies = set(names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
-    ignored = (*names.ignored, *(f"^{re.escape(name)}$" for name in copies))
+    ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))
     layout = _layout(decoder, variant, stored)
     check_tensors(placements(decoder, variant, layout), stored, ignored, layers_hint(spec.num_layers, stored))
+    if shard.size > 1:
+        # Raises if a rank's columns cannot be cut from the checkpoint's.
+        own = meta_decoder(shard, TorchKernels(device=META), torch.float32)
+        deque(placements(own, variant, layout), maxlen=0)
     for name in copies & stored.keys() if shard.is_last else ():
         _check_copy(names.prefixes[variant] + names.embedding, name, stored)
     return layout

@@ -200,6 +200,10 @@ def encoder_architecture(config: Mapping[str, Any]) -> str | None:
 def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec:
     """Return the encoder that a `config.json` describes."""
     architecture, family, fields = _family(config)
+    if "quantization_config" in fields:
+        raise ModelError(
+            f"{fields.where} has a quantization_config: encoders are served only from bf16, fp16 and fp32 checkpoints"
+        )
     fields.check_supported(family.fixed)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:

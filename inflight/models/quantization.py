@@ -1,0 +1,340 @@
+"""Which modules of a checkpoint are quantized, and how: the `quantization_config` of a `config.json`.
+
+Modules have the names that the checkpoint gives them, such as "model.layers.0.self_attn.q_proj". A checkpoint without
+such a config has the null object `UNQUANTIZED`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from inflight.errors import ModelError, shown
+from inflight.layers.formats import PLAIN, GroupScheme, QuantizingFormat, Scheme, WeightFormat
+from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedFormat
+from inflight.layers.formats.weight_format import Mxfp4Format, ScaledFormat
+from inflight.models.hf_config import Fields
+
+# Tensors of quantized checkpoints that are not needed: fixed scales of inputs (see `ScaledFormat`), shapes that the
+# config implies, and scales of KV caches.
+_UNUSED = (
+    r"\.(input|output)_(scale|zero_point)$",
+    r"\.weight_shape$",
+    r"\.(q|k|v|kv|prob)_scale$",
+)
+MAX_GROUP = 1 << 16
+MAX_REPETITIONS = 4  # in a regular expression
+
+
+class Quantization(ABC):
+    """The weight format of every module."""
+
+    ignored: tuple[str, ...] = _UNUSED  # patterns of tensors that are not needed
+
+    @abstractmethod
+    def format_of(self, *modules: str) -> WeightFormat:
+        """Return the format of a linear layer that goes by any of these names."""
+
+
+class Unquantized(Quantization):
+    """The null object: every module is plain."""
+
+    ignored = ()
+
+    def format_of(self, *modules: str) -> WeightFormat:  # noqa: ARG002
+        return PLAIN
+
+
+UNQUANTIZED = Unquantized()
+
+
+@dataclass(frozen=True)
+class QuantizedOnLoading(Quantization):
+    """A plain checkpoint whose layers are quantized while it is loaded."""
+
+    scheme: Scheme
+    head: bool = False  # whether the LM head is, too
+    ignored: tuple[str, ...] = ()
+
+    def format_of(self, *modules: str) -> WeightFormat:
+        return QuantizingFormat(self.scheme) if self.head or not any(map(_is_head, modules)) else PLAIN
+
+
+Matches = Callable[[str], bool]
+Rule = tuple[Matches, WeightFormat]
+
+
+@dataclass(frozen=True)
+class Rules(Quantization):
+    """The first rule that matches decides; modules that none matches are plain."""
+
+    rules: tuple[Rule, ...]
+
+    def format_of(self, *modules: str) -> WeightFormat:
+        for matches, weights in self.rules:
+            if any(map(matches, modules)):
+                return weights
+        return PLAIN
+
+
+def _all_but(excluded: Matches, weights: WeightFormat) -> Quantization:
+    return Rules(((excluded, PLAIN), (_always, weights)))
+
+
+def _always(module: str) -> bool:  # noqa: ARG001
+    return True
+
+
+def read_quantization(config: Fields) -> Quantization:
+    """Return what a `config.json` says."""
+    if "quantization_config" not in config:
+        return UNQUANTIZED
+    part = config.part("quantization_config")
+    method = part.string("quant_method")
+    if method not in _METHODS:
+        raise part.error("quant_method", f"one of {', '.join(_METHODS)}")
+    return _METHODS[method](part)
+
+
+# ---- the methods ----
+
+
+def _fp8(config: Fields) -> Quantization:
+    config.check_supported({"fmt": (None, "e4m3"), "activation_scheme": ("dynamic", "static", None)})
+    if "weight_block_size" in config:
+        rows, columns = _block(config, "weight_block_size")
+        scheme = GroupScheme("fp8", columns, inputs="fp8")
+        exponents = config.values.get("scale_fmt") == "ue8m0"
+        weights = ScaledFormat(scheme, rows, columns, "weight_scale_inv", exponents)
+    else:
+        weights = ScaledFormat(GroupScheme("fp8", inputs="fp8"), 0, 0)
+    return _all_but(_listed(config, "modules_to_not_convert", "ignored_layers"), weights)
+
+
+def _awq(config: Fields) -> Quantization:
+    config.check_supported({"version": (None, "gemm", "GEMM"), "zero_point": (None, True)})
+    bits = config.integer("w_bit" if "w_bit" in config else "bits")
+    if bits != 4:
+        raise config.error("bits", "4")
+    group = _group(config, "q_group_size" if "q_group_size" in config else "group_size")
+    names = _strings(config, "modules_to_not_convert")
+    return _all_but(
+        lambda module: _is_head(module) or any(name in module for name in names), AwqFormat(4, group, True)
+    )
+
+
+def _gptq(config: Fields) -> Quantization:
+    weights = _gptq_format(config)
+    rules: list[Rule] = []
+    if not config.boolean("lm_head", False):
+        rules.append((_is_head, PLAIN))
+    dynamic = config.part("dynamic") if "dynamic" in config else Fields({})
+    for key, value in dynamic.values.items():
+        sign, colon, pattern = key.partition(":")
+        if not colon or sign not in ("+", "-"):
+            sign, pattern = "+", key
+        matches = _regex(dynamic, pattern)
+        if sign == "-" or value is False:
+            rules.append((matches, PLAIN))
+        else:
+            changes = value if isinstance(value, Mapping) else {}
+            merged = Fields({**config.values, **changes}, f"{shown(key)} in {dynamic.where}")
+            rules.append((matches, _gptq_format(merged)))
+    if "modules_in_block_to_quantize" in config:
+        names = _nested_strings(config, "modules_in_block_to_quantize")
+        rules.append((lambda module: any(module.endswith(f".{name}") for name in names), weights))
+    else:
+        rules.append((_always, weights))
+    return Rules(tuple(rules))
+
+
+def _gptq_format(config: Fields) -> WeightFormat:
+    bits = config.integer("bits")
+    if bits not in (4, 8):
+        raise config.error("bits", "4 or 8")
+    layout = config.string("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise config.error("checkpoint_format", "gptq or gptq_v2")
+    return GptqFormat(
+        bits,
+        _group(config, "group_size"),
+        zeros=not config.boolean("sym", True),
+        ordered=not config.boolean("desc_act", False),
+        zero_offset=1 if layout == "gptq" else 0,
+    )
+
+
+def _auto_round(config: Fields) -> Quantization:
+    packing = config.string("packing_format", "auto_round:auto_gptq")
+    if packing not in ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq"):
+        raise config.error("packing_format", "auto_round:auto_gptq")
+    if "extra_config" in config:
+        raise config.error("extra_config", "missing")
+    return _gptq(config)
+
+
+def _mxfp4(config: Fields) -> Quantization:
+    return _all_but(_listed(config, "modules_to_not_convert"), Mxfp4Format())
+
+
+# ---- compressed-tensors ----
+
+
+def _compressed_tensors(config: Fields) -> Quantization:
+    sparsity = config.part("sparsity_config") if "sparsity_config" in config else Fields({})
+    sparsity.check_supported({"format": (None, "dense")})
+    ignored = [_target(config, name) for name in _strings(config, "ignore")]
+    groups = config.part("config_groups")
+    named: list[Rule] = []
+    by_class: list[Rule] = []
+    for name in groups.values:
+        group = groups.part(name)
+        weights = _group_format(group, config.string("format", "dense"))
+        for target in group.strings("targets"):
+            (by_class if target == "Linear" else named).append((_target(group, target), weights))
+    excluded = [(matches, PLAIN) for matches in ignored]
+    return Rules((*excluded, *named, *by_class))
+
+
+def _target(config: Fields, target: str) -> Matches:
+    if target == "Linear":
+        return _always
+    if target.startswith("re:"):
+        return _regex(config, target.removeprefix("re:"))
+    return lambda module: module == target
+
+
+def _group_format(group: Fields, default: str) -> WeightFormat:
+    layout = group.string("format", default)
+    weights = group.part("weights")
+    kind, bits = weights.string("type", "int"), weights.integer("num_bits")
+    symmetric = weights.boolean("symmetric", True)
+    inputs = _input_codes(group)
+    if layout == "pack-quantized" and kind == "int" and bits in (4, 8):
+        actorder = weights.values.get("actorder")
+        if actorder not in (None, False, True, "group", "weight", "dynamic", "static"):
+            raise weights.error("actorder", "group, weight or null")
+        columns = _strategy_block(weights, "channel", "group")[1]
+        # "static" and "weight" only change the order in which the columns were rounded.
+        ordered = actorder not in (True, "group", "dynamic")
+        return PackQuantizedFormat(bits, columns, not symmetric, ordered)
+    if bits == 8 and symmetric and (layout, kind) in _EIGHT_BITS:
+        codes: Literal["fp8", "int8"] = "fp8" if kind == "float" else "int8"
+        rows, columns = _strategy_block(weights, "tensor", "channel", "group", "block")
+        scheme = GroupScheme(codes, columns, inputs=inputs if inputs == codes else None)
+        return ScaledFormat(scheme, rows, columns)
+    raise ModelError(
+        f"{weights.where} stores {bits}-bit {kind}{'' if symmetric else ' asymmetric'} weights as {layout}: "
+        "supported are 8-bit symmetric ones as float-quantized, int-quantized or naive-quantized, and 4- and 8-bit "
+        "int ones as pack-quantized"
+    )
+
+
+_EIGHT_BITS = {
+    ("float-quantized", "float"),
+    ("naive-quantized", "float"),
+    ("int-quantized", "int"),
+    ("naive-quantized", "int"),
+}
+
+
+def _input_codes(group: Fields) -> Literal["fp8", "int8"] | None:
+    if "input_activations" not in group:
+        return None
+    inputs = group.part("input_activations")
+    kind, bits = inputs.string("type", "int"), inputs.integer("num_bits")
+    if bits != 8 or kind not in ("int", "float"):
+        raise ModelError(
+            f"{inputs.where} quantizes inputs to {bits}-bit {kind}: it must be 8-bit int or float"
+        )
+    return "fp8" if kind == "float" else "int8"
+
+
+def _strategy_block(weights: Fields, *supported: str) -> tuple[int, int]:
+    """Return the rows and columns that share a scale; 0: all."""
+    group = weights.values.get("group_size")
+    default = "group" if isinstance(group, int) and group > 0 else "channel" if group == -1 else "tensor"
+    strategy = weights.string("strategy", default)
+    if strategy not in supported:
+        raise weights.error("strategy", f"one of {', '.join(supported)}")
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    if strategy == "group":
+        return 1, _group(weights, "group_size")
+    return (1, 0) if strategy == "channel" else (0, 0)
+
+
+# ---- fields ----
+
+
+def _block(config: Fields, name: str) -> tuple[int, int]:
+    value = config.integers(name)
+    if len(value) != 2 or not all(0 < size <= MAX_GROUP for size in value):
+        raise config.error(name, f"a list of two integers from 1 to {MAX_GROUP}")
+    return value[0], value[1]
+
+
+def _group(config: Fields, name: str) -> int:
+    """Return the columns of a group; 0: all, which configs write as -1."""
+    if config.values.get(name) == -1:
+        return 0
+    size = config.integer(name)
+    if size % 8 or size > MAX_GROUP:
+        raise config.error(name, f"-1, or a multiple of 8 up to {MAX_GROUP}")
+    return size
+
+
+def _strings(config: Fields, name: str) -> list[str]:
+    return config.strings(name) if name in config else []
+
+
+def _nested_strings(config: Fields, name: str) -> list[str]:
+    """Return the strings of a list of lists."""
+    value = config.values.get(name)
+    inner = (
+        [item for part in value if isinstance(part, list) for item in part] if isinstance(value, list) else []
+    )
+    if not inner or not all(isinstance(item, str) for item in inner):
+        raise config.error(name, "a list of lists of module names")
+    return inner
+
+
+def _regex(config: Fields, pattern: str) -> Matches:
+    """Return what a regular expression matches. Checkpoints are untrusted, and some expressions take forever: repeated
+    groups and many repetitions are rejected."""
+    bare = re.sub(r"\[[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
+    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MAX_REPETITIONS:
+        raise ModelError(
+            f"{shown(pattern)} in {config.where} is too complex: it may have {MAX_REPETITIONS} repetitions, none of "
+            "them of a group"
+        )
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ModelError(f"{shown(pattern)} in {config.where} is not a regular expression: {error}") from None
+    return lambda module: compiled.match(module) is not None
+
+
+def _listed(config: Fields, *fields: str) -> Matches:
+    """Return whether a module, or one that contains it, is in one of these lists. Names may be cut at dots on both
+    sides ("mlp.gate", "lm_head"), and have wildcards."""
+    patterns = [f"*.{name}.*" for field in fields for name in _strings(config, field)]
+    return lambda module: any(fnmatchcase(f".{module}.", pattern) for pattern in patterns)
+
+
+def _is_head(module: str) -> bool:
+    return module.split(".")[-1] == "lm_head"
+
+
+_METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "mxfp4": _mxfp4,
+}
