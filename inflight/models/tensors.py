@@ -126,6 +126,15 @@ class RowRun:
     to: int
 
 
+def rows_in(runs: Iterable[RowRun], count: int, first: int) -> Iterator[tuple[int, slice]]:
+    """Yield which of rows [first, first + count) of a checkpoint's tensor belong to a run, counted from the first of
+    them, each slice with the row that it goes to."""
+    for run in runs:
+        start, end = max(run.first, first), min(run.first + run.count, first + count)
+        if start < end:
+            yield run.to + start - run.first, slice(start - first, end - first)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearRows:
     """The rows and columns of a checkpoint's weight [count, num_columns] that a linear layer holds. A tensor parallel
@@ -151,14 +160,14 @@ class LinearRows:
         """Load rows [first, first + len(weight)) of the checkpoint's weight."""
         columns = slice(self.first_column, self.first_column + self.linear.in_features)
         weight = self._in_halves(weight)
-        for run, rows in self._parts(len(weight), first):
-            self.linear.load(weight[rows, columns], run)
+        for row, rows in rows_in(self.runs, len(weight), first):
+            self.linear.load(weight[rows, columns], row)
 
     def load_bias(self, bias: Tensor, first: int = 0) -> None:
         if self.has_bias:
             bias = self._in_halves(bias)
-            for run, rows in self._parts(len(bias), first):
-                self.linear.load_bias(bias[rows], run)
+            for row, rows in rows_in(self.runs, len(bias), first):
+                self.linear.load_bias(bias[rows], row)
 
     def _in_halves(self, rows: WeightOrBias) -> WeightOrBias:
         """Return whole heads with their first halves first."""
@@ -166,13 +175,6 @@ class LinearRows:
             return rows
         order = torch.arange(len(rows)).view(-1, self.head_dim // 2, 2).transpose(1, 2).flatten()
         return rows[order]
-
-    def _parts(self, count: int, first: int) -> Iterator[tuple[int, slice]]:
-        """Yield which of these rows the layer holds, each run with its first row in the layer."""
-        for run in self.runs:
-            start, end = max(run.first, first), min(run.first + run.count, first + count)
-            if start < end:
-                yield run.to + start - run.first, slice(start - first, end - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,24 @@ class PlainTensor:
 
     def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
         yield Placement(name, tuple(self.tensor.shape), into_tensor(self.tensor), self.dummy)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """A tensor that holds some rows of a checkpoint's tensor, each of which has the same values in another shape."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]  # in the checkpoint
+    runs: tuple[RowRun, ...]
+    dummy: float
+
+    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
+        yield Placement(name, self.shape, self._load, self.dummy)
+
+    def _load(self, tensor: Tensor, first: int) -> None:
+        for row, rows in rows_in(self.runs, len(tensor), first):
+            part = tensor[rows]
+            self.tensor[row : row + len(part)] = part.reshape(len(part), *self.tensor.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +312,7 @@ class ExpertBias:
 
 
 # The part of a model that a module of a checkpoint is loaded into.
-Target = LinearRows | NormWeight | PlainTensor | ExpertMatrix | ExpertBias
+Target = LinearRows | NormWeight | PlainTensor | TensorRows | ExpertMatrix | ExpertBias
 
 
 def whole_rows(linear: Linear, bias: bool) -> LinearRows:

@@ -6,6 +6,7 @@ import torch
 
 from inflight.execution.platforms import relocate
 from inflight.models.builtin import checkpoint_folder
+from inflight.models.decoders.mixers import SelfAttention
 from inflight.models.tensors import tensors_of
 from tests.models.running import load, logprobs, prompt
 
@@ -14,8 +15,8 @@ def test_every_tensor_is_found_once_and_can_be_moved() -> None:
     decoder = load(checkpoint_folder())
     actual = list(tensors_of(decoder))
     assert len({id(tensor) for tensor in actual}) == len(actual)
-    linears = [layer.attention.qkv for layer in decoder.layers]
-    held = [decoder.final_norm, *(linear._weight for linear in linears)]  # type: ignore[attr-defined]
+    mixers = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, SelfAttention)]
+    held = [decoder.final_norm, *(mixer.qkv._weight for mixer in mixers)]  # type: ignore[attr-defined]
     assert {id(tensor) for tensor in held} <= {id(tensor) for tensor in actual}
     before = logprobs(decoder, prompt())
     places = {id(tensor): tensor.data_ptr() for tensor in actual}

@@ -37,7 +37,7 @@ def test_tables_agree_with_transformers(kind: str) -> None:
     config = FAMILIES["llama"](head_dim=128, max_position_embeddings=8192, rope_parameters=dict(ROPES[kind]))
     positions = torch.tensor([0, 1, 63, 2047, 4096, 8191])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    rope = decoder_spec(config.to_dict()).mixers[0].rope
+    rope = decoder_spec(config.to_dict()).attentions[0].rope
     assert rope is not None
     table = rope.table(8192, torch.device("cpu"))
     assert table.shape == (8192, 128)

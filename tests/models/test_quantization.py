@@ -148,7 +148,7 @@ def test_rank_holds_its_part_of_quantized_weights(case: str, rank: int, tmp_path
         shard = shard_of(decoder_spec(checkpoint.config), rank, 2)
         backend = ComposedAttention(kernels, TorchCpuAttention())
         decoder = load_decoder(checkpoint, kernels, backend, torch.float32, CPU, shard=shard)
-        attention, mlp = decoder.layers[1].attention, decoder.layers[1].mlp
+        attention, mlp = decoder.layers[1].mixer, decoder.layers[1].mlp
         linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)  # type: ignore[attr-defined]
         weights = [linear(torch.eye(linear.in_features)) for linear in linears]
         if path == quantized and not kept:

@@ -82,7 +82,8 @@ def cut_layers(
 
 def _schemes(spec: DecoderSpec, layer: int) -> tuple[Scheme | None, ...]:
     """Return how the parts of a layer are quantized."""
-    targets = "attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "mlp.experts"
+    attention = "attention.qkv", "attention.output", "attention.net.in", "attention.net.output"
+    targets = (*attention, "mlp.gate_up", "mlp.down", "mlp.experts")
     return tuple(spec.scheme(layer, target) for target in targets)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
 from inflight.layers.kernels import ExpertRouting
+from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
 
@@ -112,6 +113,11 @@ class AttentionSpec:
     qk_norm: QKNorm = QKNorm.NONE
     qkv_bias: bool = False
     output_bias: bool = False
+    has_sinks: bool = False  # whether each head has a learned term in the denominator of the softmax
+    softcap: float | None = None  # the largest size of a score, approached smoothly; None: there is no limit
+    has_gate: bool = False  # whether the query projection also yields gates of the heads' outputs
+    value_norm: bool = False  # whether values are normalised, without a weight
+    values_are_keys: bool = False  # whether values are the projected keys, before norm and rotation
 
     @property
     def query_size(self) -> int:
@@ -124,7 +130,22 @@ class AttentionSpec:
     @property
     def step_features(self) -> int:
         """The number of intermediate features of a token."""
-        return self.query_size + 2 * self.kv_size
+        return (1 + self.has_gate) * self.query_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A gated delta net, which keeps a state of fixed size instead of keys and values."""
+
+    shape: DeltaNetShape
+
+    @property
+    def step_features(self) -> int:
+        """The number of intermediate features of a token."""
+        return self.shape.projected_size + self.shape.conv_size + 2 * self.shape.value_size
+
+
+MixerSpec = AttentionSpec | DeltaNetSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +155,7 @@ class DecoderSpec:
     architecture: str
     vocab_size: int
     hidden_size: int
-    mixers: tuple[AttentionSpec, ...]  # of each layer: the part in which tokens read each other
+    mixers: tuple[MixerSpec, ...]  # of each layer: the part in which tokens learn of earlier ones
     mlps: tuple[MlpSpec, ...]  # of each layer
     max_position: int  # the longest context the checkpoint is meant for
     default_context: int  # served unless max_model_len is set
@@ -184,7 +205,7 @@ class DecoderSpec:
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of each layer that has a KV cache."""
-        return self.mixers
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
 
 
 class Collective(Protocol):
@@ -232,12 +253,21 @@ class Shard:
     def spec(self) -> DecoderSpec:
         """The decoder that this rank computes; only its vocabulary and MLPs are those of the whole."""
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
-        mixers = tuple(self.attention(mixer) for mixer in whole.mixers[layers])
+        mixers = tuple(self.mixer(mixer) for mixer in whole.mixers[layers])
         return replace(whole, mixers=mixers, mlps=whole.mlps[layers])
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""
         return _part(count, self.rank, self.size)
+
+    def mixer(self, whole: MixerSpec) -> MixerSpec:
+        """Return the part of a layer's mixer that this rank computes."""
+        return self.attention(whole) if isinstance(whole, AttentionSpec) else self.delta_net(whole)
+
+    def delta_net(self, whole: DeltaNetSpec) -> DeltaNetSpec:
+        shape = whole.shape
+        num_key_heads, num_value_heads = shape.num_key_heads // self.size, shape.num_value_heads // self.size
+        return DeltaNetSpec(replace(shape, num_key_heads=num_key_heads, num_value_heads=num_value_heads))
 
     def attention(self, whole: AttentionSpec) -> AttentionSpec:
         """Return the part of a layer's attention that this rank computes."""
@@ -274,6 +304,12 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
             raise ConfigError(
                 f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value "
                 f"heads, which can be split across {', '.join(map(str, fitting))} ranks"
+            )
+    for key_heads in {m.shape.num_key_heads for m in spec.mixers if isinstance(m, DeltaNetSpec)}:
+        if key_heads % size:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}: it must divide the number of key heads of the model's delta nets, "
+                f"{key_heads}"
             )
     inner = min(_num_parts(spec, mlp) for mlp in spec.mlps)
     if min(inner, spec.vocab_size) < size:

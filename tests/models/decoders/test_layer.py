@@ -85,6 +85,6 @@ def test_layer_takes_any_mlp() -> None:
     assert isinstance(dense, DenseMlp)
     dense.down.load(torch.zeros(dense.down.out_features, dense.down.in_features))
     nothing = NoMlp(dense.in_norm)
-    other.layers[0] = Layer(other.layers[0].attention, nothing)
+    other.layers[0] = Layer(other.layers[0].mixer, nothing)
     assert torch.equal(logprobs(other, prompt()), logprobs(decoder, prompt()))
     assert nothing.calls == 1

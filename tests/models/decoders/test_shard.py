@@ -26,14 +26,14 @@ def spec(
 ) -> DecoderSpec:
     """A decoder with some other numbers of query and key/value heads."""
     qwen3 = decoder_spec(FAMILIES["qwen3"]().to_dict())
-    layer = replace(qwen3.mixers[0], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
+    layer = replace(qwen3.attentions[0], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
     return replace(qwen3, mixers=(layer,) * num_layers, **fields)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_part_is_on_exactly_one_rank(size: int) -> None:
     whole = spec(heads=(8, 4), vocab_size=321)
-    layer = whole.mixers[0]
+    layer = whole.attentions[0]
     shards = [shard_of(whole, rank, size) for rank in range(size)]
     for parts, count in (
         ([shard.query_heads(layer) for shard in shards], 8),
@@ -44,16 +44,18 @@ def test_every_part_is_on_exactly_one_rank(size: int) -> None:
         assert [i for part in parts for i in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for shard in shards:
-        assert {(own.num_heads, own.num_kv_heads) for own in shard.spec.mixers} == {(8 // size, 4 // size)}
+        assert {(own.num_heads, own.num_kv_heads) for own in shard.spec.attentions} == {
+            (8 // size, 4 // size)
+        }
     assert shards[0].vocab_sizes == [len(shard.vocab) for shard in shards]
 
 
 def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
     whole = spec(heads=(8, 2), head_dim=4)
-    layer = whole.mixers[0]
+    layer = whole.attentions[0]
     shards = [shard_of(whole, rank, 8) for rank in range(8)]
     assert [shard.kv_heads(layer) for shard in shards] == [range(1)] * 4 + [range(1, 2)] * 4
-    assert all(shard.spec.mixers[0].num_kv_heads == 1 and shard.kv_copies(layer) == 4 for shard in shards)
+    assert all(shard.spec.attentions[0].num_kv_heads == 1 and shard.kv_copies(layer) == 4 for shard in shards)
     for shard in shards:  # the queries that a rank has read the keys that it has
         assert shard.query_heads(layer).start // (8 // 2) == shard.kv_heads(layer).start
 

@@ -153,7 +153,7 @@ def test_dummy_weights_are_reproducible_and_complete(family: str) -> None:
 
 def test_dummy_norms_are_one_whatever_their_offset() -> None:
     decoder = dummy("gemma3", seed=0)
-    norm = decoder.layers[0].attention.in_norm
+    norm = decoder.layers[0].mixer.in_norm
     assert norm is not None
     assert torch.equal(norm, torch.ones(64))
     assert torch.equal(decoder.final_norm, torch.ones(64))
@@ -188,10 +188,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     expected += sum(3 * mlp.routing.num_experts * mlp.inner * spec.hidden_size for mlp in experts)
-    expected += sum(
-        layer.attention.qkv.out_features * mixer.qkv_bias
-        for layer, mixer in zip(decoder.layers, spec.mixers, strict=True)
-    )
+    expected += sum((layer.query_size + 2 * layer.kv_size) * layer.qkv_bias for layer in spec.attentions)
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
     assert weights == expected
 
