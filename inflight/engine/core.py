@@ -141,7 +141,7 @@ class EngineCore:
             return 0, []
         num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
-        self._record(self.recorder.end, request, reason, deltas, now)
+        self._record(self.recorder.end, request, reason, pool.take_ended(), now)
         return num_freed, deltas
 
     def describe(self, request_id: str) -> RequestState | None:
@@ -243,13 +243,14 @@ class EngineCore:
         self._num_step_tokens += batch.num_tokens
         num_outputs = sum(len(delta.token_ids) for delta in deltas)
         self._num_output_tokens += num_outputs
-        updated_at = self.clock()
+        pool, updated_at = self.scheduler.pool, self.clock()
+        ended = pool.take_ended()
         times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
-        self._record(self.recorder.step, launched.step, deltas, num_outputs, self.scheduler.pool, times)
+        self._record(self.recorder.step, launched.step, deltas, ended, num_outputs, pool, times)
         if self.observers:
-            self._records.step(launched, deltas, self.scheduler.pool, device_began_at, now, updated_at)
+            self._records.step(launched, deltas, pool, device_began_at, now, updated_at)
         if not self.has_work:
-            self.scheduler.pool.check_idle()
+            pool.check_idle()
         return deltas
 
     def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
@@ -274,15 +275,15 @@ class EngineCore:
             exc_info=error,
         )
         self._num_failed_steps += 1 + len(others_in_flight)
+        pool = self.scheduler.pool
+        ended = pool.take_ended()
         for other in sorted((launched, *others_in_flight), key=lambda other: other.step.batch.step):
-            step_deltas = deltas if other is launched else ()
+            step_deltas, step_ended = (deltas, ended) if other is launched else ((), ())
             device_began_at = self._device_began_at(other)
             times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
-            self._record(self.recorder.step, other.step, step_deltas, 0, self.scheduler.pool, times, message)
+            self._record(self.recorder.step, other.step, step_deltas, step_ended, 0, pool, times, message)
             if self.observers:
-                self._records.step(
-                    other, step_deltas, self.scheduler.pool, device_began_at, now, self.clock(), message
-                )
+                self._records.step(other, step_deltas, pool, device_began_at, now, self.clock(), message)
         return deltas
 
     # ---- statistics ----

@@ -41,6 +41,7 @@ class RequestPool:
         self.lingering: list[Request] = []  # finished, but kept by the policy
         self.counts = TokenCounts()
         self.num_preemptions = 0
+        self._ended: list[Request] = []  # since the last call of `take_ended`
         self.attribution = Attribution()
         # Every running request must be able to get a token in every step.
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -157,6 +158,7 @@ class RequestPool:
         """Remove the request, and complete its record and its last delta."""
         request.status = Status.FINISHED
         del self.requests[request.request_id]
+        self._ended.append(request)
         self.attribution.enter(request, Phase.OVER, now)
         record = request.record
         record.finished_at = now
@@ -165,6 +167,13 @@ class RequestPool:
         delta.stop_token_id = record.stop_token_id
         delta.record = record
         return delta
+
+    def take_ended(self) -> list[Request]:
+        """Return the requests that have ended since the last call."""
+        ended = self._ended
+        if ended:
+            self._ended = []
+        return ended
 
     # ---- checks ----
 

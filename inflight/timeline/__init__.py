@@ -2,6 +2,7 @@
 
 recorder.py       records every step in the engine, within a limit of memory
 chunks.py         what it records: consecutive steps as columns, and what each slot did as runs
+open_runs.py      finds what changed in a step
 chunk_builder.py  collects a chunk
 stream.py         the past and the present of an engine, for one viewer (`GET /v1/steps`)
 trace.py          a recording as a Chrome trace, which Perfetto opens
@@ -9,6 +10,7 @@ neighbours.py     which other requests made one slow
 terminal.py       the same in a terminal (`inflight top`)
 """
 
+from inflight.timeline.chunk_builder import RecordedTimes
 from inflight.timeline.chunks import (
     Chunk,
     RecordedRequest,
@@ -18,7 +20,7 @@ from inflight.timeline.chunks import (
     TimelineQuery,
     decode_chunk,
 )
-from inflight.timeline.recorder import MAX_BYTES, NoRecorder, RecordedTimes, Recorder
+from inflight.timeline.recorder import MAX_BYTES, NoRecorder, Recorder
 
 __all__ = [
     "MAX_BYTES",

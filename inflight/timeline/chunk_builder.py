@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
-from inflight.timeline.chunks import (
-    COLUMNS,
-    Chunk,
-    RecordedRequest,
-    SlotKind,
-    TimelineEvent,
-    encode_chunk,
-    remember,
-)
+from inflight.timeline.chunks import Chunk, RecordedRequest, TimelineEvent, encode_chunk, remember
+from inflight.timeline.open_runs import DECODE, OpenRun
 
 MAX_EVENTS = 4096  # in one chunk
+LARGEST = 2**32 - 1  # in a column
 
 
-class OpenRun:
-    """A run that may continue in the next step."""
+class RecordedTimes(NamedTuple):
+    """The times of a step: see `StepRecord`."""
 
-    __slots__ = ("first_step", "first_token", "info", "kind", "slot", "tokens_per_step")
+    scheduled_at: float
+    launched_at: float
+    device_began_at: float
+    finished_at: float
+    updated_at: float
 
-    def __init__(
-        self,
-        slot: int,
-        info: RecordedRequest,
-        kind: int,
-        first_step: int,
-        tokens_per_step: int,
-        first_token: int,
-    ) -> None:
-        self.slot = slot
-        self.info = info
-        self.kind = kind
-        self.first_step = first_step
-        self.tokens_per_step = tokens_per_step
-        self.first_token = first_token
 
-    def expected(self, step: int) -> int:
-        """Return the index of the first token that the run computes in `step` if it continues."""
-        return self.first_token + (step - self.first_step) * self.tokens_per_step
+# The times of a step, and the columns from "tokens" on.
+StepRow = tuple[RecordedTimes, int, int, int, int, int, int]
 
 
 class ChunkBuilder:
@@ -57,50 +41,45 @@ class ChunkBuilder:
     def reset(self, first_step: int) -> None:
         """Begin a new chunk."""
         self.first_step = first_step
-        self.at = array("d")
-        self.rows = array("I")  # one number for each of COLUMNS, step after step
+        self.steps: list[StepRow] = []
         self.runs = array("q")
         self.failed: dict[int, str] = {}
         self.events: list[TimelineEvent] = []
-        self.requests: dict[int, RecordedRequest] = {}
+        self.requests: dict[int, RecordedRequest] = {}  # of runs and events, by number
 
     @property
     def is_empty(self) -> bool:
-        return not self.at and not self.events
+        return not self.steps and not self.events
 
-    def describe(self, info: RecordedRequest) -> None:
-        if self._known is None or info.number not in self._known:
+    def add_events(self, events: Iterable[TimelineEvent], infos: Iterable[RecordedRequest]) -> None:
+        self.events += events
+        for info in infos:
             self.requests[info.number] = info
 
-    def add_event(self, event: TimelineEvent, info: RecordedRequest) -> None:
-        self.events.append(event)
-        self.describe(info)
-
-    def add_run(self, run: OpenRun, end_step: int, outputs: int, to: array[int] | None = None) -> None:
-        """Add the part of a run that lies in this chunk."""
-        first_step = max(run.first_step, self.first_step)
-        if first_step >= end_step:
-            return
-        skipped = first_step - run.first_step
-        if skipped and run.kind == SlotKind.DECODE:
-            outputs = max(0, outputs - skipped)
-        first_token = run.first_token + skipped * run.tokens_per_step
-        numbers = run.slot, run.info.number, run.kind, first_step, end_step - first_step
-        (self.runs if to is None else to).extend((*numbers, run.tokens_per_step, first_token, outputs))
-        self.describe(run.info)
+    def add_run(self, run: OpenRun, end_step: int, outputs: int) -> None:
+        row = run.clipped(self.first_step, end_step, outputs)
+        if row is not None:
+            self.runs.extend(row)
+            self.requests[run.info.number] = run.info
 
     def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RecordedRequest] = ()) -> bytes:
         """Return what is here so far, with the runs that are still open and more descriptions."""
-        runs, end_step = self.runs[:], self.first_step + len(self.at)
+        runs, requests = self.runs[:], self.requests.copy()
+        end_step = self.first_step + len(self.steps)
         for run in open_runs:
-            outputs = end_step - run.first_step if run.kind == SlotKind.DECODE else 0
-            self.add_run(run, end_step, outputs, runs)
-        requests = self.requests | {info.number: info for info in more}
+            outputs = end_step - run.first_step if run.kind == DECODE else 0
+            row = run.clipped(self.first_step, end_step, outputs)
+            if row is not None:
+                runs.extend(row)
+                requests[run.info.number] = run.info
+        requests |= {info.number: info for info in more}
+        if self._known is not None:
+            requests = {number: info for number, info in requests.items() if number not in self._known}
         chunk = Chunk(
             *self._sizes,
             first_step=self.first_step,
-            at=self.at.tobytes(),
-            columns=b"".join(self.rows[index :: len(COLUMNS)].tobytes() for index in range(len(COLUMNS))),
+            at=array("d", [row[0].scheduled_at for row in self.steps]).tobytes(),
+            columns=_columns(self.steps),
             run_data=runs.tobytes(),
             failed=self.failed,
             requests=list(requests.values()),
@@ -112,25 +91,46 @@ class ChunkBuilder:
 
     def close(self, open_runs: Iterable[OpenRun]) -> bytes:
         """Return the chunk, and begin the next one."""
+        open_runs = list(open_runs)
         data = self.encode(open_runs)
         if self._known is not None:
-            remember(self._known, self.requests.values(), self.events)
+            sent = [*self.requests.values(), *(run.info for run in open_runs)]
+            remember(self._known, sent, self.events)
         self._begin_next()
         self.skipped = 0
         return data
 
     def drop(self) -> None:
         """Forget the steps of the chunk, which no one takes. The next chunk says how many there were."""
-        self.skipped += len(self.at)
+        self.skipped += len(self.steps)
         requests = self.requests
         self._begin_next()
         self.requests = requests if len(requests) < MAX_EVENTS else {}
 
     def _begin_next(self) -> None:
         self._num_events += len(self.events)
-        self.reset(self.first_step + len(self.at))
+        self.reset(self.first_step + len(self.steps))
 
     def start_at(self, step: int, num_events: int) -> None:
         """Begin with this step and event."""
         self._num_events = num_events
         self.reset(step)
+
+
+def _columns(steps: Sequence[StepRow]) -> bytes:
+    """Return the numbers of steps column by column, in the order of COLUMNS."""
+    if not steps:
+        return b""
+    times, *counts = zip(*steps, strict=True)
+    durations = (
+        [int((end - begin) * 1e6) for begin, end in zip(begins, ends, strict=True)]
+        for begins, ends in pairwise(zip(*times, strict=True))
+    )
+    return b"".join(_column(values) for values in (*durations, *counts))
+
+
+def _column(values: Sequence[int]) -> bytes:
+    try:
+        return array("I", values).tobytes()
+    except OverflowError:
+        return array("I", [min(max(0, value), LARGEST) for value in values]).tobytes()

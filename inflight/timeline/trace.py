@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from inflight.timeline.chunk_builder import RecordedTimes
 from inflight.timeline.chunks import (
     SlotKind,
     SlotRun,
@@ -135,7 +136,7 @@ class ReplicaTrace:
         self._replica = replica
         self._chunks = chunks
         self._requests = {item["number"]: item for chunk in chunks for item in chunk["requests"]}
-        self._steps: dict[int, tuple[float, ...]] = {}  # scheduled, started, began, finished, updated
+        self._steps: dict[int, RecordedTimes] = {}  # by number, in microseconds
         self._columns: dict[int, dict[str, int]] = {}
         for chunk in chunks:
             self._read_steps(chunk["steps"])
@@ -145,7 +146,7 @@ class ReplicaTrace:
             times = [steps["at"][index] * 1e6]
             for name in ("schedule", "launch", "device", "update"):
                 times.append(times[-1] + steps[name][index])
-            self._steps[number] = tuple(times)
+            self._steps[number] = RecordedTimes(*times)
             self._columns[number] = {name: column[index] for name, column in steps.items()}
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -173,13 +174,17 @@ class ReplicaTrace:
         failed = {
             int(number): text for chunk in self._chunks for number, text in chunk.get("failed", {}).items()
         }
-        for number, (scheduled, started, began, finished, updated) in self._steps.items():
+        for number, times in self._steps.items():
             columns = {name: value for name, value in self._columns[number].items() if name != "at"}
-            yield self._slice(HOST, "schedule", "host", scheduled, started, {"step": number})
-            yield self._slice(HOST, "update", "host", finished, updated, {"step": number})
-            yield self._slice(DEVICE, f"step {number}", "device", began, finished, columns)
+            yield self._slice(
+                HOST, "schedule", "host", times.scheduled_at, times.launched_at, {"step": number}
+            )
+            yield self._slice(HOST, "update", "host", times.finished_at, times.updated_at, {"step": number})
+            yield self._slice(
+                DEVICE, f"step {number}", "device", times.device_began_at, times.finished_at, columns
+            )
             if number in failed:
-                where = {"pid": self._pid, "tid": DEVICE, "ts": round(finished, 3)}
+                where = {"pid": self._pid, "tid": DEVICE, "ts": round(times.finished_at, 3)}
                 args = {"step": number, "error": failed[number]}
                 yield {"ph": "i", "s": "p", "name": "step failed", "cat": "failure", **where, "args": args}
 
@@ -191,7 +196,7 @@ class ReplicaTrace:
             last_step = run.first_step + run.num_steps - 1
             if run.first_step not in self._steps or last_step not in self._steps:
                 continue
-            begin, end = self._steps[run.first_step][2], self._steps[last_step][3]
+            begin, end = self._steps[run.first_step].device_began_at, self._steps[last_step].finished_at
             args: dict[str, Any] = {"request": run.request, **run._asdict()}
             info = self._requests.get(run.request, {})
             if "prompt_tokens" in info:
@@ -202,7 +207,7 @@ class ReplicaTrace:
 
     def _request_events(self) -> Iterator[dict[str, Any]]:
         phases: dict[int, str] = {}  # open phase of each request
-        last_at = max((times[4] for times in self._steps.values()), default=0.0)
+        last_at = max((times.updated_at for times in self._steps.values()), default=0.0)
         events = sorted((event for chunk in self._chunks for event in chunk["events"]), key=lambda e: e["at"])
         for number, info in self._requests.items():
             yield self._span("b", number, self._label(number), info["arrived"] * 1e6, info)
@@ -231,7 +236,7 @@ class ReplicaTrace:
 
     def _counters(self) -> Iterator[dict[str, Any]]:
         numbers = sorted(self._steps)
-        finished = [self._steps[number][3] for number in numbers]
+        finished = [self._steps[number].finished_at for number in numbers]
         outputs = [self._columns[number]["output"] for number in numbers]
         total, sums = 0, [0]
         for output in outputs:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from inflight.events import Delta
+from inflight.request import Request
 from inflight.scheduling import RequestPool, ScheduledStep
 from inflight.timeline import Chunk, RecordedTimes, Recorder, SlotKind, TimelineQuery, decode_chunk
 from inflight.timeline.chunks import SlotRun
@@ -60,12 +61,13 @@ class NaiveRecorder(Recorder):
         self,
         step: ScheduledStep,
         deltas: Sequence[Delta],
+        ended: Sequence[Request],
         num_outputs: int,
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
-        super().step(step, deltas, num_outputs, pool, times, error)
+        super().step(step, deltas, ended, num_outputs, pool, times, error)
         batch = step.batch
         tokens: Counter[str] = Counter()
         for delta in () if error else deltas:

@@ -101,7 +101,7 @@ def test_steady_decoding_looks_at_no_slot(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: object) -> None:
         raise AssertionError("a step of decodes looked at its runs")
 
-    monkeypatch.setattr(recorder, "_record_runs", fail)
+    monkeypatch.setattr(recorder._runs, "_extend", fail)
     monkeypatch.setattr(recorder, "_record_events", fail)
     for _ in range(30):
         engine.step()
@@ -116,13 +116,13 @@ def test_only_requests_that_join_or_leave_are_looked_at(monkeypatch: pytest.Monk
     for _ in range(4):
         engine.step()
     looked_at: list[str] = []
-    extend = recorder._extend
+    extend = recorder._runs._extend
 
     def counting(request: object, *args: object) -> None:
         looked_at.append(request.request_id)  # type: ignore[attr-defined]
         extend(request, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recorder, "_extend", counting)
+    monkeypatch.setattr(recorder._runs, "_extend", counting)
     while engine.core.has_work and len(engine.core.scheduler.pool.running) > 4:
         engine.step()
     assert looked_at == []

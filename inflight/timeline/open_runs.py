@@ -1,0 +1,242 @@
+"""Turns steps into runs, at a cost that depends on what changes rather than on the size of the batch.
+
+A run (`chunks.py`) is opened when a slot begins to do something and closed when it does something else. A request that
+decodes computes its next token in every step, so its run needs no attention until it stops doing that:
+
+    the same requests as before      nothing changes: two lists and two sums are compared
+    some join or leave               one set operation finds them, and only their entries are read
+    anything else                    every entry is read
+
+Before entries are skipped, `_all_decode` checks that their requests do continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from inflight.events import Delta
+from inflight.request import Request
+from inflight.scheduling import ScheduledStep
+from inflight.timeline.chunks import RecordedRequest, SlotKind
+
+DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)
+
+
+class OpenRun(NamedTuple):
+    """A run that may continue in the next step."""
+
+    slot: int
+    info: RecordedRequest
+    kind: int
+    first_step: int
+    tokens_per_step: int
+    first_token: int
+
+    def expected(self, step: int) -> int:
+        """Return the index of the first token that the run computes in `step` if it continues."""
+        return self.first_token + (step - self.first_step) * self.tokens_per_step
+
+    def clipped(self, first_step: int, end_step: int, outputs: int) -> tuple[int, ...] | None:
+        """Return the part of the run in steps [first_step, end_step) as the numbers of a `SlotRun`, or None.
+
+        `outputs` is the number of tokens that the whole run returned.
+        """
+        slot, info, kind, own_first_step, tokens_per_step, first_token = self
+        skipped = first_step - own_first_step
+        if skipped <= 0:
+            first_step = own_first_step
+        else:
+            first_token += skipped * tokens_per_step
+            if kind == DECODE:
+                outputs = max(0, outputs - skipped)
+        num_steps = end_step - first_step
+        if num_steps <= 0:
+            return None
+        return slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs
+
+
+class OpenRuns:
+    """The open run of each request that has a slot. Those that end are passed to `close` with their end and outputs."""
+
+    def __init__(
+        self,
+        describe: Callable[[Request], RecordedRequest],
+        close: Callable[[OpenRun, int, int], None],
+    ) -> None:
+        self._describe = describe
+        self._close_run = close
+        self._runs: dict[Request, OpenRun] = {}
+        self._decoding: set[Request] = set()  # the requests whose open run is one of decodes
+        self._others: set[Request] = set()  # those with an open run of another kind
+        # The sum of first_token - first_step of all open runs of decodes: adding their number times the step gives the
+        # sum of the positions that they should compute in it.
+        self._sum_offsets = 0
+        self._steady: list[Request] | None = None  # the last step's requests, if each is in a run of decodes
+        self._held: dict[Request, int] = {}  # slots of requests that the policy keeps, after the last step
+        # Requests that have ended while later steps of theirs were in flight: these return tokens that are dropped.
+        self._ended: set[Request] = set()
+
+    def __iter__(self) -> Iterator[OpenRun]:
+        return iter(self._runs.values())
+
+    def record(
+        self,
+        step: ScheduledStep,
+        number: int,
+        deltas: Sequence[Delta],
+        num_outputs: int,
+        lingering: Sequence[Request],
+        error: str | None,
+    ) -> None:
+        """Continue, open and close runs with the next step. `num_outputs` is the number of tokens in `deltas`."""
+        batch, requests = step.batch, step.requests
+        is_same = requests == self._steady and not batch.admissions and not lingering and error is None
+        if is_same and self._all_decode(step, (), number, num_outputs):
+            return
+        for request in requests[len(requests) - len(batch.admissions) :]:
+            if request in self._runs:  # it was preempted, and is back already
+                self._close(request, number)
+        changed = self._decoding.symmetric_difference(requests)
+        joined = changed - self._decoding  # entries that are not expected to continue a run of decodes
+        for request in (changed - joined) | (self._others - joined - self._held.keys()):
+            self._close(request, number)
+        entries: Sequence[int] = _positions(joined, requests)
+        if error is None and self._all_decode(step, entries, number, num_outputs):
+            outputs_of = None
+        else:
+            entries, outputs_of = range(len(requests)), _outputs_of(() if error else deltas)
+        for entry in entries:
+            self._record_entry(step, entry, number, outputs_of, error)
+        self._record_held(requests, number)
+        self._held = {request: request.row for request in lingering}
+        if self._ended:  # after a failure, nothing is in flight
+            self._ended = {request for request in self._ended if request.num_in_flight and error is None}
+        is_steady = len(self._decoding) == len(requests) == len(self._runs) and not self._held
+        self._steady = requests if is_steady else None
+
+    def _record_entry(
+        self,
+        step: ScheduledStep,
+        entry: int,
+        number: int,
+        outputs_of: dict[str, int] | None,
+        error: str | None,
+    ) -> None:
+        """Record one entry of a step. `outputs_of` is None if each that samples returns one token."""
+        batch, request = step.batch, step.requests[entry]
+        count, start, samples = batch.counts[entry], batch.starts[entry], batch.samples[entry]
+        if not samples:
+            outputs = 0
+        elif outputs_of is None:
+            outputs = int(request not in self._ended)
+        else:
+            outputs = outputs_of.get(request.request_id, 0)
+        if samples and not outputs and error is None:
+            kind = HELD  # the request had ended: the token was dropped
+        elif count == 1 and start >= request.num_prompt_tokens:
+            kind = DECODE
+        else:
+            kind = PREFILL
+        self._extend(request, batch.rows[entry], kind, number, count, start, outputs)
+
+    def _record_held(self, requests: Sequence[Request], number: int) -> None:
+        """Record the slots that the policy keeps for finished requests, except for those still in the batch."""
+        present = set(requests) if self._held else ()
+        for request, slot in self._held.items():
+            if request not in present:
+                self._extend(request, slot, HELD, number, 0, len(request.token_ids), 0)
+
+    def end(self, request: Request, end_step: int) -> None:
+        """Close the run of a request that has ended."""
+        if request.num_in_flight:
+            self._ended.add(request)
+        if request in self._runs:
+            self._close(request, end_step)
+
+    def close_all(self, end_step: int) -> None:
+        for request in list(self._runs):
+            self._close(request, end_step)
+
+    def _all_decode(
+        self, step: ScheduledStep, except_for: Sequence[int], number: int, num_outputs: int
+    ) -> bool:
+        """Return whether all entries, except for some, continue the open runs of decodes.
+
+        Each of them then computes one token at its next position and returns one. That is checked for all of them
+        together: by the numbers of tokens and outputs, and by the sum of the positions.
+        """
+        batch, num_decodes = step.batch, len(self._decoding)
+        num_tokens, sum_starts = batch.num_tokens, sum(batch.starts)
+        num_expected = batch.samples.count(True)
+        for entry in except_for:
+            num_tokens -= batch.counts[entry]
+            sum_starts -= batch.starts[entry]
+            num_expected -= batch.samples[entry] and step.requests[entry] in self._ended
+        return (
+            num_decodes == len(step.requests) - len(except_for) == num_tokens
+            and sum_starts == self._sum_offsets + number * num_decodes
+            and num_expected == num_outputs
+        )
+
+    def _extend(
+        self, request: Request, slot: int, kind: int, number: int, count: int, start: int, outputs: int
+    ) -> None:
+        """Continue the run of a slot with a step, or open another one."""
+        run = self._runs.get(request)
+        if run is not None:
+            continues = (
+                (run.slot, run.kind, run.tokens_per_step) == (slot, kind, count)
+                and run.expected(number) == start
+                and (kind != DECODE or outputs == 1)
+            )
+            if not continues:
+                self._close(request, number)
+                run = None
+        ends = (kind == PREFILL and outputs > 0) or (kind == DECODE and outputs != 1)
+        if run is None:
+            run = OpenRun(slot, self._describe(request), kind, number, count, start)
+            if ends:
+                self._close_run(run, number + 1, outputs)
+            else:
+                self._open(request, run)
+        elif ends:
+            self._close(request, number + 1, outputs)
+
+    def _open(self, request: Request, run: OpenRun) -> None:
+        self._runs[request] = run
+        if run.kind == DECODE:
+            self._decoding.add(request)
+            self._sum_offsets += run.first_token - run.first_step
+        else:
+            self._others.add(request)
+
+    def _close(self, request: Request, end_step: int, outputs: int = 0) -> None:
+        run = self._runs.pop(request)
+        self._steady = None
+        if run.kind == DECODE:
+            self._decoding.remove(request)
+            self._sum_offsets -= run.first_token - run.first_step
+            outputs = end_step - run.first_step
+        else:
+            self._others.remove(request)
+        self._close_run(run, end_step, outputs)
+
+
+def _positions(some: set[Request], requests: Sequence[Request]) -> list[int]:
+    """Return the indices of some requests, from the last to the first: requests that join are near the end."""
+    positions: list[int] = []
+    index = len(requests)
+    while len(positions) < len(some):
+        index -= 1
+        if requests[index] in some:
+            positions.append(index)
+    return positions
+
+
+def _outputs_of(deltas: Sequence[Delta]) -> dict[str, int]:
+    """Return the number of tokens for each request id.
+
+    A request that the policy releases in the step of its last token has a second delta, without tokens.
+    """
+    return {delta.request_id: len(delta.token_ids) for delta in deltas if delta.token_ids}
