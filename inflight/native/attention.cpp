@@ -28,6 +28,7 @@ constexpr int kTile = 16;                       // tokens
 constexpr int kTileVecs = kTile / kWidth;       // vectors of scores
 constexpr int64_t kTileRows = 4 * kQueryRows;   // query rows that walk the keys together
 constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing
+constexpr int64_t kParallelFloats = 8 << 10;    // keys below which one thread writes alone
 constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is faster than two
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -308,7 +309,8 @@ void attend(const Job& job, int threads) {
     const bool parallel = cut_queries(job, tiles) * job.heads * job.dim > kParallelWork;
     const int64_t units = (job.tokens + kWriteTokens - 1) / kWriteTokens * job.kv_heads;
     const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
-    parallel_for(job.tokens > kWriteTokens ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
+    const bool writes_much = job.tokens * job.kv_heads * job.dim > kParallelFloats;
+    parallel_for(writes_much ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
         const int64_t begin = unit / job.kv_heads * kWriteTokens;
         write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
     });

@@ -1,5 +1,7 @@
 // Norms, rotary embedding and gated activations: one pass over memory each, rows independent of each other.
 
+#include "elementwise.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -20,25 +22,6 @@ struct Rows {
         return data + row / inner * outer_stride + row % inner * inner_stride;
     }
 };
-
-float inverse_rms(const float* x, int64_t n, float eps) {
-    Vec squares{};
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth) {
-        Vec v = load<Vec>(x + i);
-        squares += v * v;
-    }
-    float total = sum(squares);
-    for (; i < n; ++i) total += x[i] * x[i];
-    return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-}
-
-void scale_row(const float* x, const float* weight, float* out, int64_t n, float factor) {
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth)
-        store(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
-    for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
-}
 
 // The mean of a row, then the mean square around it: a second pass over a small row is more exact than a formula.
 struct Moments {
@@ -76,7 +59,7 @@ void standardize(const float* x, Moments moments, const float* weight, const flo
 }
 
 template <Vec (*Function)(Vec)>
-void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+void gate_each(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
     constexpr int64_t piece = 1024;  // so that one wide token is split too
     const int64_t pieces = (n + piece - 1) / piece;
     if (tokens * n <= kParallelFloats / 4) threads = 1;
@@ -104,6 +87,16 @@ void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
 }
 
 }  // namespace
+
+void gate_halves(Gate gate, const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+    switch (gate) {
+        case Gate::silu: return gate_each<silu>(gate_up, out, tokens, n, threads);
+        case Gate::gelu_tanh: return gate_each<gelu_tanh>(gate_up, out, tokens, n, threads);
+        case Gate::gelu: return gate_each<gelu>(gate_up, out, tokens, n, threads);
+        case Gate::clamped_silu: return;  // of experts only
+    }
+}
+
 }  // namespace inflight
 
 using namespace inflight;
@@ -115,7 +108,7 @@ void inflight_rms_norm(float* x, int64_t outer, int64_t inner, int64_t outer_str
     const Rows rows{x, inner, outer_stride, inner_stride};
     if (outer * inner * n <= kParallelFloats) threads = 1;
     parallel_for(threads, outer * inner, even_chunk(threads, outer * inner), [&](int64_t row) {
-        scale_row(rows(row), weight, out + row * n, n, inverse_rms(rows(row), n, eps));
+        rms_norm_row(rows(row), weight, out + row * n, n, eps);
     });
 }
 
@@ -196,15 +189,7 @@ void inflight_rotate(float* x, int64_t tokens, int64_t heads, int64_t token_stri
     });
 }
 
-void inflight_gate_silu(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
-    gate<silu>(gate_up, out, tokens, n, threads);
-}
-
-void inflight_gate_gelu_tanh(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
-    gate<gelu_tanh>(gate_up, out, tokens, n, threads);
-}
-
-void inflight_gate_gelu(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
-    gate<gelu>(gate_up, out, tokens, n, threads);
+void inflight_gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int64_t gate, int threads) {
+    gate_halves(static_cast<Gate>(gate), gate_up, out, tokens, n, threads);
 }
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "elementwise.h"
 #include "gemm.h"
 #include "narrow.h"
 #include "team.h"
@@ -23,7 +24,6 @@ constexpr int64_t kPackedFloats = 72 << 10;  // of a block of rows, which stays 
 constexpr float kSmallest = 1e-20f;        // all sigmoids may be 0
 
 enum class Scores : int64_t { softmax, sigmoid, chosen };
-enum class Gate : int64_t { silu, gelu_tanh, gelu, clamped_silu };
 
 // As `ExpertLayer` in native/library.py.
 struct Layer {

@@ -1,10 +1,8 @@
 // y = activation(x @ W.T + bias) over weights packed in panels.
 
 #include <algorithm>
-#include <vector>
 
 #include "gemm.h"
-#include "narrow.h"
 #include "team.h"
 
 namespace inflight {
@@ -80,16 +78,6 @@ void multiply(const Product<Stored>& product, int threads) {
     return product.m <= kBlockRows ? multiply_few(product, threads) : multiply_many(product, threads);
 }
 
-void multiply_rows(NarrowProduct product, const float* x, const void* weight, const float* bias, int64_t m,
-                   int threads) {
-    thread_local std::vector<const float*> rows;
-    rows.resize(m);
-    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.k;
-    product.x = rows.data();
-    const RowGroup all{weight, bias, 0, m};
-    multiply_groups(product, &all, 1, threads);
-}
-
 }  // namespace
 }  // namespace inflight
 
@@ -102,12 +90,8 @@ void inflight_multiply_f32(const float* x, const float* weight, const float* bia
     multiply(Product<float>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 
-// With `instruction` in bfloat16 (instructions.h), or with 0 in float32.
 void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t m, int64_t k,
-                            int64_t n, int activation, int64_t instruction, int threads) {
-    if (const Method* method = bf16_method(instruction))
-        return multiply_rows({method, nullptr, y, k, n, static_cast<Activation>(activation)}, x, weight, bias, m,
-                             threads);
+                            int64_t n, int activation, int threads) {
     multiply(Product<uint16_t>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 }

@@ -22,11 +22,17 @@ bool may_use_tiles() {
 #endif
 }
 
+bool is_amd() {
+    uint32_t a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+}
+
 int64_t find_instructions() {
     uint32_t a, b, c, d, a1, b1, c1, d1;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return 0;
     int64_t found = 0;
-    if (a1 >> 5 & 1) found |= kAvx512Bf16;
+    // Intel's dot products of pairs take longer than widening and two multiply-adds.
+    if ((a1 >> 5 & 1) && is_amd()) found |= kAvx512Bf16;
     if (c >> 11 & 1) found |= kAvx512Vnni;
     const bool has_bf16 = d >> 22 & 1, has_tiles = d >> 24 & 1, has_int8 = d >> 25 & 1;
     if (has_tiles && (has_bf16 || has_int8) && may_use_tiles())

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "elementwise.h"
 #include "team.h"
 
 namespace inflight {
@@ -33,7 +34,7 @@ void cut_blocks(const RowGroup* groups, int64_t count, int64_t most, std::vector
     }
 }
 
-// Add the bias, apply the activation and store the valid columns of a tile.
+// Add the bias, apply the activation, and store or add the valid columns of a tile.
 void finish(const NarrowProduct& product, const float* bias, const float* sums, int64_t first, int64_t count,
             int64_t column) {
     const int64_t valid = std::min<int64_t>(kPanel, product.n - column);
@@ -48,8 +49,27 @@ void finish(const NarrowProduct& product, const float* bias, const float* sums, 
         all[2 * r + 1] += bias_high;
     }
     activate(product.activation, all, static_cast<int>(2 * count));
-    float* y = product.y + first * product.n + column;
-    for (int64_t r = 0; r < count; ++r) store_valid(y + r * product.n, valid, all[2 * r], all[2 * r + 1]);
+    for (int64_t r = 0; r < count; ++r) {
+        float* y = product.y + (first + r) * product.n + column;
+        if (product.add) {
+            Vec low, high;
+            load_valid(y, valid, low, high);
+            all[2 * r] += low;
+            all[2 * r + 1] += high;
+        }
+        store_valid(y, valid, all[2 * r], all[2 * r + 1]);
+    }
+}
+
+void convert(const NarrowProduct& product, int64_t row, char* to) {
+    thread_local Scratch scratch;
+    const float* x = product.x[row];
+    if (product.norm) {
+        float* normed = scratch.floats(product.k);
+        rms_norm_row(x, product.norm, normed, product.k, product.eps);
+        x = normed;
+    }
+    product.method->convert(x, product.k, to);
 }
 
 // Multiply a block with one panel. Its tiles share the work of prefetching the next panel, which lies behind this one.
@@ -84,7 +104,7 @@ void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64
     char* rows = reinterpret_cast<char*>(scratch.floats((total + method.tile_rows) * stride / sizeof(float)));
     if (total * product.k * product.n <= kParallelWork) threads = 1;
     parallel_for(total * product.k > kParallelRows ? threads : 1, total, even_chunk(threads, total),
-                 [&](int64_t row) { method.convert(product.x[row], product.k, rows + row * stride); });
+                 [&](int64_t row) { convert(product, row, rows + row * stride); });
     const int64_t most = std::max<int64_t>(1, kBlockBytes / stride / method.tile_rows) * method.tile_rows;
     cut_blocks(groups, count, most, blocks);
     const int64_t units = static_cast<int64_t>(blocks.size()) * panels;
@@ -97,4 +117,41 @@ void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64
     });
 }
 
+namespace {
+
+// All rows of x [m][k] times one matrix.
+void multiply_linear(NarrowProduct product, const float* x, int64_t m, const void* weight, const float* bias,
+                     int threads) {
+    thread_local std::vector<const float*> rows;
+    rows.resize(m);
+    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.k;
+    product.x = rows.data();
+    const RowGroup all{weight, bias, 0, m};
+    multiply_groups(product, &all, 1, threads);
+}
+
+}  // namespace
 }  // namespace inflight
+
+using namespace inflight;
+
+extern "C" {
+
+// y [m][n] = activation(x @ W.T + bias), or y += that. With `norm`, of the RMS norm of x.
+void inflight_linear(const float* x, const float* norm, const void* weight, const float* bias, float* y, int64_t m,
+                     int64_t k, int64_t n, float eps, int activation, int add, int64_t instruction, int threads) {
+    multiply_linear({bf16_method(instruction), nullptr, y, k, n, static_cast<Activation>(activation), norm, eps, add != 0},
+                    x, m, weight, bias, threads);
+}
+
+// out [m][n / 2] = gate(first half) * second half of the same product.
+void inflight_gated_linear(const float* x, const float* norm, const void* weight, const float* bias, float* out,
+                           int64_t m, int64_t k, int64_t n, float eps, int64_t gate, int64_t instruction,
+                           int threads) {
+    thread_local Scratch scratch;
+    float* gate_up = scratch.floats(m * n);
+    multiply_linear({bf16_method(instruction), nullptr, gate_up, k, n, Activation::none, norm, eps}, x, m, weight, bias,
+                    threads);
+    gate_halves(static_cast<Gate>(gate), gate_up, out, m, n / 2, threads);
+}
+}

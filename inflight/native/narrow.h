@@ -48,13 +48,17 @@ struct RowGroup {
     int64_t first, count;
 };
 
-// y [rows][n] = activation(x @ W.T + bias). x is one pointer per row, each to k floats.
+// y [rows][n] = activation(x @ W.T + bias), or y += that. x is one pointer per row, each to k floats; with `norm` [k],
+// its RMS norm is multiplied.
 struct NarrowProduct {
     const Method* method;
     const float* const* x;
     float* y;
     int64_t k, n;
-    Activation activation;
+    Activation activation = Activation::none;
+    const float* norm = nullptr;
+    float eps = 0.0f;
+    bool add = false;
 };
 
 void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64_t count, int threads);

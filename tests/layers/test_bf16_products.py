@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.errors import ConfigError
 from inflight.layers.kernels import Residual
 from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import native_library
@@ -108,3 +109,29 @@ def test_experts_give_a_token_the_same_bits_in_every_batch(kernels: NativeKernel
     crowd = experts.add_to(Residual(x.clone(), norm), EPS, None).x
     for tokens in ([5], [699, 5], [*range(20)], [*range(0, 700, 3)]):
         assert torch.equal(experts.add_to(Residual(x[tokens], norm), EPS, None).x, crowd[tokens])
+
+
+def test_norm_gate_and_residual_are_those_of_single_operations(kernels: NativeKernels) -> None:
+    torch.manual_seed(7)
+    weight, bias, norm = torch.randn(84, 70).to(BF16), torch.randn(84), torch.rand(70) + 0.5
+    linear, x = make(kernels, weight, bias), torch.randn(37, 70)
+    product = linear(kernels.rms_norm(x, norm, EPS))
+    assert torch.equal(linear.normed(Residual(x, norm), EPS), product)
+    assert torch.equal(linear.normed(Residual(x, None), EPS), linear(x))
+    assert torch.equal(linear.logits(x, norm, EPS), product)
+    assert torch.equal(linear.gated(Residual(x, norm), EPS, "silu"), kernels.gate(product, "silu"))
+    hidden, next_norm = torch.randn(37, 84), torch.ones(84)
+    added = linear.add_to(Residual(hidden.clone(), None), x, None, EPS, next_norm)
+    assert torch.equal(added.x, hidden + linear(x))
+    assert added.norm is next_norm
+    out_norm = torch.rand(84)
+    normed = linear.add_to(Residual(hidden.clone(), None), x, out_norm, EPS, None)
+    assert torch.equal(normed.x, hidden + kernels.rms_norm(linear(x), out_norm, EPS))
+
+
+def test_mismatched_residual_and_norm_are_rejected(kernels: NativeKernels) -> None:
+    linear = make(kernels, torch.ones(6, 4).to(BF16))
+    with pytest.raises(ConfigError, match=r"must be \[2, 6\]"):
+        linear.add_to(Residual(torch.ones(2, 5), None), torch.ones(2, 4), None, EPS, None)
+    with pytest.raises(ConfigError, match=r"must be float32 \[4\]"):
+        linear.normed(Residual(torch.ones(2, 4), torch.ones(3)), EPS)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear, TorchKernels
-from inflight.layers.native_kernels import LOAD_ROWS, NativeKernels
+from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.native_linears import LOAD_ROWS
 from inflight.native.library import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

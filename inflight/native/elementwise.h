@@ -1,0 +1,40 @@
+// Operations on rows that other kernels include.
+#pragma once
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace inflight {
+
+inline float inverse_rms(const float* x, int64_t n, float eps) {
+    Vec squares{};
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) {
+        Vec v = load<Vec>(x + i);
+        squares += v * v;
+    }
+    float total = sum(squares);
+    for (; i < n; ++i) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
+}
+
+inline void scale_row(const float* x, const float* weight, float* out, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth)
+        store(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
+    for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// out = rms_norm(x) * weight
+inline void rms_norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
+    scale_row(x, weight, out, n, inverse_rms(x, n, eps));
+}
+
+// Numbered as in native/library.py.
+enum class Gate : int64_t { silu, gelu_tanh, gelu, clamped_silu };
+
+// out [tokens][n] = gate(first half of gate_up) * second half, for all gates but clamped_silu.
+void gate_halves(Gate gate, const float* gate_up, float* out, int64_t tokens, int64_t n, int threads);
+
+}  // namespace inflight
