@@ -40,3 +40,18 @@ def test_experts_match_float64_in_all_sizes_of_steps(dtype: torch.dtype, num_tok
     limit = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
     assert ((added - reference).norm() / reference.norm()).item() < limit
     assert torch.equal(actual[~is_live], x[~is_live])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40, 300])
+def test_token_that_is_not_a_number_leaves_the_others_alone(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    weights = random_weights(ROUTING, HIDDEN, INNER, torch.bfloat16)
+    experts = TritonKernels(torch.bfloat16, "cuda").experts(HIDDEN, INNER, ROUTING, torch.bfloat16, "silu")
+    weights.load(experts)
+    x, norm = torch.randn(num_tokens, HIDDEN).bfloat16().cuda(), torch.ones(HIDDEN).cuda()
+    expected = experts.add_to(Residual(x.clone(), norm), 1e-6, norm).x
+    x[1] = torch.nan
+    actual = experts.add_to(Residual(x.clone(), norm), 1e-6, norm).x
+    assert actual[1].isnan().all()
+    others = torch.arange(num_tokens).cuda() != 1
+    assert torch.equal(actual[others], expected[others])

@@ -31,11 +31,13 @@ class LinearTile:
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """One program of a product of one token and one of its experts: `block_n` outputs, `block_k` features at a time."""
+    """One program of a product of one token and one or all of its experts: `block_n` outputs, `block_k` features of
+    each expert at a time."""
 
     block_n: int
     block_k: int
     num_warps: int
+    ahead: int = 0  # steps of k whose weights are loaded while the previous kernel is running
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +193,13 @@ def choose_medium(
     return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
 
 
-def choose_pairs(num_tokens: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile] | None:
-    """Return the tiles of `pair_gate_up` and `pair_down`, or None if grouping the pairs by expert pays."""
-    if num_tokens > MAX_PAIRED:
-        return None
+def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile]:
+    """Return the tiles of `pair_gate_up` and `pair_down`."""
     gate_up = PairTile(block_n=2, block_k=min(4096 // itemsize, _padded(hidden)), num_warps=2)
-    down = PairTile(block_n=4, block_k=min(2048 // itemsize, _padded(inner)), num_warps=4)
-    return gate_up, down
+    # 64 weights per thread and step.
+    block_k = max(16, min(4096 // itemsize // (1 << (top_k - 1).bit_length()), _padded(inner)))
+    ahead = min(3, -(-inner // block_k))
+    return gate_up, PairTile(block_n=2, block_k=block_k, num_warps=2, ahead=ahead)
 
 
 def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int, GroupedTile, GroupedTile]:

@@ -1,0 +1,216 @@
+"""Routing on a GPU: the experts of each token, and with many tokens the tokens of each expert.
+
+A *pair* is a token and one of its experts; pair p belongs to token p // top_k. Padding tokens have no experts.
+
+Pairs are grouped by expert with one atomic addition each: the number of pairs that an expert already has is the place
+of the next one. Their order among each other differs from run to run, but no result depends on it: a pair's product is
+a row of its own, and a token's products are added in the order of its experts.
+
+The tokens of each expert are also counted in total, for people (`Experts.tokens`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.layers.kernels import ExpertRouting
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+
+_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # "chosen": a softmax over the chosen experts' logits
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_squares"])
+def _choose_kernel(
+    logits,  # [T, E] float32
+    correction,  # [E] float32, or None: added to the scores that experts are chosen by
+    live,  # [T] int32, negative: padding; or None
+    squares,  # [num_squares, T] float32: sums of squares of the K features that the experts read; or None
+    ids,  # [T, TOP_K] int32; num_held: none
+    weights,  # [T, TOP_K] float32
+    totals,  # [E] int64
+    factors,  # [T] float32: what the norm multiplies the features by
+    counts,  # [num_held] int32: how many pairs each expert has so far; or None
+    pairs,  # [num_held, T] int32: the pairs of each expert
+    num_tokens,
+    num_experts,
+    first_held,
+    num_held,
+    num_squares,
+    K,
+    eps,
+    scale,
+    SCORES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    launch_dependents_then_wait(PDL)
+    num_logits = num_experts
+    num_own = num_held
+    if live is not None:
+        is_live = tl.load(live + token) >= 0
+        num_logits = tl.where(is_live, num_experts, 0)
+        num_own = tl.where(is_live, num_held, 0)
+    exists = expert < num_experts
+    # Whatever is in a padding token's logits is not read.
+    values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=expert < num_logits, other=0.0)
+    values = tl.where(exists, values, -float("inf"))
+    if squares is not None:
+        i = tl.arange(0, SQUARES)
+        sums = tl.load(squares + i * num_tokens + token, mask=i < num_squares, other=0.0)
+        tl.store(factors + token, tl.rsqrt(tl.sum(sums, 0) / K + eps))
+    if SCORES == 0:
+        powers = tl.exp(values - tl.max(values, 0))
+        scores = powers / tl.sum(powers, 0)
+    elif SCORES == 1:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        scores = values
+    ranking = tl.where(exists, scores, -float("inf"))
+    if correction is not None:
+        ranking += tl.load(correction + expert, mask=exists, other=0.0)
+    if NUM_GROUPS > 1:
+        ranking = _only_best_groups(ranking, NUM_GROUPS, TOP_GROUPS, BLOCK_E)
+    slot = tl.arange(0, PADDED_K)
+    inside = slot < TOP_K
+    chosen_ids = tl.zeros([PADDED_K], tl.int32)
+    for index in tl.static_range(TOP_K):
+        best = tl.argmax(ranking, 0, tie_break_left=True)
+        chosen_ids = tl.where(slot == index, best, chosen_ids)
+        ranking = tl.where(expert == best, -float("inf"), ranking)
+    is_chosen = expert[None, :] == chosen_ids[:, None]
+    chosen = tl.sum(tl.where(is_chosen & exists[None, :], scores[None, :], 0.0), 1)
+    if SCORES == 2:
+        chosen = tl.where(inside, chosen, -float("inf"))
+        powers = tl.exp(chosen - tl.max(chosen, 0))
+        chosen = powers / tl.sum(powers, 0)
+    elif NORMALISE:
+        total = tl.sum(tl.where(inside, chosen, 0.0), 0)
+        chosen = chosen / (total + 1e-20)
+    pair = token * TOP_K + slot
+    own = chosen_ids - first_held
+    is_held = inside & (own >= 0) & (own < num_own)
+    tl.store(ids + pair, tl.where(is_held, own, num_held), mask=inside)
+    tl.store(weights + pair, chosen * scale, mask=inside)
+    tl.atomic_add(totals + chosen_ids, 1, mask=inside & (chosen_ids < num_logits), sem="relaxed")
+    if counts is not None:
+        place = tl.atomic_add(counts + own, 1, mask=is_held, sem="relaxed")
+        # A token whose logits are NaN may choose an expert twice.
+        tl.store(pairs + own.to(tl.int64) * num_tokens + place, pair, mask=is_held & (place < num_tokens))
+
+
+@triton.jit
+def _only_best_groups(ranking, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return the ranking without experts outside the groups whose two best experts have the highest sum."""
+    SIZE: tl.constexpr = BLOCK_E // NUM_GROUPS
+    grouped = tl.reshape(ranking, [NUM_GROUPS, SIZE])
+    member = tl.arange(0, SIZE)[None, :]
+    first = tl.max(grouped, 1)
+    best = tl.argmax(grouped, 1, tie_break_left=True)
+    second = tl.max(tl.where(member == best[:, None], -float("inf"), grouped), 1)
+    score = first + second
+    group = tl.arange(0, NUM_GROUPS)
+    kept = tl.zeros([NUM_GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        winner = tl.argmax(score, 0, tie_break_left=True)
+        kept = tl.where(group == winner, 1, kept)
+        score = tl.where(group == winner, -float("inf"), score)
+    return tl.reshape(tl.where(kept[:, None] > 0, grouped, -float("inf")), [BLOCK_E])
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The pairs of each expert that is held here, in no particular order."""
+
+    counts: Tensor  # [num_held] int32: how many; zero between layers
+    pairs: Tensor  # [num_held, T] int32
+
+
+@dataclass(frozen=True, slots=True)
+class HalfNormed:
+    """The half of a norm that is left to do: see `NextNorm`."""
+
+    squares: Tensor | None = None  # [n, T] float32
+    num_features: int = 1
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The experts of each token, as indices of those that are held here."""
+
+    ids: Tensor  # [T, top_k] int32; the number of experts held for padding, and for experts held by other ranks
+    weights: Tensor  # [T, top_k] float32
+    factors: Tensor | None = None  # [T] float32: the half of the norm that is left to do
+    groups: Groups | None = None
+
+
+def choose_experts(
+    logits: Tensor,  # [T, E] float32
+    routing: ExpertRouting,
+    totals: Tensor,  # [E] int64: increased by the tokens of each expert
+    *,
+    correction: Tensor | None = None,
+    live: Tensor | None = None,
+    held: range | None = None,
+    counts: Tensor | None = None,
+    half_normed: HalfNormed | None = None,
+    pdl: bool = False,
+) -> Chosen:
+    """Choose each token's experts. With `counts`, which must be zero, also group the tokens by expert."""
+    (num_tokens, num_experts), top_k, device = logits.shape, routing.top_k, logits.device
+    held = range(num_experts) if held is None else held
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    groups, factors = None, None
+    if counts is not None:
+        groups = Groups(counts, torch.empty(len(held), num_tokens, dtype=torch.int32, device=device))
+    half = HalfNormed() if half_normed is None else half_normed
+    if half.squares is not None:
+        factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
+    num_squares = 0 if half.squares is None else len(half.squares)
+    if num_tokens:
+        _choose_kernel[(num_tokens,)](
+            logits,
+            correction,
+            live,
+            half.squares,
+            ids,
+            weights,
+            totals,
+            factors,
+            counts,
+            None if groups is None else groups.pairs,
+            num_tokens,
+            num_experts,
+            held.start,
+            len(held),
+            num_squares,
+            half.num_features,
+            half.eps,
+            routing.scale,
+            SCORES=_SCORES[routing.scores],
+            NORMALISE=routing.normalise,
+            TOP_K=top_k,
+            PADDED_K=triton.next_power_of_2(max(2, top_k)),
+            BLOCK_E=triton.next_power_of_2(max(2, num_experts)),
+            NUM_GROUPS=routing.num_groups,
+            TOP_GROUPS=routing.top_groups,
+            SQUARES=triton.next_power_of_2(num_squares),
+            PDL=pdl,
+            num_warps=1,
+            **launch_options(pdl),
+        )
+    return Chosen(ids, weights, factors, groups)
