@@ -61,9 +61,8 @@ def convolve(
     there = (i < length)[:, None] & (d < width)[None, :]
     feature = first + d
     state = rows + row.to(tl.int64) * row_stride
-    history_end = tl.where(
-        fresh == 0, first_token, -KERNEL
-    )  # tokens before it are in the state, if there are any
+    # Tokens before it are in the state, if there are any.
+    history_end = tl.where(fresh == 0, first_token, -KERNEL)
     x = tl.zeros([TOKENS, DIM], tl.float32)
     for tap in tl.static_range(KERNEL):
         source = token + i + (tap - KERNEL + 1)
@@ -72,16 +71,19 @@ def convolve(
         new = tl.load(at, mask=there & own[:, None], other=0.0).to(tl.float32)
         factor = tl.load(weight + feature * KERNEL + tap, mask=d < width, other=0.0)
         x += new * factor[None, :]
-        if token + tap < history_end + KERNEL - 1:  # the piece begins near the start of the entry
-            at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
-            old = tl.load(at, mask=there & (source < history_end)[:, None], other=0.0)
-            x += old * factor[None, :]
+        old_at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
+        is_old = there & (source < history_end)[:, None]
+        if DECODES:
+            x += tl.load(old_at, mask=is_old, other=0.0) * factor[None, :]
+        else:
+            if token + tap < history_end + KERNEL - 1:  # only pieces near the start of their entry
+                x += tl.load(old_at, mask=is_old, other=0.0) * factor[None, :]
     x = x / (1.0 + tl.exp(-x))
     if is_key:
         x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
         x *= tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-    at = out + (token + i).to(tl.int64)[:, None] * conv_size + feature[None, :]
-    tl.store(at, x, mask=there)
+    to = out + (token + i).to(tl.int64)[:, None] * conv_size + feature[None, :]
+    tl.store(to, x, mask=there)
 
 
 @triton.jit

@@ -43,8 +43,8 @@ class ColumnTile:
 
 # Measured on an H200.
 FEW_DECODES, FEW_DECODES_TILE, DECODES_TILE = 16, ColumnTile(128, 8), ColumnTile(32, 2)
-CARRY_TILE = ColumnTile(32, 4)
-CONVOLVE_WARPS, PREPARE_WARPS, OUTPUT_WARPS = 4, 4, 8
+CARRY_TILE = ColumnTile(32, 8)
+CONVOLVE_WARPS, PREPARE_WARPS, OUTPUT_WARPS = 4, 2, 4
 FINISHED_HEADS = 8  # that a program of `finish_decode` takes
 
 
