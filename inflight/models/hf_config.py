@@ -117,9 +117,12 @@ class Fields:
 MAX_CONTEXT, MAX_DEFAULT_CONTEXT = 1 << 24, 1 << 20  # tokens
 
 
-def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> Rope:
-    """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head."""
-    rope = _parameters(config, layer_type)
+def read_rope(
+    config: Fields, layer_type: str, head_dim: int, partial: bool, scaled_windows: bool = True
+) -> Rope:
+    """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head.
+    `scaled_windows`: `rope_scaling` also applies to layers with a window."""
+    rope = _parameters(config, layer_type, scaled_windows)
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):
         raise rope.error("partial_rotary_factor", "at most 1" if partial else "1 for this architecture")
@@ -154,10 +157,12 @@ def default_context(rope: Rope | None, max_position: int) -> tuple[int, int]:
             return max_position, min(max_position, MAX_DEFAULT_CONTEXT)
 
 
-def _parameters(config: Fields, layer_type: str) -> Fields:
+def _parameters(config: Fields, layer_type: str, scaled_windows: bool) -> Fields:
     """Return the parameters of one rotary embedding, whichever layout the config uses."""
     values: dict[str, Any] = {}
     where = config.where
+    # Layers with their own base frequency are not scaled.
+    scaled = layer_type != "sliding_attention" or (scaled_windows and "rope_local_base_freq" not in config)
     for key in ("rope_parameters", "rope_scaling"):
         if key not in config:
             continue
@@ -167,8 +172,8 @@ def _parameters(config: Fields, layer_type: str) -> Fields:
             if layer_type not in nested:
                 raise ModelError(f"{part.where} has {', '.join(sorted(nested))} but no {layer_type!r}")
             part = part.part(layer_type)
-        elif key == "rope_scaling" and layer_type == "sliding_attention" and "rope_local_base_freq" in config:
-            continue  # layers with their own base frequency are not scaled
+        elif key == "rope_scaling" and not scaled:
+            continue
         values.update(part.values)
         where = part.where
     theta_key = "rope_theta"

@@ -39,7 +39,9 @@ def transformers_reference(folder: Path) -> Reference:
     each of them are the continuation itself, or differ from it where it is wrong first. So it may come from us."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
     with LLM(folder, show_progress=False) as llm:
         proposed = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]

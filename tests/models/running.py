@@ -12,6 +12,7 @@ from inflight.attention.backend import AttentionInputs
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_attention
 from inflight.layers.kernels import TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.weights import load_decoder
@@ -43,6 +44,10 @@ def logprobs(
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
     caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU).layers
+    # Snapshots are not needed here: any tensor stands for their memory.
+    states = allocate_states(decoder.state_sizes, [torch.zeros(1, 1)], 2)
+    for state in states:
+        state.rows.fill_(float("nan"))
     ids, out, start = torch.tensor(token_ids), [], 0
     for number, count in enumerate(chunks or [num_tokens]):
         positions = torch.arange(start, start + count)
@@ -54,8 +59,11 @@ def logprobs(
             block_tables=table.to(torch.int32)[None, None],
             slot_mapping=(table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
         )
+        inputs.state = StateInputs(
+            inputs.query_starts, torch.ones(1, dtype=torch.int64), torch.tensor([start])
+        )
         indices = None if outputs is None else torch.tensor(outputs[number], dtype=torch.int64)
-        hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)
+        hidden = decoder.forward(ids[start : start + count], caches, inputs, indices, states)
         out.append(decoder.logits(hidden).log_softmax(-1))
         start += count
     assert start == num_tokens

@@ -53,6 +53,15 @@ def _config(name: str, **fixed: Any) -> Callable[..., Any]:
     return make
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "rope_theta": 500.0,
+    "beta_fast": 8.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
 # family -> a function that makes its transformers config; keywords replace fields
 FAMILIES: Mapping[str, Callable[..., Any]] = {
     "llama": _config("LlamaConfig"),
@@ -104,10 +113,51 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
         residual_multiplier=0.4,
         attention_multiplier=0.2,
     ),
+    "gemma2": _config(
+        "Gemma2Config",
+        query_pre_attn_scalar=24,
+        head_dim=32,
+        sliding_window=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=8.0,
+    ),
+    "olmo3": _config("Olmo3Config", num_hidden_layers=4, sliding_window=8),
+    "smollm3": _config("SmolLM3Config", no_rope_layer_interval=2),
+    "gpt-oss": _config(
+        "GptOssConfig",
+        intermediate_size=32,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=8,
+        rope_parameters=_YARN,
+    ),
+}
+
+_RECURRENT = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
+_RECURRENT_EXPERTS = _RECURRENT | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+# Families with layers that keep a state.
+RECURRENT_FAMILIES: Mapping[str, Callable[..., Any]] = {
+    "qwen3-next": _config("Qwen3NextConfig", **_RECURRENT_EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5": _config("Qwen3_5TextConfig", **_RECURRENT),
+    "qwen3.5-moe": _config("Qwen3_5MoeTextConfig", **_RECURRENT_EXPERTS),
 }
 
 # Families of which models with other heads than a language model's exist here.
-DENSE_FAMILIES = tuple(name for name in FAMILIES if "moe" not in name and name != "mixtral")
+DENSE_FAMILIES = tuple(name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss"))
 
 # Its usual pattern, one full layer in six, would leave a small model without any.
 _GEMMA3_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -120,7 +170,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
     if family == "gemma3" and "num_hidden_layers" not in overrides:
         overrides = _GEMMA3_LAYERS | overrides
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**overrides))
+    config = {**FAMILIES, **RECURRENT_FAMILIES}[family](**overrides)
+    # Soft caps and sinks are only in the plain implementation.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model, seed)
     return model.eval()
 

@@ -163,7 +163,9 @@ def transformers_embeddings(folder: Path, texts: Sequence[Sequence[int]]) -> NDA
     """The last token of each text, through the dense layer where there is one; not normalised."""
     import transformers
 
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModel.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     last = torch.stack([model(torch.tensor([list(ids)])).last_hidden_state[0, -1] for ids in texts])
     file = folder / "2_Dense" / "model.safetensors"
     if file.exists():
@@ -177,7 +179,9 @@ def transformers_labels(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray
     """One text at a time."""
     import transformers
 
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     model.eval()
     return np.array([model(torch.tensor([list(ids)])).logits[0].numpy() for ids in texts])
 
@@ -187,7 +191,9 @@ def transformers_next(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray[n
     """The logits that follow each text."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     return np.array([model(torch.tensor([list(ids)])).logits[0, -1].numpy() for ids in texts])
 
 

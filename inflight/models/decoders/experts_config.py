@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from inflight.layers.kernels import ExpertRouting
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting
 from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, MlpSpec
 from inflight.models.hf_config import Fields
 
@@ -82,6 +82,14 @@ def granite_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[M
         yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
 
 
+def gpt_oss_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:  # noqa: ARG001
+    """Yield the MLPs of gpt-oss, whose gates are clamped."""
+    routing = _routing(fields, fields.same_integer(*_NUM_EXPERTS), "chosen", has_bias=True)
+    inner, limit = fields.integer("intermediate_size"), fields.number("swiglu_limit", 7.0)
+    for _ in range(num_layers):
+        yield ExpertsMlpSpec(inner, CLAMPED_SILU, routing, bias=True, limit=limit)
+
+
 def _softmax_routing(fields: Fields, num_experts: int) -> ExpertRouting:
     return _routing(fields, num_experts, "softmax", normalise=fields.boolean("norm_topk_prob", False))
 
@@ -95,6 +103,7 @@ def _routing(
     scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    has_bias: bool = False,
     has_correction: bool = False,
 ) -> ExpertRouting:
     top_k = fields.integer("num_experts_per_tok")
@@ -117,5 +126,6 @@ def _routing(
         scale=scale,
         num_groups=num_groups,
         top_groups=top_groups,
+        has_bias=has_bias,
         has_correction=has_correction,
     )

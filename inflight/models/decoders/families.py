@@ -11,15 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.errors import UnknownArchitectureError
-from inflight.models.decoders.attention_config import (
-    PLAIN_ATTENTION,
-    AttentionFields,
-    context_rope,
-    read_bias,
-)
 from inflight.models.decoders.experts_config import (
     ReadMlps,
     glm_mlps,
+    gpt_oss_mlps,
     granite_mlps,
     mixtral_mlps,
     olmoe_mlps,
@@ -27,6 +22,12 @@ from inflight.models.decoders.experts_config import (
     qwen3_mlps,
 )
 from inflight.models.decoders.gguf_names import with_gguf_names
+from inflight.models.decoders.mixer_config import (
+    PLAIN_ATTENTION,
+    MixerFields,
+    context_rope,
+    read_bias,
+)
 from inflight.models.decoders.spec import (
     DecoderSpec,
     DenseMlpSpec,
@@ -34,6 +35,30 @@ from inflight.models.decoders.spec import (
     NormPlacement,
     QKNorm,
     WeightNames,
+)
+from inflight.models.decoders.weight_names import (
+    ATTENTION,
+    EXPERTS,
+    GEMMA2_NAMES,
+    GEMMA3_LAYER,
+    GLM_SHARED,
+    GPT_OSS_NAMES,
+    GRANITE_EXPERTS,
+    GRANITE_RENAMED,
+    LLAMA_NAMES,
+    MIXTRAL_EXPERTS,
+    MLP,
+    OLMO2_NAMES,
+    PHI3_NAMES,
+    PRE_NORMS,
+    QK_NORM,
+    QWEN2_SHARED,
+    QWEN3_5_NAMES,
+    QWEN3_5_VISION_NAMES,
+    QWEN3_NAMES,
+    QWEN3_NEXT_NAMES,
+    STACKED,
+    TRANSPOSED,
 )
 from inflight.models.encoders.families import ENCODERS
 from inflight.models.gguf_config import ARCHITECTURES, GGUF_FIELD
@@ -45,85 +70,6 @@ _MAX_EXTRA_LAYERS = 16
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-_ATTENTION = {
-    "self_attn.q_proj": "attention.qkv.q",
-    "self_attn.k_proj": "attention.qkv.k",
-    "self_attn.v_proj": "attention.qkv.v",
-    "self_attn.o_proj": "attention.output",
-}
-_QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-_MLP = {
-    "mlp.gate_proj": "mlp.gate_up.gate",
-    "mlp.up_proj": "mlp.gate_up.up",
-    "mlp.down_proj": "mlp.down",
-}
-_PRE_NORMS = {"input_layernorm": "attention.in_norm", "post_attention_layernorm": "mlp.in_norm"}
-_POST_NORMS = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
-_BOTH_NORMS = {
-    "input_layernorm": "attention.in_norm",
-    "pre_feedforward_layernorm": "mlp.in_norm",
-    **_POST_NORMS,
-}
-
-_LLAMA_NAMES = WeightNames(_ATTENTION | _MLP | _PRE_NORMS)
-_QWEN3_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS)
-_OLMO2_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _POST_NORMS)
-_PHI3_NAMES = WeightNames(
-    {
-        "self_attn.qkv_proj": "attention.qkv",
-        "self_attn.o_proj": "attention.output",
-        "mlp.gate_up_proj": "mlp.gate_up",
-        "mlp.down_proj": "mlp.down",
-    }
-    | _PRE_NORMS
-)
-_INDEXED = {
-    "mlp.gate": "mlp.router",
-    "mlp.experts.{}.gate_proj": "mlp.experts.gate",
-    "mlp.experts.{}.up_proj": "mlp.experts.up",
-    "mlp.experts.{}.down_proj": "mlp.experts.down",
-}
-_STACKED = {
-    "mlp.gate": "mlp.router",
-    "mlp.experts.gate_up_proj": "mlp.experts.gate_up",
-    "mlp.experts.down_proj": "mlp.experts.down",
-}
-_TRANSPOSED = {
-    "mlp.gate": "mlp.router",
-    "mlp.experts.gate_up_proj": "mlp.experts.gate_up.transposed",
-    "mlp.experts.down_proj": "mlp.experts.down.transposed",
-}
-_EXPERTS = (_INDEXED, _STACKED, _TRANSPOSED)
-_MIXTRAL_EXPERTS = {
-    "block_sparse_moe.gate": "mlp.router",
-    "block_sparse_moe.experts.{}.w1": "mlp.experts.gate",
-    "block_sparse_moe.experts.{}.w3": "mlp.experts.up",
-    "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
-}
-_GRANITE_EXPERTS = {
-    "block_sparse_moe.router.layer": "mlp.router",
-    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up",
-    "block_sparse_moe.output_linear.weight": "mlp.experts.down",
-}
-_GRANITE_RENAMED = {
-    "block_sparse_moe.router": "mlp.router",
-    "block_sparse_moe.experts.gate_up_proj": "mlp.experts.gate_up",
-    "block_sparse_moe.experts.down_proj": "mlp.experts.down",
-}
-_QWEN2_SHARED = {
-    "mlp.shared_expert.gate_proj": "mlp.shared.gate_up.gate",
-    "mlp.shared_expert.up_proj": "mlp.shared.gate_up.up",
-    "mlp.shared_expert.down_proj": "mlp.shared.down",
-    "mlp.shared_expert_gate": "mlp.shared_gate",
-}
-_GLM_SHARED = {
-    "mlp.shared_experts.gate_proj": "mlp.shared.gate_up.gate",
-    "mlp.shared_experts.up_proj": "mlp.shared.gate_up.up",
-    "mlp.shared_experts.down_proj": "mlp.shared.down",
-    "mlp.gate.e_score_correction_bias": "mlp.correction",
-}
-_GEMMA3_LAYER = _ATTENTION | _QK_NORM | _MLP | _BOTH_NORMS
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -131,7 +77,7 @@ class Family:
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
-    attention: AttentionFields = PLAIN_ATTENTION
+    mixers: MixerFields = PLAIN_ATTENTION
     experts: ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
@@ -149,27 +95,32 @@ class Family:
 _DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN_DEFAULTS = _DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
-_GEMMA3: dict[str, Any] = {
-    "attention": AttentionFields(
-        windows="pattern", qk_norm=QKNorm.HEAD, divisor_field="query_pre_attn_scalar", **_BIASES
-    ),
+_GEMMA: dict[str, Any] = {
     "norm_placement": NormPlacement.BOTH,
     "norm_offset": 1.0,
     "activation_field": "hidden_activation",
     "scaled_embedding": True,
-    "defaults": {
-        "hidden_activation": "gelu_pytorch_tanh",
+}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA3: dict[str, Any] = _GEMMA | {
+    "mixers": MixerFields(
+        windows="pattern", qk_norm=QKNorm.HEAD, divisor_field="query_pre_attn_scalar", **_BIASES
+    ),
+    "defaults": _GEMMA_DEFAULTS
+    | {
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
         "max_position_embeddings": 131_072,
     },
     "fixed": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
@@ -177,28 +128,28 @@ _GEMMA3: dict[str, Any] = {
 
 _CAUSAL: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
-        _LLAMA_NAMES, attention=AttentionFields(**_BIASES), mlp_bias="mlp_bias", defaults=_DEFAULTS
+        LLAMA_NAMES, mixers=MixerFields(**_BIASES), mlp_bias="mlp_bias", defaults=_DEFAULTS
     ),
     "MistralForCausalLM": Family(
-        _LLAMA_NAMES, attention=AttentionFields(windows="all"), defaults=_DEFAULTS | {"sliding_window": 4096}
+        LLAMA_NAMES, mixers=MixerFields(windows="all"), defaults=_DEFAULTS | {"sliding_window": 4096}
     ),
     "Qwen2ForCausalLM": Family(
-        _LLAMA_NAMES, attention=AttentionFields(windows="late", qkv_bias=True), defaults=_QWEN_DEFAULTS
+        LLAMA_NAMES, mixers=MixerFields(windows="late", qkv_bias=True), defaults=_QWEN_DEFAULTS
     ),
     "Qwen3ForCausalLM": Family(
-        _QWEN3_NAMES,
-        attention=AttentionFields(windows="late", qk_norm=QKNorm.HEAD, **_BIASES),
+        QWEN3_NAMES,
+        mixers=MixerFields(windows="late", qk_norm=QKNorm.HEAD, **_BIASES),
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "Phi3ForCausalLM": Family(
-        _PHI3_NAMES,
-        attention=AttentionFields(windows="all", partial_rotary=True),
+        PHI3_NAMES,
+        mixers=MixerFields(windows="all", partial_rotary=True),
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
     ),
-    "Gemma3ForCausalLM": Family(WeightNames(_GEMMA3_LAYER), **_GEMMA3),
+    "Gemma3ForCausalLM": Family(WeightNames(GEMMA3_LAYER), **_GEMMA3),
     "Gemma3ForConditionalGeneration": Family(
         WeightNames(
-            _GEMMA3_LAYER,
+            GEMMA3_LAYER,
             prefixes=("language_model.model.", "model.language_model."),
             heads=("language_model.lm_head.weight", "lm_head.weight"),
             ignored=(r"rotary_emb\.inv_freq$", r"^(model\.)?(vision_tower|multi_modal_projector)\."),
@@ -206,55 +157,127 @@ _CAUSAL: Mapping[str, Family] = {
         section="text_config",
         **_GEMMA3,
     ),
+    "Gemma2ForCausalLM": Family(
+        GEMMA2_NAMES,
+        mixers=MixerFields(
+            windows="pattern",
+            divisor_field="query_pre_attn_scalar",
+            softcap_field="attn_logit_softcapping",
+            **_BIASES,
+        ),
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window_pattern": 2},
+        fixed={"use_bidirectional_attention": (None, False)},
+        **_GEMMA,
+    ),
     "Olmo2ForCausalLM": Family(
-        _OLMO2_NAMES,
-        attention=AttentionFields(qk_norm=QKNorm.WHOLE, **_BIASES),
+        OLMO2_NAMES,
+        mixers=MixerFields(qk_norm=QKNorm.WHOLE, **_BIASES),
         norm_placement=NormPlacement.POST,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
+    ),
+    "Olmo3ForCausalLM": Family(
+        OLMO2_NAMES,
+        mixers=MixerFields(windows="pattern", qk_norm=QKNorm.WHOLE, scaled_windows=False, **_BIASES),
+        norm_placement=NormPlacement.POST,
+        defaults=_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        LLAMA_NAMES,
+        mixers=MixerFields(windows="unrotated", unrotated=True, **_BIASES),
+        mlp_bias="mlp_bias",
+        defaults=_DEFAULTS | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+}
+
+_DELTA_NET_DEFAULTS = _DEFAULTS | {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "norm_topk_prob": True,
+}
+_DELTA_NETS: dict[str, Any] = {
+    "mixers": MixerFields(
+        delta_nets=True, qk_norm=QKNorm.HEAD, has_gate=True, partial_rotary=True, **_BIASES
+    ),
+    "norm_offset": 1.0,
+    "defaults": _DELTA_NET_DEFAULTS,
+    "fixed": {"hidden_act": ("silu",), "attn_output_gate": (None, True)},
+}
+_RECURRENT_FAMILIES: Mapping[str, Family] = {
+    "Qwen3NextForCausalLM": Family(QWEN3_NEXT_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
+    "Qwen3_5ForCausalLM": Family(QWEN3_5_NAMES, **_DELTA_NETS),
+    "Qwen3_5MoeForCausalLM": Family(QWEN3_5_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
+    "Qwen3_5ForConditionalGeneration": Family(QWEN3_5_VISION_NAMES, section="text_config", **_DELTA_NETS),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        QWEN3_5_VISION_NAMES, experts=qwen2_mlps, section="text_config", **_DELTA_NETS
     ),
 }
 
 _EXPERT_FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
-        replace(_QWEN3_NAMES, experts=_EXPERTS),
-        attention=AttentionFields(windows="switched", qk_norm=QKNorm.HEAD, **_BIASES),
+        replace(QWEN3_NAMES, experts=EXPERTS),
+        mixers=MixerFields(windows="switched", qk_norm=QKNorm.HEAD, **_BIASES),
         experts=qwen3_mlps,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen2MoeForCausalLM": Family(
-        WeightNames(_ATTENTION | _MLP | _PRE_NORMS | _QWEN2_SHARED, experts=_EXPERTS),
-        attention=AttentionFields(windows="even", qkv_bias="qkv_bias"),
+        WeightNames(ATTENTION | MLP | PRE_NORMS | QWEN2_SHARED, experts=EXPERTS),
+        mixers=MixerFields(windows="even", qkv_bias="qkv_bias"),
         experts=qwen2_mlps,
         defaults=_QWEN_DEFAULTS | {"qkv_bias": True},
     ),
     "MixtralForCausalLM": Family(
-        WeightNames(_ATTENTION | _PRE_NORMS, experts=(_MIXTRAL_EXPERTS, _STACKED, _TRANSPOSED)),
-        attention=AttentionFields(windows="all"),
+        WeightNames(ATTENTION | PRE_NORMS, experts=(MIXTRAL_EXPERTS, STACKED, TRANSPOSED)),
+        mixers=MixerFields(windows="all"),
         experts=mixtral_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     ),
     "OlmoeForCausalLM": Family(
-        WeightNames(_ATTENTION | _QK_NORM | _PRE_NORMS, experts=_EXPERTS),
-        attention=AttentionFields(qk_norm=QKNorm.WHOLE, **_BIASES),
+        WeightNames(ATTENTION | QK_NORM | PRE_NORMS, experts=EXPERTS),
+        mixers=MixerFields(qk_norm=QKNorm.WHOLE, **_BIASES),
         experts=olmoe_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
     ),
     "Glm4MoeForCausalLM": Family(
-        WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS | _GLM_SHARED, experts=_EXPERTS),
-        attention=AttentionFields(
+        WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS | GLM_SHARED, experts=EXPERTS),
+        mixers=MixerFields(
             qk_norm=QKNorm.HEAD, qk_norm_field="use_qk_norm", qkv_bias="attention_bias", partial_rotary=True
         ),
         experts=glm_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "GraniteMoeForCausalLM": Family(
-        WeightNames(_ATTENTION | _PRE_NORMS, experts=(_GRANITE_EXPERTS, _GRANITE_RENAMED)),
-        attention=AttentionFields(scale_field="attention_multiplier"),
+        WeightNames(ATTENTION | PRE_NORMS, experts=(GRANITE_EXPERTS, GRANITE_RENAMED)),
+        mixers=MixerFields(scale_field="attention_multiplier"),
         experts=granite_mlps,
         multipliers=True,
         defaults=_DEFAULTS,
         fixed={"attention_bias": (None, False)},
+    ),
+    "GptOssForCausalLM": Family(
+        GPT_OSS_NAMES,
+        mixers=MixerFields(windows="pattern", has_sinks=True, **_BIASES),
+        experts=gpt_oss_mlps,
+        defaults=_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
     ),
 }
 
@@ -265,6 +288,7 @@ _FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
 FAMILIES: Mapping[str, Family] = {
     **_CAUSAL,
     **_EXPERT_FAMILIES,
+    **_RECURRENT_FAMILIES,
     **{
         f"{name}ForSequenceClassification": replace(_CAUSAL[causal], head="classifier")
         for name, causal in _FAMILY_NAMES.items()
@@ -288,6 +312,15 @@ _MODEL_TYPES = {
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 
 
@@ -302,7 +335,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     decoders = [name.removesuffix("Text") for name in _FAMILY_NAMES]
-    decoders += [name.removesuffix("ForCausalLM") for name in _EXPERT_FAMILIES]
+    others = (*_EXPERT_FAMILIES, *_RECURRENT_FAMILIES)
+    decoders += [name.removesuffix("ForCausalLM") for name in others if name.endswith("ForCausalLM")]
     raise UnknownArchitectureError(
         f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
         f"{', '.join(ENCODERS)}"
@@ -325,7 +359,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     fields = Fields(text_config(config))
     fields.check_supported({"is_causal": (None, True), **family.fixed})
     num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-    mixers = family.attention.read(fields, num_layers)
+    mixers = family.mixers.read(fields, num_layers)
     max_position, served = default_context(context_rope(mixers), fields.integer("max_position_embeddings"))
     spec = DecoderSpec(
         architecture=architecture,

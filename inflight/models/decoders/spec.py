@@ -45,6 +45,9 @@ class QKNorm(Enum):
     WHOLE = "whole"
 
 
+IGNORED = (r"rotary_emb\.inv_freq$",)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightNames:
     """How a checkpoint names its tensors.
@@ -64,7 +67,7 @@ class WeightNames:
     classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"
     final_norm: str = "norm"  # less ".weight"
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that are not needed
+    ignored: tuple[str, ...] = IGNORED  # patterns of tensors that are not needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.running import load, logprobs, prompt, transformers_logprobs
-from tests.support.checkpoints import FAMILIES, make_model, randomise, write_checkpoint
+from tests.support.checkpoints import FAMILIES, RECURRENT_FAMILIES, make_model, randomise, write_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -26,7 +26,11 @@ LONG = {
     "long_factor": [1.5 + 0.7 * i for i in range(6)],
     "partial_rotary_factor": 0.75,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+INTERVAL_OF_2 = ["linear_attention", "full_attention"] * 2
 TWO_KINDS = ["full_attention", "sliding_attention", "sliding_attention"]
+
+ALL = (*FAMILIES, *RECURRENT_FAMILIES)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -65,6 +69,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo2-no-groups": ("olmo2", {"num_key_value_heads": 4}),
+    **{family: (family, {}) for family in RECURRENT_FAMILIES},
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 0.4, "final_logit_softcapping": 3.0}),
+    "olmo3-yarn": ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE}}),
+    "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True}),
+    "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6}),
+    "gpt-oss-no-bias": ("gpt-oss", {"attention_bias": False}),
+    "gpt-oss-full": ("gpt-oss", {"layer_types": ["full_attention"] * 3}),
+    "qwen3-next-interval": ("qwen3-next", {"layer_types": INTERVAL_OF_2, "norm_topk_prob": False}),
+    "qwen3.5-equal-heads": ("qwen3.5", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}),
+    "qwen3.5-tied-bias": ("qwen3.5", {"tie_word_embeddings": True, "attention_bias": True}),
 }
 
 
@@ -77,7 +92,7 @@ def test_prompt_logprobs_agree_with_transformers(case: str, tmp_path: Path) -> N
     torch.testing.assert_close(ours, transformers_logprobs(model, prompt()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_fastest_kernels_agree_with_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)
@@ -85,7 +100,7 @@ def test_fastest_kernels_agree_with_transformers(family: str, tmp_path: Path) ->
     torch.testing.assert_close(ours, transformers_logprobs(model, prompt()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "olmo2", "gpt-oss", "qwen3.5"])
 def test_chunks_and_single_tokens_agree_with_the_whole_prompt(family: str, tmp_path: Path) -> None:
     decoder = load(write_checkpoint(tmp_path, family))
     whole = logprobs(decoder, prompt(24))
@@ -94,7 +109,7 @@ def test_chunks_and_single_tokens_agree_with_the_whole_prompt(family: str, tmp_p
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_skipping_unneeded_tokens_changes_nothing(family: str, fast: bool, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     decoder = load(tmp_path, fast=fast)

@@ -187,8 +187,13 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     assert len(linears) == 4 * spec.num_layers - len(experts) + shared
     assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
-    expected += sum(3 * mlp.routing.num_experts * mlp.inner * spec.hidden_size for mlp in experts)
-    expected += sum((layer.query_size + 2 * layer.kv_size) * layer.qkv_bias for layer in spec.attentions)
+    hidden = spec.hidden_size
+    expected += sum(3 * mlp.routing.num_experts * mlp.inner * hidden for mlp in experts)
+    for layer in spec.attentions:
+        expected += (layer.query_size + 2 * layer.kv_size) * layer.qkv_bias + hidden * layer.output_bias
+    for mlp in experts:
+        num_biases = 1 + 2 * mlp.inner + hidden  # of the router and of an expert
+        expected += mlp.routing.num_experts * (num_biases if mlp.bias else 0)
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
     assert weights == expected
 

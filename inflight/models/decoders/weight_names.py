@@ -1,0 +1,125 @@
+"""How checkpoints of the families name their tensors, and which part of a decoder each is loaded into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.models.decoders.spec import IGNORED, WeightNames
+
+ATTENTION = {
+    "self_attn.q_proj": "attention.qkv.q",
+    "self_attn.k_proj": "attention.qkv.k",
+    "self_attn.v_proj": "attention.qkv.v",
+    "self_attn.o_proj": "attention.output",
+}
+QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+MLP = {
+    "mlp.gate_proj": "mlp.gate_up.gate",
+    "mlp.up_proj": "mlp.gate_up.up",
+    "mlp.down_proj": "mlp.down",
+}
+PRE_NORMS = {"input_layernorm": "attention.in_norm", "post_attention_layernorm": "mlp.in_norm"}
+POST_NORMS = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
+BOTH_NORMS = {
+    "input_layernorm": "attention.in_norm",
+    "pre_feedforward_layernorm": "mlp.in_norm",
+    **POST_NORMS,
+}
+
+LLAMA_NAMES = WeightNames(ATTENTION | MLP | PRE_NORMS)
+QWEN3_NAMES = WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS)
+OLMO2_NAMES = WeightNames(ATTENTION | QK_NORM | MLP | POST_NORMS)
+PHI3_NAMES = WeightNames(
+    {
+        "self_attn.qkv_proj": "attention.qkv",
+        "self_attn.o_proj": "attention.output",
+        "mlp.gate_up_proj": "mlp.gate_up",
+        "mlp.down_proj": "mlp.down",
+    }
+    | PRE_NORMS
+)
+INDEXED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.{}.gate_proj": "mlp.experts.gate",
+    "mlp.experts.{}.up_proj": "mlp.experts.up",
+    "mlp.experts.{}.down_proj": "mlp.experts.down",
+}
+STACKED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up",
+    "mlp.experts.down_proj": "mlp.experts.down",
+}
+TRANSPOSED = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.gate_up_proj": "mlp.experts.gate_up.transposed",
+    "mlp.experts.down_proj": "mlp.experts.down.transposed",
+}
+EXPERTS = (INDEXED, STACKED, TRANSPOSED)
+MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.{}.w1": "mlp.experts.gate",
+    "block_sparse_moe.experts.{}.w3": "mlp.experts.up",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
+}
+GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "mlp.router",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down",
+}
+GRANITE_RENAMED = {
+    "block_sparse_moe.router": "mlp.router",
+    "block_sparse_moe.experts.gate_up_proj": "mlp.experts.gate_up",
+    "block_sparse_moe.experts.down_proj": "mlp.experts.down",
+}
+QWEN2_SHARED = {
+    "mlp.shared_expert.gate_proj": "mlp.shared.gate_up.gate",
+    "mlp.shared_expert.up_proj": "mlp.shared.gate_up.up",
+    "mlp.shared_expert.down_proj": "mlp.shared.down",
+    "mlp.shared_expert_gate": "mlp.shared_gate",
+}
+GLM_SHARED = {
+    "mlp.shared_experts.gate_proj": "mlp.shared.gate_up.gate",
+    "mlp.shared_experts.up_proj": "mlp.shared.gate_up.up",
+    "mlp.shared_experts.down_proj": "mlp.shared.down",
+    "mlp.gate.e_score_correction_bias": "mlp.correction",
+}
+GEMMA3_LAYER = ATTENTION | QK_NORM | MLP | BOTH_NORMS
+GEMMA2_NAMES = WeightNames(ATTENTION | MLP | BOTH_NORMS)
+GPT_OSS_NAMES = WeightNames(
+    ATTENTION | {"self_attn.sinks": "attention.sinks"} | PRE_NORMS,
+    experts=(
+        {
+            "mlp.router": "mlp.router",
+            "mlp.experts.gate_up_proj": "mlp.experts.gate_up.alternating",
+            "mlp.experts.gate_up_proj_bias": "mlp.experts.gate_up_bias",
+            "mlp.experts.down_proj": "mlp.experts.down.transposed",
+            "mlp.experts.down_proj_bias": "mlp.experts.down_bias",
+        },
+    ),
+)
+_DELTA_NET = {
+    "linear_attn.conv1d.weight": "attention.net.conv",
+    "linear_attn.A_log": "attention.net.a_log",
+    "linear_attn.dt_bias": "attention.net.dt_bias",
+    "linear_attn.norm": "attention.net.norm",
+    "linear_attn.out_proj": "attention.net.output",
+}
+_GROUPED_NET = _DELTA_NET | {
+    "linear_attn.in_proj_qkvz": "attention.net.in.qkvz",
+    "linear_attn.in_proj_ba": "attention.net.in.ba",
+}
+_SEPARATE_NET = _DELTA_NET | {
+    "linear_attn.in_proj_qkv": "attention.net.in.qkv",
+    "linear_attn.in_proj_z": "attention.net.in.z",
+    "linear_attn.in_proj_b": "attention.net.in.b",
+    "linear_attn.in_proj_a": "attention.net.in.a",
+}
+_FURTHER_TOKENS = r"^mtp\."  # modules that predict further tokens
+_QWEN_LAYER = ATTENTION | QK_NORM | MLP | PRE_NORMS | QWEN2_SHARED
+QWEN3_NEXT_NAMES = WeightNames(
+    _QWEN_LAYER | _GROUPED_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS)
+)
+QWEN3_5_NAMES = WeightNames(
+    _QWEN_LAYER | _SEPARATE_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS, r"^model\.visual\.")
+)
+QWEN3_5_VISION_NAMES = replace(QWEN3_5_NAMES, prefixes=("model.language_model.",))
