@@ -230,7 +230,7 @@ class TritonRecurrent:
             projected.device,
             projected.dtype,
         )
-        precision = "ieee" if dtype == torch.float32 else "tf32"
+        precision = "tf32x3" if dtype == torch.float32 else "tf32"
         self._convolve(projected, mixed, layer, states.rows, inputs, pieces, sizes)
         keys = torch.empty(num_tokens, heads, shape.key_dim, dtype=dtype, device=device)
         updates = torch.empty(num_tokens, heads, shape.value_dim, dtype=dtype, device=device)
