@@ -15,14 +15,16 @@ import statistics
 
 from benchmarks.report import show
 from benchmarks.workloads import Workload, ragged
-from inflight.kv import BlockManager, NoPrefixCache
+from inflight.kv import BlockManager, KVLayout, NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
 
 
 def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[str, object]:
-    blocks = BlockManager(options.kv_tokens // options.block_size, options.block_size, NoPrefixCache())
+    blocks = BlockManager(
+        options.kv_tokens // options.block_size, KVLayout(options.block_size), NoPrefixCache()
+    )
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, options.kv_tokens)
     scheduler = Scheduler(limits, make_policy(policy), blocks)
     for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lens, strict=True)):

@@ -13,7 +13,7 @@ import statistics
 import time
 
 from benchmarks.report import show
-from inflight.kv import BlockManager, ChainHashCache
+from inflight.kv import BlockManager, ChainHashCache, KVLayout
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
@@ -24,7 +24,9 @@ BLOCK_SIZE = 16
 def step_seconds(policy: str, num_running: int, num_waiting: int, context: int, steps: int) -> float:
     """Mean time of schedule + update while `num_running` requests decode and `num_waiting` more queue."""
     per_request = -(-(context + steps + 64) // BLOCK_SIZE)
-    blocks = BlockManager(num_running * per_request, BLOCK_SIZE, ChainHashCache(BLOCK_SIZE))
+    blocks = BlockManager(
+        num_running * per_request, KVLayout(BLOCK_SIZE), ChainHashCache(KVLayout(BLOCK_SIZE))
+    )
     limits = Limits(num_running, max(num_running * context, 8192), 1 << 60)
     scheduler = Scheduler(limits, make_policy(policy), blocks)
     params = SamplingParams(max_tokens=steps + 32, temperature=0)

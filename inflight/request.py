@@ -149,8 +149,12 @@ class Request:
     num_charged: int = 0
 
     # Block manager state.
-    block_ids: list[int] = field(default_factory=list)
-    kv_capacity: int = 0  # tokens that fit into block_ids
+    tables: list[list[int]] = field(
+        default_factory=list
+    )  # bundles of each KV group; empty: it holds no memory
+    first_blocks: list[int] = field(default_factory=list)  # of each group: bundles before it are released
+    kv_capacity: int = 0  # tokens that fit into its tables
+    branch: int = 0  # blocks after which its tokens differ from those that are cached, if that matters
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
     hash_state: Any = field(default=None, repr=False)  # SHA-256 state after all of block_hashes, or None
     num_published: int = 0  # leading blocks that are in the prefix cache

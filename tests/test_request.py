@@ -34,7 +34,7 @@ def test_requests_are_distinguished_by_identity() -> None:
     assert one != other
     assert len({one, other}) == 2
     assert one.record is not other.record
-    assert one.block_ids is not other.block_ids
+    assert one.tables is not other.tables
 
 
 def unusual(item: Field[Any]) -> Any:

@@ -153,7 +153,9 @@ class EngineCore:
         request.record.num_output_tokens = request.num_output_tokens
         record = replace(request.record, breakdown=pool.attribution.breakdown(request, self.clock()))
         if request.status is not Status.WAITING:
-            return RequestState(record, "running", request.num_computed, len(request.block_ids))
+            return RequestState(
+                record, "running", request.num_computed, self.scheduler.blocks.num_held(request)
+            )
         others = pool.requests.values()
         num_ahead = sum(
             other.status is Status.WAITING and other.arrival < request.arrival for other in others

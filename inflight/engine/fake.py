@@ -1,93 +1,140 @@
 """A runner that computes nothing but checks everything.
 
-Its "model" is a hash: KV memory holds a digest of every token and its position, and the next token is a hash of all the
-digests that a row's block table leads to. A wrong block table, a prefix hit on the wrong content, a lost token or a
-block given to two requests therefore changes the output. `expected_tokens` returns the right output.
+Its "model" is a hash: KV memory holds a digest of every token and its position for each block table, the recurrent
+state is a digest of all tokens so far, and the next token is a hash of all that the last token can see: the digests
+that a row's tables lead to, within their windows, and the row's state. A wrong block table, a prefix hit on the wrong
+content, a lost token, a block given to two requests or a state of other tokens therefore changes the output.
+`expected_tokens` returns the right output.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 from inflight.events import PositionLogprobs, TokenLogprob, pack_logprobs
+from inflight.kv import KVLayout
 from inflight.request import RequestSpec
 from inflight.scheduling import Batch, Sampled
 
-
-def _digest(token_id: int, position: int) -> int:
-    return crc32(f"{token_id}@{position}".encode())
+PLAIN = KVLayout(1)  # one table that keeps all tokens; the size of its blocks changes no token
 
 
-def _next_token(digests: Sequence[int], vocab_size: int) -> int:
-    return crc32(repr(digests).encode()) % vocab_size
+def _digest(token_id: int, position: int, table: int = 0) -> int:
+    return crc32(f"{token_id}@{position}#{table}".encode() if table else f"{token_id}@{position}".encode())
+
+
+def _next_state(state: int, token_id: int) -> int:
+    return crc32(f"{state},{token_id}".encode())
+
+
+def _next_token(seen: Sequence[Any], vocab_size: int) -> int:
+    return crc32(repr(seen).encode()) % vocab_size
+
+
+def _seen(tables: Sequence[Sequence[Any]], state: int | None) -> Sequence[Any]:
+    """Return all that a token sees: the digests in each table, and the state."""
+    return tables[0] if len(tables) == 1 and state is None else [*tables, state]
+
+
+def _window(length: int, window: int | None) -> range:
+    """Return the positions that the last of `length` tokens sees."""
+    return range(0 if window is None else max(0, length - window), length)
+
+
+def _all_seen(tokens: Sequence[int], layout: KVLayout) -> Iterator[Sequence[Any]]:
+    """Yield what the last token of each prefix of these tokens sees, from the first token on."""
+    state = 0
+    for length, token_id in enumerate(tokens, 1):
+        state = _next_state(state, token_id)
+        tables = [
+            [_digest(tokens[position], position, table) for position in _window(length, window)]
+            for table, window in enumerate(layout.windows)
+        ]
+        yield _seen(tables, state if layout.snapshot_blocks else None)
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, vocab_size: int = 50, stop_ids: frozenset[int] = frozenset()
+    prompt: Sequence[int],
+    count: int,
+    vocab_size: int = 50,
+    stop_ids: frozenset[int] = frozenset(),
+    layout: KVLayout = PLAIN,
 ) -> list[int]:
     """Return the tokens that the fake model generates for a prompt."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
-        digests = [_digest(token_id, position) for position, token_id in enumerate(tokens)]
-        tokens.append(_next_token(digests, vocab_size))
+        *_, seen = _all_seen(tokens, layout)
+        tokens.append(_next_token(seen, vocab_size))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
 
 
-def _score(token_id: int, digests: Sequence[int]) -> PositionLogprobs:
-    """Return the fake model's logprob of a token after these digests."""
-    logprob = -(crc32(repr((token_id, digests)).encode()) % 1000) / 100
+def _score(token_id: int, seen: Sequence[Any]) -> PositionLogprobs:
+    """Return the fake model's logprob of a token after all that is seen."""
+    logprob = -(crc32(repr((token_id, seen)).encode()) % 1000) / 100
     return pack_logprobs([TokenLogprob(token_id, logprob, 1)])
 
 
-def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs | None]:
+def expected_scores(prompt: Sequence[int], layout: KVLayout = PLAIN) -> list[PositionLogprobs | None]:
     """Return the fake model's logprobs of a prompt."""
-    digests = [_digest(token_id, position) for position, token_id in enumerate(prompt)]
-    return [None, *(_score(prompt[end], digests[:end]) for end in range(1, len(prompt)))]
+    scored = zip(prompt[1:], _all_seen(prompt, layout), strict=False)
+    return [None, *(_score(token_id, seen) for token_id, seen in scored)]
 
 
-def _pooled(digests: Sequence[Any]) -> bytes:
-    return array("f", [crc32(repr(digests).encode()) % 1000, len(digests)]).tobytes()
+def _pooled(seen: Sequence[Any]) -> bytes:
+    return array("f", [crc32(repr(seen).encode()) % 1000, len(seen)]).tobytes()
 
 
 def expected_vector(prompt: Sequence[int]) -> list[float]:
     """Return the output of the fake model's head for a text."""
-    return array(
-        "f", _pooled([_digest(token_id, position) for position, token_id in enumerate(prompt)])
-    ).tolist()
+    *_, seen = _all_seen(prompt, PLAIN)
+    return array("f", _pooled(seen)).tolist()
 
 
 @dataclass(slots=True)
 class _Row:
     request: RequestSpec
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
+    states: dict[int, Any] = field(default_factory=dict)  # by number of tokens: those of the last entry
 
 
 class FakeRunner:
     """Implements `Runner` for tests and scheduler benchmarks."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 50) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, layout: KVLayout, vocab_size: int = 50) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
         self.vocab_size = vocab_size
-        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.memory: list[list[Any]] = [[None] * layout.block_size for _ in range(num_blocks)]
         self.rows: dict[int, _Row] = {}
+        self.states: dict[int, Any] = {}  # the recurrent state of each row
         self.num_computed = 0
 
     def launch(self, batch: Batch) -> Sampled:
         for row, request in batch.admissions:
-            self.rows[row] = _Row(request, list(request.token_ids), [])
-        for row, first, block_ids, _ in batch.tables:
+            self.rows[row] = _Row(request, list(request.token_ids), [[] for _ in self.layout.windows])
+        for row, first, block_ids, table in batch.tables:
             if row in self.rows:
-                self.rows[row].table[first:] = block_ids
+                ids = self.rows[row].tables[table]
+                ids[first:] = [-1] * (first - len(ids)) + block_ids
+        for row, block_ids in batch.restores:
+            self.states[row] = self._load_state(block_ids)
+        for row, block_ids in batch.saves:
+            self._store_state(block_ids, self.states[row])
         entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))
         for row, start, count, _ in entries:  # a step writes all its KV before it reads any
+            self._advance_state(row, start, count)
             self._write(self.rows[row], start, count)
+        for entry, position, block_ids in batch.captures:
+            start, count = batch.starts[entry], batch.counts[entry]
+            assert start < position < start + count, "a state is captured inside an entry"
+            self._store_state(block_ids, self.rows[batch.rows[entry]].states[position])
         scores = {
             entry: self._scores(self.rows[row], start, count)
             for entry, (row, start, count, _) in enumerate(entries)
@@ -98,7 +145,7 @@ class FakeRunner:
             for row, start, count, samples in entries
         ]
         vectors = {
-            entry: _pooled(self._digests(self.rows[row], start + count))
+            entry: _pooled(self._visible(self.rows[row], start + count))
             for entry, (row, start, count, _) in enumerate(entries)
             if self.rows[row].request.kind == "pool"
             and start + count == self.rows[row].request.num_prompt_tokens
@@ -109,25 +156,53 @@ class FakeRunner:
             vectors=vectors,
         )
 
+    # ---- memory ----
+
     def _write(self, row: _Row, start: int, count: int) -> None:
-        for position in range(start, start + count):
-            block_id = row.table[position // self.block_size]
-            self.memory[block_id][position % self.block_size] = _digest(row.tokens[position], position)
+        for table, block_ids in enumerate(row.tables):
+            for position in range(start, start + count):
+                block_id, offset = block_ids[position // self.block_size], position % self.block_size
+                assert block_id >= 0, "a token needs a block"
+                self.memory[block_id][offset] = _digest(row.tokens[position], position, table)
         self.num_computed += count
 
-    def _digests(self, row: _Row, length: int) -> list[Any]:
-        size = self.block_size
-        return [self.memory[row.table[p // size]][p % size] for p in range(length)]
+    def _advance_state(self, number: int, start: int, count: int) -> None:
+        if not self.layout.snapshot_blocks:
+            return
+        row, state = self.rows[number], self.states[number] if start else 0
+        row.states = {}
+        for position in range(start, start + count):
+            state = row.states[position + 1] = _next_state(state, row.tokens[position])
+        self.states[number] = state
+
+    def _store_state(self, block_ids: Sequence[int], state: Any) -> None:
+        assert len(block_ids) == self.layout.snapshot_blocks
+        for part, block_id in enumerate(block_ids):
+            self.memory[block_id][0] = state, part
+
+    def _load_state(self, block_ids: Sequence[int]) -> Any:
+        parts = [self.memory[block_id][0] for block_id in block_ids]
+        state = parts[0][0] if isinstance(parts[0], tuple) else None
+        return state if parts == [(state, part) for part in range(len(parts))] else repr(parts)
+
+    def _visible(self, row: _Row, length: int) -> Sequence[Any]:
+        size, memory = self.block_size, self.memory
+        tables = [
+            [memory[block_ids[p // size]][p % size] for p in _window(length, window)]
+            for block_ids, window in zip(row.tables, self.layout.windows, strict=True)
+        ]
+        return _seen(tables, row.states[length] if self.layout.snapshot_blocks else None)
+
+    # ---- results ----
 
     def _scores(self, row: _Row, start: int, count: int) -> list[PositionLogprobs]:
         """Return the logprobs of the prompt tokens that this chunk predicts."""
         last = min(start + count, row.request.num_prompt_tokens - 1)
-        return [_score(row.tokens[end], self._digests(row, end)) for end in range(start + 1, last + 1)]
+        return [_score(row.tokens[end], self._visible(row, end)) for end in range(start + 1, last + 1)]
 
     def _sample(self, row: _Row, length: int) -> list[int]:
         assert length == len(row.tokens), "a step samples only after a row's last token"
-        digests = self._digests(row, length)
-        row.tokens.append(_next_token(digests, self.vocab_size))
+        row.tokens.append(_next_token(self._visible(row, length), self.vocab_size))
         return row.tokens[-1:]
 
     def collect(self, handle: Sampled) -> Sampled:

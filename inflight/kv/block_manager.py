@@ -1,183 +1,253 @@
-"""Blocks of KV memory: their reference counts, and the block table of every request.
+"""The memory of requests: the blocks in their tables, what they share, and whether more fits.
 
-Each block is in exactly one of three states:
-
-         allocate                     release (last holder)
-    EMPTY ───────► USED (refs ≥ 1) ──────────────────────────► EMPTY
-      ▲              ▲   │                  not published
-      │      acquire │   │ release (last holder), published
-      │   prefix hit │   ▼
-      └─────────── CACHED (refs = 0, content available for prefix hits)
-         evict, least recently used first
-
-so empty + cached + used == total at all times. Every operation is O(1) per block.
+Requests hold bundles of blocks (`block_pool.py`), one bundle per KV group and block of tokens. All tables have the same
+block size, so those of a request grow together; tables with a window lose their oldest blocks meanwhile. The scheduler
+asks in tokens, and groups are known only here.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from inflight.events import KVUsage
-from inflight.kv.prefix_cache import PrefixCache
+from inflight.kv.block_pool import BlockPool
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import PrefixCache, PrefixHit
+from inflight.kv.snapshots import Snapshots, StateCopies
 from inflight.request import Request
 
-MAX_EVICTIONS = 64  # the most blocks that `BlockPool.state` lists as those to be evicted next
 
+class NewBlocks(NamedTuple):
+    """`block_ids` continue a block table from index `first`."""
 
-class BlockPool:
-    """All blocks, and how many holders each has."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, for locality
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-
-    @property
-    def num_empty(self) -> int:
-        return len(self._empty)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._empty) - len(self._cached)
-
-    @property
-    def num_available(self) -> int:
-        """The number of blocks that could be allocated now, evicting cached ones if needed."""
-        return len(self._empty) + len(self._cached)
-
-    def refs(self, block_id: int) -> int:
-        return self._refs[block_id]
-
-    def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
-
-    def take_empty(self) -> int:
-        """Allocate an empty block with one holder."""
-        block_id = self._empty.pop()
-        self._refs[block_id] = 1
-        return block_id
-
-    def evict(self) -> int:
-        """Empty the least recently used cached block and return its id. The caller must forget its content."""
-        block_id, _ = self._cached.popitem(last=False)
-        self._empty.append(block_id)
-        return block_id
-
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add a holder to each of these used or cached blocks."""
-        refs, cached = self._refs, self._cached
-        for block_id in block_ids:
-            if refs[block_id] == 0:
-                del cached[block_id]
-            refs[block_id] += 1
-
-    def release(self, block_ids: Iterable[int], keep: Callable[[int], bool]) -> int:
-        """Remove a holder from each of these blocks, and return how many had no other.
-
-        A block without holders becomes cached if `keep` returns true for it, otherwise empty.
-        """
-        refs, num_freed = self._refs, 0
-        for block_id in block_ids:
-            refs[block_id] -= 1
-            if refs[block_id] == 0:
-                num_freed += 1
-                if keep(block_id):
-                    self._cached[block_id] = None
-                else:
-                    self._empty.append(block_id)
-        return num_freed
-
-    def state(self) -> tuple[array[int], array[int], list[int]]:
-        """Return the holders of every block, the empty blocks, and the cached ones to be evicted next."""
-        next_ids = list(islice(self._cached, MAX_EVICTIONS))
-        return array("i", self._refs), array("i", self._empty), next_ids
-
-    def check(self, held: Iterable[int]) -> None:
-        """Assert that every block has one state and that `held` (with repeats) accounts for every reference."""
-        refs = [0] * self.num_blocks
-        for block_id in held:
-            refs[block_id] += 1
-        assert refs == self._refs, "reference counts differ from the block tables"
-        states = [*self._empty, *self._cached, *(i for i, count in enumerate(refs) if count)]
-        assert sorted(states) == list(range(self.num_blocks)), "a block is in two states or in none"
+    first: int
+    block_ids: list[int]
+    table: int
 
 
 class BlockManager:
     """Allocates, shares and frees the blocks of requests."""
 
-    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, layout: KVLayout, cache: PrefixCache) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
         self.pool = BlockPool(num_blocks)
         self.cache = cache
+        self._groups = layout.groups
+        self._windowed = [
+            (index, group) for index, group in enumerate(self._groups) if group.window is not None
+        ]
+        self._num_tables = len(layout.windows)
         self._total_capacity = 0  # tokens that fit into all block tables, counting shared blocks in each
+        self.snapshots: Snapshots | None = None
+        if layout.snapshot_blocks:
+            size = layout.snapshot_blocks
+            self.snapshots = Snapshots(self.pool, cache, layout.block_size, size, self._take)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, request: Request) -> list[int]:
-        """Return cached blocks that hold the request's leading tokens, without acquiring them."""
-        return self.cache.match(request)
+    def max_tokens(self, chunk: int) -> int:
+        """Return the longest request that fits on its own, computed `chunk` tokens at a time."""
+        return self.layout.max_tokens(self.pool.num_blocks, chunk)
 
-    def fits(self, hits: list[int], num_tokens: int) -> bool:
-        """Return whether a request with these hits could hold `num_tokens` tokens now."""
-        pool = self.pool
-        spare = pool.num_available - self.blocks_for(num_tokens) + len(hits)
+    # ---- admission ----
+
+    def match(self, request: Request) -> PrefixHit:
+        """Return the cached prefix of the request, without acquiring it."""
+        hit = self.cache.match(request)
+        if self.snapshots is not None and self.snapshots.grows(request, hit):
+            return replace(hit, grows=True)
+        return hit
+
+    def fits(
+        self, hit: PrefixHit, num_tokens: int, chunk: int, num_growth: int = 0, num_kept: int = 0
+    ) -> bool:
+        """Return whether a request with this hit could hold `num_tokens` tokens now, computed `chunk` tokens at a time.
+
+        Memory for `num_growth` more tokens, of any requests, and `num_kept` blocks is left.
+        """
+        size, spare, num_shared = self.block_size, self.pool.num_available - num_kept, 0
+        if self.snapshots is not None:
+            spare += self.snapshots.num_planned_blocks
+        for group in self._groups:
+            if group.window is None:
+                num_needed = self.blocks_for(num_tokens + num_growth) - hit.num_blocks
+                num_shared += hit.num_blocks * len(group.tables)
+            else:  # a window moves on, from blocks that are shared to the request's own
+                num_needed = group.most_held(num_tokens, chunk, size) + self.blocks_for(num_growth)
+            spare -= num_needed * len(group.tables)
         # Hits without a holder are among the available blocks. Usually there is no need to count them.
-        return spare >= len(hits) or spare >= sum(map(pool.is_cached, hits))
+        return spare >= num_shared or spare >= self._num_cached(hit)
 
-    def attach(self, request: Request, hits: list[int]) -> None:
-        """Start the request's block table with shared blocks."""
-        self.pool.acquire(hits)
-        request.block_ids = list(hits)
-        request.num_published = len(hits)
-        request.kv_capacity = len(hits) * self.block_size
-        self._total_capacity += request.kv_capacity
+    def _num_cached(self, hit: PrefixHit) -> int:
+        """Return the number of blocks without a holder in the groups of a hit that keep all tokens."""
+        is_cached = self.pool.is_cached
+        return sum(
+            sum(map(is_cached, bundles)) * len(group.tables)
+            for group, bundles in zip(self._groups, hit.tables, strict=False)
+            if group.window is None
+        )
+
+    def blocks_to_finish(self, request: Request, chunk: int) -> int:
+        """Return how many more blocks a running request needs for all its tokens and the first of another block."""
+        size, total = self.block_size, 0
+        for group, table, first in zip(self._groups, request.tables, request.first_blocks, strict=True):
+            most = group.most_held(request.num_tokens, chunk, size) + 1
+            total += max(0, most - len(table) + first) * len(group.tables)
+        return total
+
+    def attach(self, request: Request, hit: PrefixHit) -> None:
+        """Start the request's block tables with shared blocks."""
+        num_cached = hit.num_blocks * self.block_size
+        request.tables = [list(bundles) for bundles in hit.tables] or [[] for _ in self._groups]
+        request.first_blocks = [group.first_needed(num_cached, self.block_size) for group in self._groups]
+        request.branch = hit.num_present if hit.num_present > hit.num_blocks else 0
+        for table, first in zip(request.tables, request.first_blocks, strict=True):
+            self.pool.acquire(table[first:] if first else table)
+        if self.snapshots is not None:
+            self.snapshots.attach(request, hit)
+        request.num_published = hit.num_blocks
+        request.kv_capacity = num_cached
+        self._total_capacity += num_cached
         self.cache.num_queries += len(request.token_ids)
-        self.cache.num_hits += request.kv_capacity
+        self.cache.num_hits += num_cached
 
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Extend the block table to hold `num_tokens`. Return the new blocks, or None if there are not enough."""
-        needed = self.blocks_for(num_tokens) - len(request.block_ids)
+    # ---- running requests ----
+
+    def grow(self, request: Request, num_tokens: int) -> list[NewBlocks] | None:
+        """Extend the block tables to hold `num_tokens`. Return the new blocks, or None if there are not enough.
+
+        Blocks that no token from `request.num_computed` on can see leave their tables first.
+        """
+        first = request.kv_capacity // self.block_size
+        needed = -(-num_tokens // self.block_size) - first
+        for index, group in self._windowed:
+            seen = group.first_needed(request.num_computed, self.block_size)
+            if seen > request.first_blocks[index]:
+                self._release_unseen(request, index, seen)
+        new_blocks: list[NewBlocks] = []
+        if needed > 0:
+            if needed * self._num_tables > self.pool.num_available and not self._cancel_snapshots(needed):
+                return None
+            self._extend(request, first, needed, new_blocks)
+        if self.snapshots is not None:
+            self.snapshots.begin_entry(request)
+        return new_blocks
+
+    def _extend(self, request: Request, first: int, count: int, new_blocks: list[NewBlocks]) -> None:
         pool = self.pool
-        if needed > pool.num_available:
-            return None
-        new_ids = []
-        for _ in range(needed):
-            if pool.num_empty == 0:
-                self.cache.forget(pool.evict())
-            new_ids.append(pool.take_empty())
-        request.block_ids += new_ids
-        num_added = len(new_ids) * self.block_size
+        for group, table in zip(self._groups, request.tables, strict=True):
+            size = len(group.tables)
+            bundles = [self._take(size) for _ in range(count)]
+            table += bundles
+            if size == 1:
+                new_blocks.append(NewBlocks(first, bundles, group.tables[0]))
+            else:
+                columns = zip(*map(pool.blocks, bundles), strict=True)
+                new_blocks += (
+                    NewBlocks(first, list(block_ids), number)
+                    for number, block_ids in zip(group.tables, columns, strict=True)
+                )
+        num_added = count * self.block_size
         request.kv_capacity += num_added
         self._total_capacity += num_added
-        return new_ids
+
+    def _take(self, size: int) -> int:
+        """Allocate a bundle, evicting others if needed."""
+        pool = self.pool
+        while pool.num_empty < size:
+            self._forget(pool.evict())
+        return pool.take_empty(size)
+
+    def _forget(self, bundle: int) -> None:
+        self.cache.forget(bundle)
+        if self.snapshots is not None:
+            self.snapshots.forget(bundle)
+
+    def _cancel_snapshots(self, needed: int) -> bool:
+        """Give up the snapshots of this step if that makes room for `needed` blocks per table."""
+        if self.snapshots is None:
+            return False
+        self.snapshots.cancel()
+        return needed * self._num_tables <= self.pool.num_available
+
+    def _release_unseen(self, request: Request, index: int, first: int) -> None:
+        """Release the bundles of a windowed group before block `first`.
+
+        They stay cached, but only a request that continues from just behind them could use them. That is likely
+        where the request's own prefix was shared, where it should have been, and at the end of its prompt; others are
+        evicted before anything else.
+        """
+        table, begin = request.tables[index], request.first_blocks[index]
+        request.first_blocks[index] = first
+        group, size = self._groups[index], self.block_size
+        ends = request.num_cached // size, request.branch, (request.num_prompt_tokens - 1) // size
+        keep = self.cache.knows
+        for block in range(begin, min(first, len(table))):
+            is_useful = any(group.first_needed(end * size, size) <= block < end for end in ends)
+            self.pool.release((table[block],), keep, soon=not is_useful)
+            table[block] = -1
+
+    def table_updates(self, request: Request) -> Iterator[NewBlocks]:
+        """Yield all blocks of a request."""
+        for group, table, first in zip(self._groups, request.tables, request.first_blocks, strict=True):
+            if len(group.tables) == 1:
+                yield NewBlocks(first, table[first:], group.tables[0])
+            elif first < len(table):
+                columns = zip(*map(self.pool.blocks, table[first:]), strict=True)
+                for number, block_ids in zip(group.tables, columns, strict=True):
+                    yield NewBlocks(first, list(block_ids), number)
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens available to prefix hits."""
         self.cache.publish(request, num_tokens)
+        if self.snapshots is not None:
+            self.snapshots.end_entry(request)
+
+    def take_copies(self) -> StateCopies | None:
+        """Return the copies of recurrent states that the step just formed makes; None if the model has no such state.
+
+        Call it when nothing can be added to the step any more: its snapshots can be hit from then on.
+        """
+        return None if self.snapshots is None else self.snapshots.take_copies()
 
     def free(self, request: Request) -> int:
         """Release the request's blocks. Return how many have no other holder."""
-        # Tail first, so that the end of a prefix is evicted before its start.
-        num_freed = self.pool.release(reversed(request.block_ids), self.cache.knows)
+        num_freed = self.pool.release(self._bundles(request), self.cache.knows)
+        if self.snapshots is not None:
+            self.snapshots.leave(request)
         self._total_capacity -= request.kv_capacity
-        request.block_ids = []
+        request.tables, request.first_blocks = [], []
         request.kv_capacity = request.num_published = 0
         return num_freed
+
+    def _bundles(self, request: Request) -> Iterator[int]:
+        """Yield the bundles of a request, tail first, so that the end of a prefix is evicted before its start."""
+        if len(request.tables) == 1:
+            yield from reversed(request.tables[0][request.first_blocks[0] :])
+        else:
+            for block in range(
+                request.kv_capacity // self.block_size - 1, min(request.first_blocks, default=0) - 1, -1
+            ):
+                for table in request.tables:
+                    if table[block] >= 0:
+                        yield table[block]
+
+    # ---- the whole memory ----
+
+    def num_held(self, request: Request) -> int:
+        """Return the number of blocks that a request holds."""
+        tables = zip(self._groups, request.tables, request.first_blocks, strict=False)
+        return sum(len(group.tables) * (len(table) - first) for group, table, first in tables)
 
     def usage(self, num_resident: int) -> KVUsage:
         """Return the state of memory, given the number of tokens resident in all block tables."""
         pool = self.pool
         # Shared blocks are full, so unused capacity is in unshared blocks and can be counted per table.
-        unused = self._total_capacity - num_resident
+        unused = (self._total_capacity - num_resident) * self._num_tables
         return KVUsage(
             num_blocks=pool.num_blocks,
             num_empty=pool.num_empty,
@@ -192,7 +262,12 @@ class BlockManager:
         while self.pool.num_cached:
             self.pool.evict()
         self.cache.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def check(self, holders: Iterable[Request]) -> None:
         """Assert that the holders' block tables account for every reference."""
-        self.pool.check(block_id for request in holders for block_id in request.block_ids)
+        held = [bundle for request in holders for bundle in self._bundles(request)]
+        if self.snapshots is not None:
+            held += self.snapshots.held()
+        self.pool.check(held)

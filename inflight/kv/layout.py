@@ -16,13 +16,35 @@ depth, so a pipeline stage uses neighbouring slots and allocates only those.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_NO_LIMIT = 1 << 40  # tokens: a request whose layers all have windows may be this long
 # A context of this many tokens decides how many slots waste too much memory.
 _USUAL_CONTEXT = 8192
 # The part of a request's memory that unused slots may take; fewer tables are cheaper to plan and to upload.
 _MAX_WASTE = 1 / 12
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """The block tables that keep the same tokens. They behave alike: their blocks come and go together."""
+
+    window: int | None  # a token is needed by the next window - 1 tokens; None: by all
+    tables: tuple[int, ...]
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """Return the first block that a token at this position, or any later one, can see."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def most_held(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Return the most blocks per table that a request of `num_tokens` holds, computed `chunk` tokens at a time."""
+        num_blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return num_blocks
+        visible = self.window - 1 + min(chunk, num_tokens)  # and a chunk may begin anywhere in a block
+        return min(num_blocks, -(-(visible - 1) // block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +54,27 @@ class KVLayout:
     block_size: int
     windows: tuple[int | None, ...] = (None,)  # of each block table; None: it keeps every token
     snapshot_blocks: int = 0  # blocks that a snapshot of the recurrent state takes; 0: there is no such state
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The groups of tables, those that keep every token first."""
+        tables: dict[int | None, list[int]] = {}
+        for table, window in enumerate(self.windows):
+            tables.setdefault(window, []).append(table)
+        ordered = sorted(tables, key=lambda window: (window is not None, window))
+        return tuple(KVGroup(window, tuple(tables[window])) for window in ordered)
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, computed `chunk` tokens at a time."""
+        size = self.block_size
+        return sum(len(group.tables) * group.most_held(num_tokens, chunk, size) for group in self.groups)
+
+    def max_tokens(self, num_blocks: int, chunk: int) -> int:
+        """Return the length of the longest request that fits into `num_blocks`, computed `chunk` tokens at a time."""
+        most = _NO_LIMIT
+        if self.blocks_for(most, chunk) <= num_blocks:
+            return most
+        return bisect_right(range(most), num_blocks, key=lambda count: self.blocks_for(count, chunk)) - 1
 
 
 @dataclass(frozen=True, slots=True)

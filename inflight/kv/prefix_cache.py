@@ -1,5 +1,8 @@
 """Prefix caches: find blocks by their content, and report what they store and evict.
 
+A request shares the longest prefix of which every KV group has what its next token needs: all blocks, those of the last
+window, and a snapshot of the recurrent state if there is one.
+
 The hash of a full block is SHA-256 over the request's cache salt and all token ids up to the block's end. Equal hashes
 therefore mean equal prefixes, and requests with different salts never share blocks. A caller that needs only a few
 hashes of a prompt (`hashes_at`) hashes the tokens between them in one update.
@@ -10,10 +13,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol
 
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
+from inflight.kv.layout import KVLayout
 from inflight.request import Request
 
 NUM_RECENT = 8
@@ -141,21 +146,45 @@ class CacheChanges:
         return update
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The cached prefix of a request: bundles for each KV group, by block; -1 before a window."""
+
+    num_blocks: int = 0
+    tables: tuple[Sequence[int], ...] = ()
+    snapshot: int = -1  # the bundle that holds the recurrent state at the end of the prefix
+    num_present: int = 0  # blocks whose KV is there, though other groups may lack what they need
+    grows: bool = (
+        False  # whether the step being formed makes the prefix longer, so that it pays to wait for it
+    )
+
+
+NO_HIT = PrefixHit()
+
+
 class PrefixCache(Protocol):
     """The cache that the block manager uses. `NoPrefixCache` is the null object."""
 
     num_queries: int  # tokens looked up
     num_hits: int  # tokens found
 
-    def match(self, request: Request) -> list[int]:
-        """Return blocks that hold the request's leading tokens, leaving at least one token to compute."""
+    def match(self, request: Request) -> PrefixHit:
+        """Return the cached prefix of the request, leaving at least one token to compute."""
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens available to prefix hits."""
 
-    def knows(self, block_id: int) -> bool: ...
+    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:
+        """Return the hash of the request's first blocks; None if nothing about it is cached."""
 
-    def forget(self, block_id: int) -> None: ...
+    def add_snapshot(self, prefix_hash: bytes, bundle: int) -> None:
+        """Make a snapshot of the recurrent state after a prefix available to hits."""
+
+    def has_snapshot(self, prefix_hash: bytes) -> bool: ...
+
+    def knows(self, bundle: int) -> bool: ...
+
+    def forget(self, bundle: int) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -164,33 +193,65 @@ class PrefixCache(Protocol):
 
 
 class ChainHashCache:
-    """Finds blocks by the hash of their prefix. A hash maps to one block."""
+    """Finds bundles by the hash of their prefix. In each group, a hash maps to one bundle."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, layout: KVLayout) -> None:
+        self.block_size = layout.block_size
         self.num_queries = 0
         self.num_hits = 0
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-        self._hasher = BlockHasher(block_size)
+        self._groups = layout.groups
+        self._num_full = sum(group.window is None for group in self._groups)  # these come first: none or one
+        self._has_state = layout.snapshot_blocks > 0
+        # Of each group, then of snapshots: bundles by hash.
+        self._bundle_of: list[dict[bytes, int]] = [{} for _ in range(len(self._groups) + 1)]
+        self._key_of: dict[int, tuple[int, bytes]] = {}  # by bundle: index into the above, and hash
+        # The hashes that tell a router what can be hit: snapshots, or the blocks of the first group.
+        self._reported = len(self._groups) if self._has_state else 0
+        self._hasher = BlockHasher(layout.block_size)
         self._changes: CacheChanges | None = None  # records what is stored and forgotten
 
-    def match(self, request: Request) -> list[int]:
+    def match(self, request: Request) -> PrefixHit:
         if not request.splittable:  # bidirectional: the KV of a token depends on later tokens, too
-            return []
+            return NO_HIT
         # Prompt logprobs require computing the prompt, unless that happened before a preemption.
         if request.params.prompt_logprobs is not None and 1 < request.num_prompt_tokens > len(
             request.prompt_logprobs
         ):
-            return []
+            return NO_HIT
         num_blocks = (len(request.token_ids) - 1) // self.block_size  # the last token is always computed
-        blocks = []
-        for block_hash in self._hasher.hashes(request, num_blocks)[:num_blocks]:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
+        hashes = self._hasher.hashes(request, num_blocks)[:num_blocks]
+        if not self._num_full:
+            return self._match_others(hashes, num_blocks)
+        bundle_of, bundles = self._bundle_of[0], []
+        for block_hash in hashes:
+            bundle = bundle_of.get(block_hash)
+            if bundle is None:
                 break
-            blocks.append(block_id)
-        return blocks
+            bundles.append(bundle)
+        if len(self._groups) == 1 and not self._has_state:
+            return PrefixHit(len(bundles), (bundles,), num_present=len(bundles)) if bundles else NO_HIT
+        return self._match_others(hashes, len(bundles), bundles)
+
+    def _match_others(self, hashes: list[bytes], num_present: int, *full: list[int]) -> PrefixHit:
+        """Return the longest hit of at most `num_present` blocks, which the group of all tokens has (`full`)."""
+        windowed = self._groups[len(full) :]
+        snapshots, num_blocks = self._bundle_of[-1], num_present
+        while num_blocks:
+            snapshot = snapshots.get(hashes[num_blocks - 1], -1)
+            if self._has_state and snapshot < 0:
+                num_blocks -= 1
+                continue
+            tables: list[Sequence[int]] = [bundles[:num_blocks] for bundles in full]
+            for group, bundle_of in zip(windowed, self._bundle_of[len(full) :], strict=False):
+                first = group.first_needed(num_blocks * self.block_size, self.block_size)
+                bundles = [bundle_of.get(block_hash, -1) for block_hash in hashes[first:num_blocks]]
+                if -1 in bundles:  # no shorter prefix that ends behind this block can be complete either
+                    num_blocks = first + len(bundles) - 1 - bundles[::-1].index(-1)
+                    break
+                tables.append([-1] * first + bundles)
+            else:
+                return PrefixHit(num_blocks, tuple(tables), snapshot, num_present if full else num_blocks)
+        return PrefixHit(num_present=num_present if full else 0)
 
     def publish(self, request: Request, num_tokens: int) -> None:
         num_full = num_tokens // self.block_size
@@ -198,27 +259,44 @@ class ChainHashCache:
             return
         hashes = self._hasher.hashes(request, num_full)
         for index in range(request.num_published, num_full):
-            block_id = request.block_ids[index]
-            # Two requests may compute the same content at once: the first one keeps the hash.
-            if hashes[index] not in self._block_of and block_id not in self._hash_of:
-                self._block_of[hashes[index]] = block_id
-                self._hash_of[block_id] = hashes[index]
-                if self._changes is not None:
-                    self._changes.store(hashes[index])
+            for group, table in enumerate(request.tables):
+                self._store(group, hashes[index], table[index])
         request.num_published = num_full
 
-    def knows(self, block_id: int) -> bool:
-        return block_id in self._hash_of
+    def _store(self, group: int, block_hash: bytes, bundle: int) -> None:
+        bundle_of = self._bundle_of[group]
+        # Two requests may compute the same content at once: the first one keeps the hash. A window that is smaller
+        # than a block may have left the bundle before it is published.
+        if block_hash not in bundle_of and bundle not in self._key_of and bundle >= 0:
+            bundle_of[block_hash] = bundle
+            self._key_of[bundle] = group, block_hash
+            if self._changes is not None and group == self._reported:
+                self._changes.store(block_hash)
 
-    def forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id)
-        del self._block_of[block_hash]
-        if self._changes is not None:
+    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:
+        if not request.splittable or num_blocks * self.block_size > len(request.token_ids):
+            return None
+        return self._hasher.hashes(request, num_blocks)[num_blocks - 1]
+
+    def add_snapshot(self, prefix_hash: bytes, bundle: int) -> None:
+        self._store(len(self._groups), prefix_hash, bundle)
+
+    def has_snapshot(self, prefix_hash: bytes) -> bool:
+        return prefix_hash in self._bundle_of[-1]
+
+    def knows(self, bundle: int) -> bool:
+        return bundle in self._key_of
+
+    def forget(self, bundle: int) -> None:
+        group, block_hash = self._key_of.pop(bundle)
+        del self._bundle_of[group][block_hash]
+        if self._changes is not None and group == self._reported:
             self._changes.evict(block_hash)
 
     def clear(self) -> None:
-        self._block_of.clear()
-        self._hash_of.clear()
+        for bundle_of in self._bundle_of:
+            bundle_of.clear()
+        self._key_of.clear()
         if self._changes is not None:
             self._changes.clear()
 
@@ -226,7 +304,7 @@ class ChainHashCache:
         self._changes = changes
         if changes is not None:
             changes.clear()
-            for block_hash in self._block_of:
+            for block_hash in self._bundle_of[self._reported]:
                 changes.store(block_hash)
 
 
@@ -234,16 +312,25 @@ class NoPrefixCache:
     num_queries = 0
     num_hits = 0
 
-    def match(self, request: Request) -> list[int]:  # noqa: ARG002
-        return []
+    def match(self, request: Request) -> PrefixHit:  # noqa: ARG002
+        return NO_HIT
 
     def publish(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
         request.num_published = sys.maxsize  # nothing left to publish, so the scheduler does not call again
 
-    def knows(self, block_id: int) -> bool:  # noqa: ARG002
+    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:  # noqa: ARG002
+        return None
+
+    def add_snapshot(self, prefix_hash: bytes, bundle: int) -> None:
+        pass
+
+    def has_snapshot(self, prefix_hash: bytes) -> bool:  # noqa: ARG002
         return False
 
-    def forget(self, block_id: int) -> None:
+    def knows(self, bundle: int) -> bool:  # noqa: ARG002
+        return False
+
+    def forget(self, bundle: int) -> None:
         pass
 
     def clear(self) -> None:

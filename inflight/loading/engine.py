@@ -17,7 +17,7 @@ from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import ModelSleepSupport, Platform
 from inflight.frontend import Frontend
-from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.loading.checkpoint import model_name
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.encoders.encoder import PoolingEncoder
@@ -38,16 +38,17 @@ def decoder_core(
     config: EngineConfig,
     policy: Policy,
 ) -> EngineCore:
-    options, block_size = config.scheduler, config.cache.block_size
+    options = config.scheduler
     limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
-    cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
+    layout = decoder.kv_shape(config.cache.block_size).layout
+    cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
-    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
+    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, layout, cache), token_budget)
     depth = options.pipeline_depth or platform.pipeline_depth
     links = None if ranks is None else stage_links(ranks.memory, decoder)
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
@@ -83,7 +84,7 @@ def encoder_core(
         )
     limits = _limits(options, platform, max_tokens)
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
-    blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
+    blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), NoPrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(platform.encoder_runner, config, encoder, limits)
     depth = options.pipeline_depth or platform.pipeline_depth

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inflight.events import KVUsage, PositionLogprobs, Preemption, RequestFailure
+from inflight.kv.snapshots import StateCopies
 from inflight.request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -154,6 +155,18 @@ class ScheduledStep:
             *range(first, num_entries - count),
         ]
         self.completed = [positions[entry] for entry in self.completed]
+
+    def set_copies(self, copies: StateCopies | None) -> None:
+        """Add the copies of recurrent states; None: the model has none."""
+        if copies is None:
+            return
+        batch = self.batch
+        batch.restores = [StateCopy(copy.request.row, copy.block_ids) for copy in copies.restores]
+        batch.saves = [StateCopy(copy.request.row, copy.block_ids) for copy in copies.saves]
+        batch.captures = [
+            Capture(self.requests.index(copy.request), copy.position, copy.block_ids)
+            for copy in copies.captures
+        ]
 
     def withdraw(self, request: Request, counts: TokenCounts) -> None:
         """Remove the request from the step being formed, if it is part of it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from inflight.errors import EngineError
 from inflight.events import QUEUE_CAUSES, Delta, KVUsage, TimeBreakdown
-from inflight.kv import BlockManager
+from inflight.kv import BlockManager, PrefixHit
 from inflight.request import Phase, Request, Status
 from inflight.scheduling.policy import Policy
 
@@ -82,10 +82,10 @@ class RequestPool:
         self.attribution.enter(request, Phase.QUEUED, request.record.arrived_at)
         self.policy.push(request, step)
 
-    def admit(self, request: Request, hits: list[int], num_tokens: int, now: float) -> None:
+    def admit(self, request: Request, hit: PrefixHit, num_tokens: int, now: float) -> None:
         """Give a waiting request a row, the cached blocks that it shares, and blocks for `num_tokens` in total."""
         self.policy.remove(request)
-        self.blocks.attach(request, hits)
+        self.blocks.attach(request, hit)
         self.counts.admit(request)
         self.blocks.grow(request, num_tokens)
         request.row = self._free_rows.pop()
@@ -253,7 +253,7 @@ class TokenCounts:
         if num_accepted == 1:
             return
         request.num_tokens += num_accepted - 1
-        if num_written and request.block_ids:
+        if num_written and request.tables:
             num_written = min(num_written, num_accepted - 1)
             request.num_computed += num_written
             self.num_resident += num_written

@@ -8,11 +8,11 @@ admitted. A policy may reserve part of the step for waiting requests, which are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
-from inflight.kv import BlockManager
+from inflight.kv import BlockManager, PrefixHit
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
@@ -55,7 +55,7 @@ class Scheduler:
             raise RequestError(
                 f"request {request.request_id!r} already has all of its {request.max_tokens} output tokens"
             )
-        max_kv_tokens = min(self.blocks.pool.num_blocks * self.blocks.block_size, self.limits.max_kv_tokens)
+        max_kv_tokens = min(self.blocks.max_tokens(limit), self.limits.max_kv_tokens)
         if request.num_to_compute > max_kv_tokens:  # it would not fit even on its own
             raise RequestError(
                 f"request {request.request_id!r} may reach {request.num_to_compute} tokens: this engine has KV "
@@ -77,6 +77,7 @@ class Scheduler:
             return None
         step.preempted, self._preempted = self._preempted, []
         self._num_steps += 1
+        step.set_copies(self.blocks.take_copies())
         step.kv = self.pool.usage()
         self.policy.on_batch(step)
         return step
@@ -199,13 +200,11 @@ class Scheduler:
         num_tokens = request.num_computed + count
         while True:
             if pool.counts.num_resident + count <= self.limits.max_kv_tokens:
-                first = len(request.block_ids)
-                new_ids = self.blocks.grow(request, num_tokens)
-                if new_ids is not None:
-                    if new_ids:
-                        step.batch.tables.append(TableUpdate(request.row, first, new_ids))
+                new_blocks = self.blocks.grow(request, num_tokens)
+                if new_blocks is not None:
+                    step.batch.tables += [TableUpdate(request.row, *new) for new in new_blocks]
                     return True
-            finished = next((other for other in pool.lingering if other.block_ids), None)
+            finished = next((other for other in pool.lingering if other.tables), None)
             if finished is not None:  # it keeps its row, but its memory goes before anything is preempted
                 pool.release(finished)
                 continue
@@ -240,7 +239,7 @@ class Scheduler:
 
     def _num_left(self, request: Request) -> int:
         """Return how many tokens of a waiting request are left to compute after prefix hits."""
-        return request.num_tokens - len(self.blocks.match(request)) * self.blocks.block_size
+        return request.num_tokens - self.blocks.match(request).num_blocks * self.blocks.block_size
 
     def _admit_ahead(self, prompts: list[Request], step: ScheduledStep, max_tokens: int) -> int:
         """Admit requests, ahead of the running prompts, to the part of the step that the policy reserves for them.
@@ -252,15 +251,17 @@ class Scheduler:
         budget = max_tokens - num_tokens
         num_ahead = self.policy.tokens_ahead(prompts, budget) if budget > 0 else 0
         if num_ahead:
-            num_left = sum(request.num_tokens - request.num_computed for request in prompts)
-            num_kept = num_left + self.blocks.block_size * len(prompts)  # each may begin another block
-            self._admit(self.policy.candidates_ahead(prompts), step, num_tokens + num_ahead, num_kept)
+            self._admit(self.policy.candidates_ahead(prompts), step, num_tokens + num_ahead, prompts)
         return len(step.batch.admissions)
 
     def _admit(
-        self, candidates: Iterator[Request], step: ScheduledStep, max_tokens: int, num_kept: int = 0
+        self,
+        candidates: Iterator[Request],
+        step: ScheduledStep,
+        max_tokens: int,
+        prompts: Sequence[Request] = (),
     ) -> str:
-        """Admit the candidates that fit while memory for `num_kept` other tokens is left.
+        """Admit the candidates that fit while memory for the rest of the running `prompts` is left.
 
         Return the first reason for which a candidate was not admitted.
         """
@@ -273,31 +274,32 @@ class Scheduler:
                 return cause or "slots"
             if not self.policy.admits(request, self.pool.running):
                 return cause or "policy"
-            refusal = self._try_admit(request, budget, step, num_kept)
+            refusal = self._try_admit(request, budget, step, prompts)
             cause = cause or refusal
             request = next_candidate(candidates, not refusal)
         return cause or "policy"
 
-    def _try_admit(self, request: Request, budget: int, step: ScheduledStep, num_kept: int) -> str:
+    def _try_admit(
+        self, request: Request, budget: int, step: ScheduledStep, prompts: Sequence[Request]
+    ) -> str:
         """Move a waiting request into the step. Return why it was not admitted, or an empty string."""
         if request.num_in_flight:  # it was preempted while a result is still in flight
             return "memory"
         pool, policy = self.pool, self.policy
-        hits = self.blocks.match(request)
+        hit = self.blocks.match(request)
+        if hit.grows:
+            return "step"
         to_admit = max(policy.memory_to_admit(request, pool.running), request.num_tokens)
-        needed = to_admit + num_kept
-        if pool.counts.num_resident + needed > self.limits.max_kv_tokens or not self.blocks.fits(
-            hits, needed
-        ):
+        if not self._has_memory(request, hit, to_admit, prompts):
             return "memory"
-        num_cached = len(hits) * self.blocks.block_size
+        num_cached = hit.num_blocks * self.blocks.block_size
         count = self._num_granted(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return "policy" if request.splittable else "budget"
         capacity = to_admit if policy.allocates_at_once() else num_cached + count
-        pool.admit(request, hits, capacity, self._now)
+        pool.admit(request, hit, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
-        step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))
+        step.batch.tables += [TableUpdate(request.row, *new) for new in self.blocks.table_updates(request)]
         step.put(request, count, pool.counts)
         self.pool.publish(request)
         if request.record.admitted_at is None:
@@ -305,6 +307,20 @@ class Scheduler:
             request.record.num_cached_tokens = min(request.num_cached, request.num_prompt_tokens)
         policy.on_admit(request)
         return ""
+
+    def _has_memory(
+        self, request: Request, hit: PrefixHit, num_tokens: int, prompts: Sequence[Request]
+    ) -> bool:
+        """Return whether there is memory for `num_tokens`, of the request and its neighbours, besides `prompts`."""
+        blocks, limits = self.blocks, self.limits
+        chunk = limits.max_num_batched_tokens
+        num_left = sum(other.num_tokens - other.num_computed + blocks.block_size for other in prompts)
+        if self.pool.counts.num_resident + num_tokens + num_left > limits.max_kv_tokens:
+            return False
+        num_kept = sum(blocks.blocks_to_finish(other, chunk) for other in prompts)
+        if self.policy.allocates_at_once():
+            return blocks.fits(hit, num_tokens, num_tokens, 0, num_kept)
+        return blocks.fits(hit, request.num_tokens, chunk, num_tokens - request.num_tokens, num_kept)
 
     # ---- results ----
 

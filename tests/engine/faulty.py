@@ -18,7 +18,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.fake import FakeRunner
 from inflight.errors import KVBudgetError
-from inflight.kv import BlockManager, ChainHashCache
+from inflight.kv import BlockManager, ChainHashCache, KVLayout
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
 from tests.support.seen import SeenRows
 
@@ -30,8 +30,8 @@ HANG, RAISE, DIE, STOP, SLOW = 40, 41, 42, 43, 44  # first tokens of prompts
 class FaultyRunner(FakeRunner):
     """The fake runner, with faults."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, KVLayout(4))
         self._seen = SeenRows()
 
     def launch(self, batch: Batch) -> Sampled:
@@ -83,8 +83,10 @@ def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[E
     limits = Limits(config.scheduler.max_num_seqs or 256, 64, 1 << 30)
     num_blocks = config.cache.num_blocks or NUM_BLOCKS
     scheduler = Scheduler(
-        limits, make_policy(config.scheduler.policy), BlockManager(num_blocks, 4, ChainHashCache(4))
+        limits,
+        make_policy(config.scheduler.policy),
+        BlockManager(num_blocks, KVLayout(4), ChainHashCache(KVLayout(4))),
     )
-    core = StoppingCore(scheduler, FaultyRunner(num_blocks, 4), max_queue=config.scheduler.max_queue)
+    core = StoppingCore(scheduler, FaultyRunner(num_blocks), max_queue=config.scheduler.max_queue)
     facts = ModelFacts("faulty", 50, 4096, (), {}, None, "cpu", "none", num_blocks, 4, 8, 64)
     return core, replace(facts, fingerprint=argument if fault == "weights" else "")

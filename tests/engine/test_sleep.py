@@ -27,7 +27,7 @@ class FakeSleepSupport:
 
     def wake(self) -> FakeRunner:
         self.calls.append("wake")
-        return FakeRunner(self._engine.num_blocks, self._engine.block_size)
+        return FakeRunner(self._engine.num_blocks, self._engine.layout)
 
 
 @pytest.fixture

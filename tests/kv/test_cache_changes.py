@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
-from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.kv.prefix_cache import CacheChanges
 from tests.support.requests import make_request
 
@@ -26,7 +26,7 @@ def apply(known: set[bytes], update: CacheUpdate | None) -> None:
 
 
 def in_cache(cache: ChainHashCache) -> set[bytes]:
-    return {name[:CACHE_HASH_LENGTH] for name in cache._block_of}
+    return {name[:CACHE_HASH_LENGTH] for name in cache._bundle_of[0]}
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -34,8 +34,8 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 @given(st.lists(st.one_of(PROMPTS, st.sampled_from(["take", "clear"])), max_size=30))
 def test_reported_changes_add_up_to_the_cache(events: list[list[int] | str]) -> None:
-    cache = ChainHashCache(SIZE)
-    blocks, changes, known = BlockManager(5, SIZE, cache), CacheChanges(), {b"old entry"}
+    cache = ChainHashCache(KVLayout(SIZE))
+    blocks, changes, known = BlockManager(5, KVLayout(SIZE), cache), CacheChanges(), {b"old entry"}
     cache.report(changes)
     for event in events:
         if event == "take":
@@ -56,9 +56,10 @@ def test_reported_changes_add_up_to_the_cache(events: list[list[int] | str]) -> 
 
 
 def test_late_observer_gets_the_whole_content() -> None:
-    cache = ChainHashCache(SIZE)
-    blocks = BlockManager(8, SIZE, cache)
+    cache = ChainHashCache(KVLayout(SIZE))
+    blocks = BlockManager(8, KVLayout(SIZE), cache)
     request = make_request(list(range(9)))
+    blocks.attach(request, blocks.match(request))
     blocks.grow(request, 9)
     blocks.publish(request, 9)
     changes = CacheChanges()

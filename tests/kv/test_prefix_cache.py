@@ -8,6 +8,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.kv import KVLayout
 from inflight.kv.prefix_cache import NUM_RECENT, BlockHasher, ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ IDS = st.lists(st.integers(0, 2), min_size=1, max_size=5 * SIZE)
 
 @given(st.lists(st.tuples(IDS, IDS, st.sampled_from(["", "a"])), max_size=2 * NUM_RECENT))
 def test_hashes_do_not_depend_on_other_requests(prompts: list[tuple[list[int], list[int], str]]) -> None:
-    cache = ChainHashCache(SIZE)
+    cache = ChainHashCache(KVLayout(SIZE))
     for beginning, rest, salt in prompts:
         for token_ids in (beginning + rest, beginning, beginning + rest[::-1]):
             request = ask(token_ids, salt)
@@ -49,22 +50,22 @@ def test_hashes_at_marks_equal_the_full_list(token_ids: list[int], salt: str, ch
 
 
 def test_output_blocks_are_hashed_too() -> None:
-    cache = ChainHashCache(SIZE)
+    cache = ChainHashCache(KVLayout(SIZE))
     cache.match(ask(list(range(9))))
     request = ask(list(range(9)))
     cache.match(request)
     request.token_ids += range(9, 22)
-    request.block_ids = list(range(5))
+    request.tables = [list(range(5))]
     cache.publish(request, 20)
     assert request.block_hashes == documented_hashes(request.token_ids, "")
     # They are not copied to requests with another prompt.
     other = ask([*range(9), 7, 7, 7, 7, 7])
-    assert cache.match(other) == [0, 1]
+    assert cache.match(other).tables == ([0, 1],)
     assert other.block_hashes == documented_hashes(other.token_ids, "")
 
 
 def test_one_recent_request_is_kept_per_prefix() -> None:
-    cache = ChainHashCache(SIZE)
+    cache = ChainHashCache(KVLayout(SIZE))
     for kind in [*range(NUM_RECENT), *[0] * 20]:
         cache.match(ask([kind] * 9))
     assert [request.spec.token_ids[0] for request in cache._hasher.recent] == [*range(1, NUM_RECENT), 0]

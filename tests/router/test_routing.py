@@ -107,7 +107,7 @@ async def test_evicted_prefixes_are_forgotten() -> None:
             chance = random.Random(seed)
             await sim.run(sim.ask([chance.randrange(50) for _ in range(1200)], 1))
         for replica, client in zip(sim.router.replicas.members, sim.clients, strict=True):
-            assert len(replica.blocks) == len(client.engine.scheduler.blocks.cache._block_of)  # type: ignore[attr-defined]
+            assert len(replica.blocks) == len(client.engine.scheduler.blocks.cache._bundle_of[0])  # type: ignore[attr-defined]
 
 
 async def test_draining_and_unhealthy_replicas_get_no_requests() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.engine.fake import FakeRunner, expected_tokens
+from inflight.kv import KVLayout
 from inflight.scheduling import Batch, Sampled
 
 
@@ -18,7 +19,7 @@ class SeveralRunner(FakeRunner):
         return [*first, *more]
 
     def _ahead(self, row: Any) -> int:
-        token_id = expected_tokens(row.tokens, 1, self.vocab_size)[0]
+        token_id = expected_tokens(row.tokens, 1, self.vocab_size, layout=self.layout)[0]
         row.tokens.append(token_id)
         return token_id
 
@@ -26,8 +27,8 @@ class SeveralRunner(FakeRunner):
 class VerifyingRunner(SeveralRunner):
     """The same, but it writes the KV of the accepted tokens too, as far as the row's blocks reach."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
+        super().__init__(num_blocks, layout)
         self.written: list[tuple[str, int]] = []  # request ids and positions
 
     def _write(self, row: Any, start: int, count: int) -> None:
@@ -39,7 +40,7 @@ class VerifyingRunner(SeveralRunner):
         for entry, token_ids in enumerate(sampled.token_ids):
             if len(token_ids) > 1:
                 row, start = self.rows[batch.rows[entry]], batch.starts[entry] + batch.counts[entry]
-                capacity = len(row.table) * self.block_size - start
+                capacity = len(row.tables[0]) * self.block_size - start
                 sampled.num_written[entry] = count = max(0, min(len(token_ids) - 1, capacity))
                 self._write(row, start, count)
         return sampled

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.engine.fake import FakeRunner
+from inflight.kv import KVLayout
 from inflight.scheduling import Batch, Sampled
 
 
 class StagedRunner(FakeRunner):
     """The fake runner, but a step that computes a token that was not collected yet is an error."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
+        super().__init__(num_blocks, layout)
         self.batches: list[Batch] = []
         self._in_flight: dict[int, list[tuple[Any, int]]] = {}  # by handle: rows, and positions in them
         self._drawn: list[tuple[Any, int]] = []

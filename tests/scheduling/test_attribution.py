@@ -8,7 +8,7 @@ import pytest
 
 from inflight.engine.core import EngineCore
 from inflight.events import TimeBreakdown
-from inflight.kv import BlockManager, NoPrefixCache
+from inflight.kv import BlockManager, KVLayout, NoPrefixCache
 from inflight.request import Request
 from inflight.scheduling import Limits, Policy, Scheduler, TokenBudget
 from inflight.scheduling.policies.sequential import Sequential
@@ -29,7 +29,7 @@ class TimedScene:
     ) -> None:
         self.runner = TimedRunner(num_blocks, 16, ())
         limits = Limits(max_num_seqs, max_num_batched_tokens, 1 << 30)
-        blocks = BlockManager(num_blocks, 16, NoPrefixCache())
+        blocks = BlockManager(num_blocks, KVLayout(16), NoPrefixCache())
         if policy is None:  # not `or`: a policy with an empty queue is falsy
             policy = Policy(headroom=0)
         scheduler = Scheduler(limits, policy, blocks, TokenBudget(max_num_batched_tokens))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from inflight.engine.fake import FakeRunner
+from inflight.kv import KVLayout
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
 from tests.scheduling.hostile import SmallBites
@@ -49,7 +50,7 @@ def test_replayed_batches_yield_the_same_tokens(depth: int) -> None:
         engine.add(make_request([index] * (1 + index * 3), 5, stop_ids=frozenset({3, 4})))
     engine.run()
     assert engine.core.stats().num_preemptions > 0
-    fresh = FakeRunner(9, 4)
+    fresh = FakeRunner(9, KVLayout(4))
     for frame, sampled in recorded:
         batch = msgspec.msgpack.decode(frame, type=Batch, dec_hook=from_plain)
         assert fresh.collect(fresh.launch(batch)) == sampled

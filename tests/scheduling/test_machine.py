@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.engine.fake import FakeRunner, expected_scores, expected_tokens
 from inflight.errors import RequestError
+from inflight.kv import KVLayout
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Policy
@@ -69,6 +70,8 @@ class EngineMachine(RuleBasedStateMachine):
         method=st.sampled_from(["launch", "collect"]),
         several=st.sampled_from([None, None, SeveralRunner, VerifyingRunner]),
         staged=st.sampled_from([False, False, True]),
+        windows=st.sampled_from([(None,), (None,), (None, 5, 5), (3, 8), (None, 2, 6)]),
+        snapshot_blocks=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
         self,
@@ -83,11 +86,18 @@ class EngineMachine(RuleBasedStateMachine):
         method: str,
         several: type[SeveralRunner] | None,
         staged: bool,
+        windows: tuple[int | None, ...],
+        snapshot_blocks: int,
     ) -> None:
+        self.layout = KVLayout(block_size, windows, snapshot_blocks)
+        if snapshot_blocks:  # nothing can take back tokens from a recurrent state
+            several = None
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
             policy=policy,
-            num_blocks=-(-MAX_LEN // block_size) + spare_blocks,
+            num_blocks=self.layout.blocks_for(MAX_LEN, max_num_batched_tokens) + spare_blocks,
+            windows=windows,
+            snapshot_blocks=snapshot_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -100,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.num_outputs: dict[str, int] = {}
+        self.answers: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.ordered = False  # the next step is to fail
         self.num_preemptions_recorded = 0
@@ -145,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs=0 if scored or not max_tokens else None,
         )
         kind = "generate" if max_tokens else "prompt_logprobs"
-        answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"])
+        answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"], layout=self.layout)
         outputs = answer[: min(num_outputs, len(answer) - 1)] if answer else []
         return make_request(
             [*prompt, *outputs], max_tokens, params=params, kind=kind, num_prompt_tokens=len(prompt), **more
@@ -196,8 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
     def tokens_are_right(self) -> None:
         for name, tokens in self.engine.outputs.items():
             request = self.requests[name]
-            expected = expected_tokens(self.prompts[name], request.max_tokens, stop_ids=request.stop_ids)
-            expected = expected[self.num_outputs[name] :]
+            expected = self._expected(request)
             assert tokens == expected[: len(tokens)]
             if name in self.engine.finished and name not in self.aborted:
                 last = self.engine.finished[name]
@@ -210,7 +220,15 @@ class EngineMachine(RuleBasedStateMachine):
                 if request.params.prompt_logprobs is not None and (
                     len(self.prompts[name]) > 1 or not expected
                 ):
-                    assert self.engine.scores[name] == expected_scores(self.prompts[name])
+                    assert self.engine.scores[name] == expected_scores(self.prompts[name], self.layout)
+
+    def _expected(self, request: Request) -> list[int]:
+        name = request.request_id
+        if name not in self.answers:
+            prompt, stop_ids = self.prompts[name], request.stop_ids
+            answer = expected_tokens(prompt, request.max_tokens, stop_ids=stop_ids, layout=self.layout)
+            self.answers[name] = answer[self.num_outputs[name] :]
+        return self.answers[name]
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

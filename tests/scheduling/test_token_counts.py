@@ -17,7 +17,7 @@ def counts_of(request: Request) -> tuple[int, int, int]:
 
 def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
     request = make_request(prompt, 8)
-    request.block_ids, request.kv_capacity = [0], kv_capacity
+    request.tables, request.kv_capacity = [[0]], kv_capacity
     return request
 
 
@@ -61,7 +61,7 @@ def test_preempted_request_keeps_accepted_tokens_but_no_kv() -> None:
     counts, request = TokenCounts(), holding_blocks([1, 2])
     counts.schedule(request, 2)
     counts.release(request)
-    request.block_ids = []
+    request.tables = []
     counts.accept(request, 3, 2)
     assert counts_of(request) == (0, 5, 0)
     assert counts.num_resident == 0

@@ -17,6 +17,7 @@ from inflight.config import EngineConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import FakeRunner
 from inflight.frontend import Frontend
+from inflight.kv import KVLayout
 from inflight.models.builtin import checkpoint_folder
 from inflight.scheduling import Batch, Sampled
 from inflight.scoring import PairTemplate, PoolingFacts
@@ -60,8 +61,8 @@ def vector_of(ids: Sequence[int], size: int) -> NDArray[np.float32]:
 class PoolingRunner(FakeRunner):
     """Counts its steps, each of which takes `step_seconds`."""
 
-    def __init__(self, num_blocks: int, block_size: int, size: int) -> None:
-        super().__init__(num_blocks, block_size, vocab_size=2048)
+    def __init__(self, num_blocks: int, layout: KVLayout, size: int) -> None:
+        super().__init__(num_blocks, layout, vocab_size=2048)
         self._size = size
         self.step_seconds = 0.0
         self.num_steps = 0
@@ -91,7 +92,7 @@ class PooledBackend(Backend):
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         size = self._facts.size
         fake = FakeEngine(
-            make_runner=lambda num_blocks, block_size: PoolingRunner(num_blocks, block_size, size),
+            make_runner=lambda num_blocks, layout: PoolingRunner(num_blocks, layout, size),
             **{"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **options},
         )
         fake.core.max_queue = self._max_queue

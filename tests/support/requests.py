@@ -10,7 +10,7 @@ from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta, PositionLogprobs, StepRecord
-from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
@@ -39,7 +39,9 @@ class FakeEngine:
     pipeline_depth: int = 1
     num_stages: int = 1
     caching: bool = True
-    make_runner: Callable[[int, int], FakeRunner] = FakeRunner
+    windows: tuple[int | None, ...] = (None,)
+    snapshot_blocks: int = 0
+    make_runner: Callable[[int, KVLayout], FakeRunner] = FakeRunner
     records: list[StepRecord] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, list[PositionLogprobs | None]] = field(default_factory=dict)
@@ -47,12 +49,13 @@ class FakeEngine:
     finished: dict[str, Delta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cache = ChainHashCache(self.block_size) if self.caching else NoPrefixCache()
+        self.layout = layout = KVLayout(self.block_size, self.windows, self.snapshot_blocks)
+        cache = ChainHashCache(layout) if self.caching else NoPrefixCache()
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens, self.num_stages)
-        blocks = BlockManager(self.num_blocks, self.block_size, cache)
+        blocks = BlockManager(self.num_blocks, layout, cache)
         self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers
         self.scheduler = Scheduler(limits, self.policy_given, blocks)
-        self.runner = self.make_runner(self.num_blocks, self.block_size)
+        self.runner = self.make_runner(self.num_blocks, layout)
         ticks = itertools.count()
         self.core = EngineCore(
             self.scheduler, self.runner, self.pipeline_depth, clock=lambda: next(ticks) * 1e-6

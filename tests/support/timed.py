@@ -9,7 +9,7 @@ from typing import Any
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
 from inflight.events import StepRecord
-from inflight.kv import BlockManager, NoPrefixCache
+from inflight.kv import BlockManager, KVLayout, NoPrefixCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
 from tests.support.requests import make_request
 
@@ -21,7 +21,7 @@ class TimedRunner(FakeRunner):
     """A device that is done with a step when its time is over, and rounds steps up to sizes."""
 
     def __init__(self, num_blocks: int, block_size: int, sizes: Sequence[int]) -> None:
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, KVLayout(block_size))
         self.sizes = sizes
         self.host = 0.0  # seconds that a launch takes
         self.num_gaps = 0  # launches that came too late to keep the device busy
@@ -50,7 +50,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         self.runner = TimedRunner(2048, 16, self.sizes_of_steps)
-        blocks = BlockManager(2048, 16, NoPrefixCache())
+        blocks = BlockManager(2048, KVLayout(16), NoPrefixCache())
         limits = Limits(64, MAX_TOKENS, 1 << 30)
         scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.token_budget)
         self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)

@@ -57,4 +57,4 @@ def test_prefix_cache_keys_are_sha256_hashes(llm: LLM) -> None:
     hasher = sha256(sha256(b"").digest())
     for _ in range(4):  # blocks
         hasher.update(array("q", [3] * 16).tobytes())
-        assert hasher.digest() in cache._block_of
+        assert hasher.digest() in cache._bundle_of[0]
