@@ -59,6 +59,21 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only a share of the features rotates: those with the highest of the whole head's frequencies."""
+
+    share: float
+    factor: float = 1.0
+    magnitude: float = 1.0
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
+        num_rotated = int(self.share * rope.rotary_dim // 2)
+        stretched = inv_freq / self.factor
+        stretched[num_rotated:] = 0.0
+        return stretched
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Scaling:
     """Low frequencies compressed by `factor`, high ones unchanged, with a smooth transition in between."""
 

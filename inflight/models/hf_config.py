@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight.errors import ModelError, shown
-from inflight.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
+from inflight.layers.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 _MOST = {
     "num_hidden_layers": 4096,
@@ -123,16 +131,16 @@ def read_rope(
     """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head.
     `scaled_windows`: `rope_scaling` also applies to layers with a window."""
     rope = _parameters(config, layer_type, scaled_windows)
+    kind = rope.string("rope_type", rope.string("type", "default"))
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):
         raise rope.error("partial_rotary_factor", "at most 1" if partial else "1 for this architecture")
-    rotary_dim = int(head_dim * share)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
             f"head_dim {head_dim} with partial_rotary_factor {share:g} leaves {rotary_dim} rotary features: "
             "they must be an even number of at least 2"
         )
-    kind = rope.string("rope_type", rope.string("type", "default"))
     try:
         reader = _SCALINGS[kind]
     except KeyError:
@@ -240,6 +248,10 @@ def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
     )
 
 
+def _proportional(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
+    return ProportionalScaling(rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0))
+
+
 def _unscaled(rope: Fields, config: Fields, rotary_dim: int) -> None:  # noqa: ARG001
     return None
 
@@ -250,5 +262,6 @@ _SCALINGS: Mapping[str, Callable[[Fields, Fields, int], Scaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "su": _longrope,  # the name that the first Phi-3 checkpoints used
 }

@@ -42,8 +42,11 @@ def logprobs(
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
-    caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU).layers
+    shape = decoder.kv_shape(BLOCK_SIZE)
+    num_tables = len(shape.windows)
+    order = torch.randperm(num_tables * num_blocks, generator=torch.Generator().manual_seed(5))
+    tables = order.view(num_tables, num_blocks)
+    caches = decoder.attention.allocate(shape, num_tables * num_blocks, CPU).layers
     # Snapshots are not needed here: any tensor stands for their memory.
     states = allocate_states(decoder.state_sizes, [torch.zeros(1, 1)], 2)
     for state in states:
@@ -56,8 +59,8 @@ def logprobs(
             query_starts=torch.tensor([0, count], dtype=torch.int32),
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
-            block_tables=table.to(torch.int32)[None, None],
-            slot_mapping=(table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
+            block_tables=tables.to(torch.int32)[:, None],
+            slot_mapping=tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
         inputs.state = StateInputs(
             inputs.query_starts, torch.ones(1, dtype=torch.int64), torch.tensor([start])

@@ -132,6 +132,18 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
         sliding_window=8,
         rope_parameters=_YARN,
     ),
+    "gemma4": _config(
+        "Gemma4TextConfig",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=8.0,
+    ),
 }
 
 _RECURRENT = {
@@ -155,9 +167,12 @@ RECURRENT_FAMILIES: Mapping[str, Callable[..., Any]] = {
     "qwen3.5": _config("Qwen3_5TextConfig", **_RECURRENT),
     "qwen3.5-moe": _config("Qwen3_5MoeTextConfig", **_RECURRENT_EXPERTS),
 }
+ALL_FAMILIES = {**FAMILIES, **RECURRENT_FAMILIES}
 
 # Families of which models with other heads than a language model's exist here.
-DENSE_FAMILIES = tuple(name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss"))
+DENSE_FAMILIES = tuple(
+    name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss", "gemma4")
+)
 
 # Its usual pattern, one full layer in six, would leave a small model without any.
 _GEMMA3_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -170,7 +185,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
     if family == "gemma3" and "num_hidden_layers" not in overrides:
         overrides = _GEMMA3_LAYERS | overrides
-    config = {**FAMILIES, **RECURRENT_FAMILIES}[family](**overrides)
+    config = ALL_FAMILIES[family](**overrides)
     # Soft caps and sinks are only in the plain implementation.
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model, seed)
@@ -192,6 +207,8 @@ def randomise(model: Any, seed: int = 0) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * 0.3)
 
 
 def write_checkpoint(

@@ -29,18 +29,20 @@ from inflight.models.decoders.spec import (
     whole_shard,
 )
 from inflight.models.heads import Head
-from inflight.models.tensors import Target
+from inflight.models.tensors import PlainTensor, Target
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     mixer: Mixer
     mlp: Mlp
+    scale: Tensor | None = None  # [1], multiplies the residual at the end
 
     def targets(self) -> Mapping[str, Target]:
         """Return the load targets by the names that `WeightNames.layer` uses."""
         parts = {"attention": self.mixer.targets(), "mlp": self.mlp.targets()}
-        return {f"{part}.{name}": to for part, targets in parts.items() for name, to in targets.items()}
+        targets = {f"{part}.{name}": to for part, own in parts.items() for name, to in own.items()}
+        return targets if self.scale is None else {**targets, "scale": PlainTensor(self.scale, dummy=1.0)}
 
 
 class Decoder:
@@ -83,7 +85,11 @@ class Decoder:
                 )
             else:
                 mixer = DeltaNet(shard, whole, kernels, dtype, device, scheme_of)
-            self.layers.append(Layer(mixer, build_mlp(shard, mlp, kernels, dtype, device, scheme_of)))
+            scale = None
+            if spec.has_layer_scales:
+                scale = torch.empty(1, dtype=kernels.compute_dtype, device=device)
+            own_mlp = build_mlp(shard, mlp, kernels, dtype, device, scheme_of)
+            self.layers.append(Layer(mixer, own_mlp, scale))
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -159,6 +165,8 @@ class Decoder:
                 break
             # The rows of output tokens are not those of the step, and none of them is padding.
             residual = layer.mlp(residual, next_norm, live if tokens is None else None)
+            if layer.scale is not None:
+                residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
 
     def _memories(

@@ -41,6 +41,8 @@ from inflight.models.decoders.weight_names import (
     EXPERTS,
     GEMMA2_NAMES,
     GEMMA3_LAYER,
+    GEMMA4_NAMES,
+    GEMMA4_VISION_NAMES,
     GLM_SHARED,
     GPT_OSS_NAMES,
     GRANITE_EXPERTS,
@@ -85,6 +87,7 @@ class Family:
     activation_field: str = "hidden_act"
     scaled_embedding: bool = False
     multipliers: bool = False  # whether the config scales embeddings, residuals and logits
+    layer_scales: bool = False
     section: str | None = None  # the text model's part of a multimodal config
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -124,6 +127,45 @@ _GEMMA3: dict[str, Any] = _GEMMA | {
         "max_position_embeddings": 131_072,
     },
     "fixed": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
+}
+
+# Layers with further parts are not computed: embeddings and inputs of each layer, shared keys and values, and experts.
+_GEMMA4: dict[str, Any] = _GEMMA | {
+    "mixers": MixerFields(
+        windows="pattern",
+        qk_norm=QKNorm.HEAD,
+        fixed_scale=1.0,
+        value_norm=True,
+        shared_values_field="attention_k_eq_v",
+        wide_heads=True,
+        partial_rotary=True,
+        **_BIASES,
+    ),
+    "norm_offset": 0.0,
+    "layer_scales": True,
+    "defaults": _GEMMA_DEFAULTS
+    | {
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 131_072,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+    "fixed": {
+        "use_bidirectional_attention": (None, "vision"),
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (None, 0),
+        "enable_moe_block": (None, False),
+    },
 }
 
 _CAUSAL: Mapping[str, Family] = {
@@ -213,7 +255,9 @@ _DELTA_NETS: dict[str, Any] = {
     "defaults": _DELTA_NET_DEFAULTS,
     "fixed": {"hidden_act": ("silu",), "attn_output_gate": (None, True)},
 }
-_RECURRENT_FAMILIES: Mapping[str, Family] = {
+_HYBRID_FAMILIES: Mapping[str, Family] = {
+    "Gemma4ForCausalLM": Family(GEMMA4_NAMES, **_GEMMA4),
+    "Gemma4ForConditionalGeneration": Family(GEMMA4_VISION_NAMES, section="text_config", **_GEMMA4),
     "Qwen3NextForCausalLM": Family(QWEN3_NEXT_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
     "Qwen3_5ForCausalLM": Family(QWEN3_5_NAMES, **_DELTA_NETS),
     "Qwen3_5MoeForCausalLM": Family(QWEN3_5_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
@@ -288,7 +332,7 @@ _FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
 FAMILIES: Mapping[str, Family] = {
     **_CAUSAL,
     **_EXPERT_FAMILIES,
-    **_RECURRENT_FAMILIES,
+    **_HYBRID_FAMILIES,
     **{
         f"{name}ForSequenceClassification": replace(_CAUSAL[causal], head="classifier")
         for name, causal in _FAMILY_NAMES.items()
@@ -313,6 +357,8 @@ _MODEL_TYPES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
@@ -335,7 +381,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     decoders = [name.removesuffix("Text") for name in _FAMILY_NAMES]
-    others = (*_EXPERT_FAMILIES, *_RECURRENT_FAMILIES)
+    others = (*_EXPERT_FAMILIES, *_HYBRID_FAMILIES)
     decoders += [name.removesuffix("ForCausalLM") for name in others if name.endswith("ForCausalLM")]
     raise UnknownArchitectureError(
         f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
@@ -374,6 +420,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         norm_offset=family.norm_offset,
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         logit_softcap=_softcap(fields),
+        has_layer_scales=family.layer_scales,
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         names=_names(fields, family, num_layers),
         quantization=read_quantization(fields),

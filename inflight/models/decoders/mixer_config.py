@@ -34,8 +34,14 @@ class MixerFields:
     scale_field: str | None = None  # a field with the factor of the scores; None: head_dim**-0.5
     divisor_field: str | None = None  # or one with the square of their divisor
     softcap_field: str | None = None  # the limit of scores
+    fixed_scale: float | None = None  # or the factor itself
     has_sinks: bool = False
     has_gate: bool = False
+    value_norm: bool = False
+    shared_values_field: str | None = (
+        None  # the field that makes values of layers without a window their keys
+    )
+    wide_heads: bool = False  # whether layers without a window have heads of another size
     partial_rotary: bool = False
     scaled_windows: bool = True  # whether `rope_scaling` also applies to layers with a window
     unrotated: bool = False  # whether `no_rope_layers` lists layers that are not rotated
@@ -43,7 +49,8 @@ class MixerFields:
     def read(self, fields: Fields, num_layers: int) -> tuple[MixerSpec, ...]:
         """Return the mixer of each layer."""
         kinds = self.layer_types(fields, num_layers)
-        mixers = {kind: self._mixer(fields, kind) for kind in set(kinds)}
+        wide = _wide_heads(fields, kinds) if self.wide_heads else fields
+        mixers = {kind: self._mixer(wide if kind == FULL else fields, kind) for kind in set(kinds)}
         rotated = _rotated(fields, num_layers) if self.unrotated else [True] * num_layers
         return tuple(
             mixers[kind] if is_rotated else _without_rope(mixers[kind])
@@ -55,7 +62,7 @@ class MixerFields:
             return _delta_net(fields)
         num_heads, num_kv_heads, head_dim = _heads(fields)
         is_normed = self.qk_norm_field is None or fields.boolean(self.qk_norm_field, False)
-        cap = self.softcap_field
+        cap, shared = self.softcap_field, self.shared_values_field
         return AttentionSpec(
             num_heads,
             num_kv_heads,
@@ -69,9 +76,13 @@ class MixerFields:
             has_sinks=self.has_sinks,
             softcap=None if cap is None or cap not in fields else fields.number(cap),
             has_gate=self.has_gate,
+            value_norm=self.value_norm,
+            values_are_keys=shared is not None and kind == FULL and fields.boolean(shared, False),
         )
 
     def _scale(self, fields: Fields, head_dim: int) -> float:
+        if self.fixed_scale is not None:
+            return self.fixed_scale
         if self.scale_field is not None:
             return fields.number(self.scale_field, 1.0)
         divisor = head_dim if self.divisor_field is None else fields.number(self.divisor_field)
@@ -156,6 +167,27 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
             "num_attention_heads", f"a divisor of hidden_size, {hidden_size}, as head_dim is not given"
         )
     return num_heads, num_kv_heads, fields.integer("head_dim", hidden_size // num_heads)
+
+
+def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
+    """Return the fields with the heads of layers without a window. New configs list the fields that differ in each of
+    these layers, older ones have fields of their own."""
+    names = {"head_dim": "global_head_dim"}
+    if fields.boolean("attention_k_eq_v", False):
+        names["num_key_value_heads"] = "num_global_key_value_heads"
+    if "per_layer_config" not in fields:
+        own = {name: fields.values[other] for name, other in names.items() if other in fields}
+        return Fields({**fields.values, **own}, fields.where)
+    listed = fields.part("per_layer_config")
+    wide = {str(index) for index, kind in enumerate(kinds) if kind == FULL}
+    change = listed.part(min(listed.values)).values if listed.values else {}
+    if listed.values and (set(listed.values) != wide or any(own != change for own in listed.values.values())):
+        raise fields.error(
+            "per_layer_config", f"the same object for each layer with {FULL}, and for no other"
+        )
+    if not set(change) <= {"head_dim", "num_key_value_heads"}:
+        raise fields.error("per_layer_config", "objects with head_dim and num_key_value_heads")
+    return Fields({**fields.values, **change}, fields.where)
 
 
 def _delta_net(fields: Fields) -> DeltaNetSpec:

@@ -175,6 +175,9 @@ class DecoderSpec:
         1.0  # multiplies the output of attention before it is added to the residual
     )
     logit_divisor: float = 1.0
+    has_layer_scales: bool = (
+        False  # whether each layer multiplies the residual by a learned number at its end
+    )
     # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
     expert_parallel: bool = False
     quantization: Quantization = UNQUANTIZED

@@ -84,6 +84,13 @@ GLM_SHARED = {
     "mlp.gate.e_score_correction_bias": "mlp.correction",
 }
 GEMMA3_LAYER = ATTENTION | QK_NORM | MLP | BOTH_NORMS
+_VISION = r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+GEMMA4_NAMES = WeightNames(
+    GEMMA3_LAYER | {"layer_scalar": "scale"}, ignored=(*IGNORED, r"self_attn\.v_norm\.weight$")
+)
+GEMMA4_VISION_NAMES = replace(
+    GEMMA4_NAMES, prefixes=("model.language_model.",), ignored=(*GEMMA4_NAMES.ignored, _VISION)
+)
 GEMMA2_NAMES = WeightNames(ATTENTION | MLP | BOTH_NORMS)
 GPT_OSS_NAMES = WeightNames(
     ATTENTION | {"self_attn.sinks": "attention.sinks"} | PRE_NORMS,

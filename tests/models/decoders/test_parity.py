@@ -75,6 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3-yarn": ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE}}),
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6}),
+    "gemma4-values": ("gemma4", {"attention_k_eq_v": False, "attention_bias": True}),
+    "gemma4-equal-heads": ("gemma4", {"global_head_dim": 16, "num_global_key_value_heads": 2}),
     "gpt-oss-no-bias": ("gpt-oss", {"attention_bias": False}),
     "gpt-oss-full": ("gpt-oss", {"layer_types": ["full_attention"] * 3}),
     "qwen3-next-interval": ("qwen3-next", {"layer_types": INTERVAL_OF_2, "norm_topk_prob": False}),

@@ -22,7 +22,7 @@ from inflight.models.decoders.spec import ExpertsMlpSpec
 from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.tensors import LinearRows, fill_random
 from tests.models.running import CPU, load, logprobs, prompt
-from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.checkpoints import ALL_FAMILIES, FAMILIES, write_checkpoint
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
 
 
 def dummy(family: str, seed: int, **overrides: Any) -> Decoder:
-    config = FAMILIES[family](**overrides).to_dict()
+    config = ALL_FAMILIES[family](**overrides).to_dict()
     checkpoint = open_checkpoint("nowhere", load_format="dummy", hf_config=config)
     kernels = TorchKernels()
     attention = ComposedAttention(kernels, TorchCpuAttention())
@@ -190,6 +190,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     hidden = spec.hidden_size
     expected += sum(3 * mlp.routing.num_experts * mlp.inner * hidden for mlp in experts)
     for layer in spec.attentions:
+        expected -= layer.kv_size * hidden * layer.values_are_keys  # placed as keys
         expected += (layer.query_size + 2 * layer.kv_size) * layer.qkv_bias + hidden * layer.output_bias
     for mlp in experts:
         num_biases = 1 + 2 * mlp.inner + hidden  # of the router and of an expert
