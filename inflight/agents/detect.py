@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -63,6 +63,9 @@ class CallStyle:
     arguments_as_text: bool = False  # otherwise as an object
     empty_content: str | None = None  # the content of a message that only calls tools
     short_ids: bool = False  # nine letters or digits
+    thinking: bool = (
+        False  # the reasoning of a message is its `thinking`; with calls, it has no other content
+    )
 
 
 _STYLES = tuple(
@@ -105,7 +108,8 @@ def detect_calls(template: ChatTemplate, reasoning_format: str | None = None) ->
         style: _count_flaws(template, style) for style in dict.fromkeys(style for _, style, _ in candidates)
     }
     _, style, name = min(candidates, key=lambda candidate: (flaws[candidate[1]], candidate[0]))
-    return DetectedCalls(name, style)
+    thinking = template.mentions(".thinking") and not template.mentions("reasoning_content")
+    return DetectedCalls(name, replace(style, thinking=thinking))
 
 
 def detect_tool_format(template: ChatTemplate, reasoning_format: str | None = None) -> str | None:

@@ -262,12 +262,24 @@ def _message(message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
         fields["content"] = "".join(part["text"] for part in content)
     elif content is None and fields.get("role") == "assistant":
         fields["content"] = style.empty_content
+    if style.thinking:
+        _name_thinking(fields)
     calls = fields.get("tool_calls")
     if isinstance(calls, list | tuple):
         fields["tool_calls"] = [_call(call, style) if isinstance(call, Mapping) else call for call in calls]
     if style.short_ids and isinstance(fields.get("tool_call_id"), str):
         fields["tool_call_id"] = _short_id(fields["tool_call_id"])
     return fields
+
+
+def _name_thinking(fields: dict[str, Any]) -> None:
+    """Name the reasoning as the template does. With calls, what the message says besides becomes part of it."""
+    texts = [fields.pop("reasoning_content", None)]
+    if fields.get("tool_calls"):
+        texts.append(fields.pop("content", None))
+    present = [text for text in texts if isinstance(text, str) and text]
+    if present:
+        fields.setdefault("thinking", "\n".join(present))
 
 
 def _is_text(part: Any) -> bool:

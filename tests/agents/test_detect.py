@@ -52,6 +52,7 @@ def test_every_format_is_detected_from_a_template() -> None:
     ("name", "style"),
     [
         ("qwen3", CallStyle()),
+        ("harmony", CallStyle(thinking=True)),
         ("mistral", CallStyle(short_ids=True)),
         ("deepseek_v3", CallStyle(arguments_as_text=True)),
         ("qwq", CallStyle(empty_content="")),  # it splits the content of earlier turns
