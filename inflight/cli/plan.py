@@ -62,8 +62,8 @@ def plan(
     for column in ("tp x pp", "weights per rank", "KV per rank", "KV tokens", "full-length requests"):
         table.add_column(column, justify="right")
     for fit in layout.fits:
-        largest = max(fit.shares, key=lambda share: share.weights + share.kv(fit.num_tokens))
-        weights, kv = (f"{size / GIB:,.2f} GiB" for size in (largest.weights, largest.kv(fit.num_tokens)))
+        largest = max(fit.shares, key=lambda share: share.weights + share.kv(fit.num_blocks))
+        weights, kv = (f"{size / GIB:,.2f} GiB" for size in (largest.weights, largest.kv(fit.num_blocks)))
         cells = (
             (kv, f"{fit.num_tokens:,}", f"{fit.num_requests:,}")
             if fit.num_tokens

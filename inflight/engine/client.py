@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, RequestError, shown
 from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
+from inflight.kv import KVLayout
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
 from inflight.timeline import TimelinePage, TimelineQuery
@@ -52,13 +53,19 @@ class ModelFacts:
     max_num_batched_tokens: int
     generates: bool = True  # False: the model only has a pooling head
     pooling: PoolingFacts | None = None  # facts about the pooling head, if there is one
+    windows: tuple[int | None, ...] = (None,)  # of each block table, as in `KVLayout`
+    snapshot_blocks: int = 0
     fingerprint: str = ""  # hash of the checkpoint's files: engines with equal ones have the same model
 
     @property
     def num_full_requests(self) -> int:
         """The number of full-length requests that fit into KV memory at once."""
-        blocks_each = -(-self.max_model_len // self.block_size)
+        blocks_each = self.kv_layout.blocks_for(self.max_model_len, self.max_num_batched_tokens)
         return min(self.num_blocks // blocks_each, self.max_num_seqs)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(self.block_size, self.windows, self.snapshot_blocks)
 
 
 @dataclass(frozen=True, slots=True)

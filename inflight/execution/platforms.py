@@ -21,7 +21,7 @@ from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, KVBudgetError, as_gib
 from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.runner import ModelRunner, StageLinks
-from inflight.kv.budget import blocks_for_memory, requested_memory
+from inflight.kv.budget import blocks_for_memory, most_blocks, requested_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
@@ -123,7 +123,8 @@ class CpuPlatform:
         # Ranks of one machine share its memory in proportion to their layers.
         cache, shard = config.cache, decoder.shard
         available = available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
-        bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
+        kv_shape, options = decoder.kv_shape(cache.block_size), config.scheduler
+        bytes_per_block = kv_shape.bytes_per_block
         requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
         if requested is not None and requested > available:
             raise KVBudgetError(
@@ -136,9 +137,14 @@ class CpuPlatform:
             else int(available * MEMORY_SHARE) // (1 + cache.num_neighbours),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs or self.max_num_seqs,
-            max_model_len=context,
-            exact=requested is not None,
+            most=None
+            if requested is not None
+            else most_blocks(
+                kv_shape.layout,
+                options.max_num_seqs or self.max_num_seqs,
+                context,
+                options.max_num_batched_tokens or self.max_num_batched_tokens,
+            ),
         )
 
     def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002

@@ -17,6 +17,7 @@ from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.execution.results import PooledRows, PromptPiece, ScoredRows, StepVectors, failure
 from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, VocabularyPart, cpu_sampler
+from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import Shard
 from inflight.scheduling import Batch, Sampled
@@ -84,7 +85,7 @@ class StepInputs:
         return self.attention.query_starts[1:][entries].long() - 1
 
 
-def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
+def build_inputs(batch: Batch, rows: Rows, block_size: int, has_states: bool = False) -> StepInputs:
     """Gather tokens, positions and KV slots from the rows. All per-token work is done by tensor operations."""
     device = rows.tokens.device
     columns = torch.tensor(
@@ -109,6 +110,8 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         block_tables=rows.block_tables,
         slot_mapping=blocks * block_size + positions % block_size,
     )
+    if has_states:
+        attention.state = StateInputs(attention.query_starts, row_ids, starts, batch.captures)
     sampling = [index for index, samples in enumerate(batch.samples) if samples]
     chosen = slice(None) if len(sampling) == len(batch) else sampling
     return StepInputs(
@@ -159,6 +162,7 @@ class ForwardPass:
         kv_shape = decoder.kv_shape(block_size)
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, decoder.device, len(kv_shape.windows))
+        self.states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
         self._scored = ScoredRows()
         self._pooled = PooledRows()
 
@@ -168,7 +172,12 @@ class ForwardPass:
             self.rows.apply(batch)
             self._scored.admit(batch.admissions)
             self._pooled.admit(batch.admissions)
-            return build_inputs(batch, self.rows, self.block_size)
+            for states in self.states:
+                for row, block_ids in batch.restores:
+                    states.restore(row, block_ids)
+                for row, block_ids in batch.saves:
+                    states.save(row, block_ids)
+            return build_inputs(batch, self.rows, self.block_size, bool(self.states))
 
     def run(self, batch: Batch, inputs: StepInputs) -> HiddenStates:
         """Run all layers, or those of the last stage."""
@@ -194,14 +203,17 @@ class ForwardPass:
     def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
         decoder = self.decoder
         if decoder.shard.is_first:
-            return decoder.forward(inputs.token_ids, self.cache.layers, inputs.attention, outputs)
+            return decoder.forward(
+                inputs.token_ids, self.cache.layers, inputs.attention, outputs, self.states
+            )
         assert self._links is not None
         hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
         self._links.receive(hidden)
-        return decoder.run_layers(hidden, self.cache.layers, inputs.attention, outputs)
+        return decoder.run_layers(hidden, self.cache.layers, inputs.attention, outputs, self.states)
 
     def close(self) -> None:
         self.cache.clear()
+        self.states.clear()
 
 
 # Elements from which torch's threads pay off on a CPU.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from inflight.config import CacheConfig
 from inflight.errors import KVBudgetError, as_gib
+from inflight.kv.layout import KVLayout
 
 # The most GPU memory that a process is charged for outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT_MEMORY = 768 << 20
@@ -73,13 +74,11 @@ def requested_memory(cache: CacheConfig) -> str:
     return f"kv_cache_memory is {cache.kv_cache_memory}"
 
 
-def blocks_for_memory(
-    memory: int, bytes_per_block: int, block_size: int, max_num_seqs: int, max_model_len: int, exact: bool
-) -> int:
-    """Return how many blocks fit in `memory` bytes. Unless `exact`, cap them at what full-length requests can use."""
+def blocks_for_memory(memory: int, bytes_per_block: int, block_size: int, most: int | None = None) -> int:
+    """Return how many blocks fit in `memory` bytes, up to `most`."""
     num_blocks = memory // bytes_per_block
-    if not exact:
-        num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
+    if most is not None:
+        num_blocks = min(num_blocks, most)
     if num_blocks < 1:
         raise KVBudgetError(
             f"the KV memory is {as_gib(memory)}: one block of {block_size} tokens needs {as_gib(bytes_per_block)}"
@@ -87,18 +86,31 @@ def blocks_for_memory(
     return num_blocks
 
 
+def most_blocks(layout: KVLayout, num_requests: int, num_tokens: int, chunk: int) -> int:
+    """Return the most blocks that requests of `num_tokens` can use, with two snapshots each."""
+    return num_requests * (layout.blocks_for(num_tokens, chunk) + 2 * layout.snapshot_blocks)
+
+
 def fit_context(
-    num_blocks: int, block_size: int, max_kv_tokens: int | None, context: int, max_model_len: int | None
+    num_blocks: int,
+    layout: KVLayout,
+    chunk: int,
+    max_kv_tokens: int | None,
+    context: int,
+    max_model_len: int | None,
 ) -> int:
-    """Return the longest request that always fits: `max_model_len` if set, else as much of `context` as fits."""
-    capacity = num_blocks * block_size
+    """Return the longest request that always fits: `max_model_len` if set, else as much of `context` as fits.
+
+    Requests are computed in steps of at most `chunk` tokens.
+    """
+    capacity = layout.max_tokens(num_blocks, chunk)
     if max_kv_tokens is not None:
         capacity = min(capacity, max_kv_tokens)
     if max_model_len is not None and max_model_len > capacity:
         raise KVBudgetError(
             f"max_model_len is {max_model_len}, but the KV budget holds {capacity} tokens "
-            f"({num_blocks} blocks of {block_size}, max_kv_tokens {max_kv_tokens}): set a larger kv_cache_memory "
-            "or a smaller max_model_len"
+            f"({num_blocks} blocks of {layout.block_size}, max_kv_tokens {max_kv_tokens}): set a larger "
+            "kv_cache_memory or a smaller max_model_len"
         )
     if capacity < 2:
         raise KVBudgetError(f"the KV budget holds {capacity} token: one request needs at least 2")

@@ -20,6 +20,7 @@ from inflight.frontend import Frontend
 from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.loading.checkpoint import model_name
 from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
 from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
@@ -41,7 +42,7 @@ def decoder_core(
     options = config.scheduler
     limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
-    layout = decoder.kv_shape(config.cache.block_size).layout
+    layout = kv_layout(config, decoder, ranks)
     cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
@@ -60,6 +61,13 @@ def decoder_core(
         )
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
+
+
+def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:
+    """Return the layout of the memory that all ranks of a model share."""
+    if ranks is None:
+        return decoder.kv_shape(config.cache.block_size).layout
+    return common_layout(ranks.shares)
 
 
 def _compiled_grammar(grammars: GrammarCompiler, request: Request) -> Future[Grammar] | None:
@@ -148,6 +156,8 @@ class LoadedEngine(Frontend):
             dtype=str(self.model.dtype).removeprefix("torch."),
             num_blocks=blocks.pool.num_blocks,
             block_size=blocks.block_size,
+            windows=blocks.layout.windows,
+            snapshot_blocks=blocks.layout.snapshot_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             generates=self.generates,

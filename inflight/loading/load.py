@@ -36,7 +36,14 @@ from inflight.loading.checkpoint import (
     resolve_dtype,
     resolve_text_length,
 )
-from inflight.loading.engine import LoadedEngine, LoadProgress, decoder_core, encoder_core, policy_of
+from inflight.loading.engine import (
+    LoadedEngine,
+    LoadProgress,
+    decoder_core,
+    encoder_core,
+    kv_layout,
+    policy_of,
+)
 from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.heads import DecoderPlan, plan_decoder
@@ -87,14 +94,18 @@ def load_decoder_engine(
             least = ranks.wait_until_loaded()
             num_blocks = num_blocks if least is None else min(num_blocks, least)
         limits = config.scheduler
+        layout = kv_layout(config, decoder, ranks)
+        chunk = limits.max_num_batched_tokens or platform.max_num_batched_tokens
         max_model_len = fit_context(
-            num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
+            num_blocks, layout, chunk, limits.max_kv_tokens, context, model.max_model_len
         )
         if max_model_len < context:
             logger.warning(
                 "the KV cache holds %d tokens: max_model_len is reduced from %d", max_model_len, context
             )
-        logger.info("%s; %d KV blocks of %d tokens", platform.describe(), num_blocks, config.cache.block_size)
+        logger.info(
+            "%s; %d KV blocks of %d tokens; %s", platform.describe(), num_blocks, layout.block_size, layout
+        )
         grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, spec.vocab_size, eos))
         input_processor = InputProcessor.create(
             tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars

@@ -11,18 +11,26 @@ import torch
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.platforms import MEMORY_SHARE
-from inflight.kv.budget import CONTEXT_MEMORY
+from inflight.kv import KVLayout
+from inflight.kv.budget import CONTEXT_MEMORY, most_blocks
 from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
 from inflight.loading.checkpoint import resolve_context, resolve_dtype
-from inflight.models.decoders.footprint import META, RankShare, meta_decoder, meta_kernels, rank_shares
+from inflight.models.decoders.footprint import (
+    META,
+    RankShare,
+    common_layout,
+    meta_decoder,
+    meta_kernels,
+    rank_shares,
+)
 from inflight.models.decoders.heads import plan_decoder
 from inflight.models.decoders.spec import DecoderSpec, shard_of, whole_shard
 from inflight.models.decoders.weights import placements
 from inflight.models.encoders.families import encoder_architecture
 
 # The platforms' defaults, which cannot be queried without a device.
-GPU_ROWS, GPU_TOKENS, CPU_ROWS = 1024, 8192, 256
+GPU_ROWS, GPU_TOKENS, CPU_ROWS, CPU_TOKENS = 1024, 8192, 256, 512
 GPU_GRAPHS = 256 << 20
 
 
@@ -42,13 +50,20 @@ class Fit:
     tensor: int
     pipeline: int
     shares: list[RankShare]
-    num_tokens: int  # KV cache capacity; 0: the model does not fit
+    num_blocks: int  # of the KV cache; 0: the model does not fit
+    layout: KVLayout
     context: int
+    chunk: int  # the most tokens that a step computes
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that requests of full length can have in all."""
+        return self.num_blocks * self.context // self.layout.blocks_for(self.context, self.chunk)
 
     @property
     def num_requests(self) -> int:
         """The number of concurrent requests of full length."""
-        return self.num_tokens // self.context
+        return self.num_blocks // self.layout.blocks_for(self.context, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +113,32 @@ def _fit(
     tensor: int,
     pipeline: int,
 ) -> Fit:
-    shares = rank_shares(spec, tensor, pipeline, context, meta_kernels(devices.kind, dtype), dtype)
+    block = config.cache.block_size
+    kernels = meta_kernels(devices.kind, dtype)
+    shares = rank_shares(spec, tensor, pipeline, context, block, kernels, dtype)
     if devices.kind == "cuda":
         utilization = config.cache.gpu_memory_utilization
         overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, dtype, tensor)
-        available = [int(devices.memory * utilization) - overhead - share.weights for share in shares]
+        rows = config.scheduler.max_num_seqs or GPU_ROWS
+        available = [
+            int(devices.memory * utilization) - overhead - share.weights - rows * share.state
+            for share in shares
+        ]
     else:
         left = devices.memory - sum(share.weights for share in shares)
-        total = sum(share.kv_per_token for share in shares)
-        available = [int(left * MEMORY_SHARE) * share.kv_per_token // total for share in shares]
+        total = sum(share.kv(1) for share in shares)
+        available = [int(left * MEMORY_SHARE) * share.kv(1) // total for share in shares]
     kv_memory = config.cache.kv_cache_memory
     if kv_memory is not None:
         available = [kv_memory if kv_memory <= bytes_left else -1 for bytes_left in available]
-    block = config.cache.block_size
-    num_blocks = min(
-        bytes_left // (share.kv(block)) for bytes_left, share in zip(available, shares, strict=True)
-    )
+    num_blocks = min(bytes_left // share.kv(1) for bytes_left, share in zip(available, shares, strict=True))
+    layout = common_layout(shares)
+    default = CPU_TOKENS if devices.kind == "cpu" else GPU_TOKENS
+    chunk = config.scheduler.max_num_batched_tokens or default
     if devices.kind == "cpu":
         rows = config.scheduler.max_num_seqs or CPU_ROWS
-        num_blocks = min(num_blocks, rows * -(-context // block))
-    return Fit(tensor, pipeline, shares, max(0, num_blocks) * block, context)
+        num_blocks = min(num_blocks, most_blocks(layout, rows, context, chunk))
+    return Fit(tensor, pipeline, shares, max(0, num_blocks), layout, context, chunk)
 
 
 def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, dtype: torch.dtype, tensor: int) -> int:

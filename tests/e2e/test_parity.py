@@ -14,6 +14,7 @@ from tests.e2e.policies import GREEDY_CONTINUOUS, GREEDY_FAIR, GREEDY_PRIORITY
 from tests.e2e.reference import NUM_STEPS, Reference
 from tests.scheduling.policies import NAMES
 from tests.support.checkpoints import FAMILIES
+from tests.support.memory import with_room_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
 # Room for one request of the longest kind and a little more: the five need three times as much.
@@ -60,7 +61,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def run(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> list[RequestOutput]:
     """One run of all prompts, with the promises that hold for every run."""
-    llm = LLM(folder, **options)
+    llm = LLM(folder, **with_room_for(folder, options))
     outputs = llm.generate(prompts, GREEDY, priority=[2, 0, 1, 0, 1], tenant=["a", "b", "a", "b", "c"])
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert llm.stats().kv.num_used == 0
@@ -98,7 +99,7 @@ def test_prompt_logprobs_match_transformers(
 ) -> None:
     expected = reference(family)
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, prompt_logprobs=4)
-    outputs = LLM(folder(family), **options).generate(expected.prompts, params)
+    outputs = LLM(folder(family), **with_room_for(folder(family), options)).generate(expected.prompts, params)
     assert tokens(outputs) == expected.tokens
     for output, prompt, logprobs in zip(outputs, expected.prompts, expected.logprobs, strict=True):
         positions = output.prompt_logprobs

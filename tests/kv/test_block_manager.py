@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache, PrefixHit
-from inflight.kv.budget import blocks_for_memory, fit_context
+from inflight.kv.budget import blocks_for_memory, fit_context, most_blocks
 from inflight.kv.prefix_cache import BlockHasher
 from inflight.kv.snapshots import StateCopies
 from inflight.request import Request
@@ -276,13 +276,17 @@ def test_no_prefix_cache_finds_nothing_and_keeps_nothing() -> None:
 
 
 def test_block_and_context_limits() -> None:
-    assert blocks_for_memory(1000, 100, 16, 1, 1 << 20, exact=True) == 10
-    assert blocks_for_memory(1 << 40, 100, 16, 4, 33, exact=False) == 12, "no more than can be used"
+    plain, windowed = KVLayout(16), KVLayout(16, (None, 64, 64))
+    assert blocks_for_memory(1000, 100, 16) == 10
+    assert most_blocks(plain, 4, 33, 1024) == 12
+    assert blocks_for_memory(1 << 40, 100, 16, most=12) == 12, "no more than can be used"
     with pytest.raises(KVBudgetError, match="99 bytes"):
-        blocks_for_memory(99, 100, 16, 4, 64, exact=True)
-    assert fit_context(10, 16, None, 1000, None) == 160
-    assert fit_context(10, 16, 50, 1000, None) == 50
+        blocks_for_memory(99, 100, 16)
+    assert fit_context(10, plain, 1024, None, 1000, None) == 160
+    assert fit_context(10, plain, 1024, 50, 1000, None) == 50
+    assert fit_context(30, windowed, 1024, None, 1000, None) == 160
+    assert fit_context(30, windowed, 16, None, 1000, None) == 16 * (30 - 2 * 6), "windows keep 79 tokens"
     with pytest.raises(KVBudgetError, match="max_model_len is 161"):
-        fit_context(10, 16, None, 1000, 161)
+        fit_context(10, plain, 1024, None, 1000, 161)
     with pytest.raises(KVBudgetError, match="at least 2"):
-        fit_context(1, 1, None, 1000, None)
+        fit_context(1, KVLayout(1), 1024, None, 1000, None)

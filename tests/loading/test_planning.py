@@ -74,7 +74,7 @@ def test_large_model_fits_only_on_enough_gpus() -> None:
     for fit in fits.values():
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.03)
         for share in fit.shares:
-            assert share.weights + share.kv(fit.num_tokens) < 0.9 * 24e9
+            assert share.weights + share.kv(fit.num_blocks) < 0.9 * 24e9
     small = plan_model(config, Devices("cuda", 1, 8 * 10**9))
     assert [fit.num_tokens for fit in small.fits] == [0]
 

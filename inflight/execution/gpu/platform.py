@@ -69,7 +69,7 @@ class CudaPlatform:
         return TritonKernels(dtype, self.device), TritonAttention(tuning)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
-        cache, options = config.cache, config.scheduler
+        cache = config.cache
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
         step = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
         memory = self._memory(exchanges=decoder.shard.collective is not None)
@@ -81,9 +81,6 @@ class CudaPlatform:
             memory=gpu_kv_memory(memory, cache, step, bytes_per_block),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
-            max_num_seqs=options.max_num_seqs or self.max_num_seqs,
-            max_model_len=context,
-            exact=True,
         )
 
     def _memory(self, exchanges: bool) -> GpuMemory:

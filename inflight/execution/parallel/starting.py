@@ -69,7 +69,7 @@ def start_ranks(
         ) from error
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kernels = meta_kernels(place.device.type, dtype)
-    shares = rank_shares(spec, tensor, pipeline, context, kernels, dtype)
+    shares = rank_shares(spec, tensor, pipeline, context, config.cache.block_size, kernels, dtype)
     for share in shares:
         logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
     max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
@@ -151,7 +151,7 @@ def parallel_core(
     library = native_library()
     assert library is not None
     for share in ranks.shares:
-        size = share.kv(num_blocks * scheduler.blocks.block_size) / GIB
+        size = share.kv(num_blocks) / GIB
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
     limits = scheduler.limits
     sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens

@@ -69,7 +69,7 @@ class Decoder:
         self.attention = attention
         self.dtype = dtype
         self.device = device
-        length = max_position or spec.default_context
+        self._max_position = length = max_position or spec.default_context
         ropes = {layer.rope for layer in spec.attentions if layer.rope is not None}
         tables = {rope: rope.table(length, device) for rope in ropes}
         places = iter(self.kv_shape(1).places)
@@ -115,12 +115,19 @@ class Decoder:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
         shard, mixers = self.shard, self.shard.whole.mixers
         layers = [shard.attention(mixer) for mixer in mixers if isinstance(mixer, AttentionSpec)]
-        kept = [LayerKV(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        kept = [
+            LayerKV(layer.num_kv_heads, layer.head_dim, self._shorter_window(layer.window))
+            for layer in layers
+        ]
         before = sum(isinstance(mixer, AttentionSpec) for mixer in mixers[: shard.layers.start])
         own = range(before, before + len(self.spec.attentions))
         shape = KVShape.of(kept, block_size, self.kernels.compute_dtype, own)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
+
+    def _shorter_window(self, window: int | None) -> int | None:
+        """Return the window, or None if all tokens of the longest context are in it."""
+        return None if window is None or window >= self._max_position else window
 
     @property
     def state_sizes(self) -> list[int]:

@@ -6,13 +6,16 @@ the layer itself: size checks, the shares of ranks and plans are derived from it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
+from inflight.attention.backend import KVShape
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
+from inflight.kv.layout import KVLayout
 from inflight.layers.formats import Scheme
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
@@ -30,10 +33,18 @@ class RankShare:
     rank: int
     layers: range
     weights: int  # bytes
-    kv_per_token: int  # bytes
+    kv_shape: KVShape
+    state: int  # bytes of the recurrent state of one request
 
-    def kv(self, num_tokens: int) -> int:
-        return num_tokens * self.kv_per_token
+    def kv(self, num_blocks: int) -> int:
+        """Return the bytes of this many blocks."""
+        return num_blocks * self.kv_shape.bytes_per_block
+
+
+def common_layout(shares: Sequence[RankShare]) -> KVLayout:
+    """Return the layout of a model's memory that all of its ranks can follow."""
+    snapshot_blocks = max(share.kv_shape.snapshot_blocks for share in shares)
+    return replace(shares[0].kv_shape.layout, snapshot_blocks=snapshot_blocks)
 
 
 def meta_kernels(device: str, dtype: torch.dtype) -> Kernels:
@@ -115,14 +126,20 @@ def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:
 
 
 def rank_shares(
-    spec: DecoderSpec, tensor: int, pipeline: int, context: int, kernels: Kernels, dtype: torch.dtype
+    spec: DecoderSpec,
+    tensor: int,
+    pipeline: int,
+    context: int,
+    block_size: int,
+    kernels: Kernels,
+    dtype: torch.dtype,
 ) -> list[RankShare]:
     """Return the share of every rank, in rank order."""
     shares: list[RankShare] = []
     for layers in cut_layers(spec, pipeline, context, kernels, dtype):
         # The first rank of a stage holds at least as much as the others.
         decoder = meta_decoder(shard_of(spec, 0, tensor, layers), kernels, dtype, context)
-        weights, kv_per_token = num_bytes(decoder), decoder.kv_shape(1).bytes_per_block
+        kv_shape, state = decoder.kv_shape(block_size), 4 * sum(decoder.state_sizes)
         for _ in range(tensor):
-            shares.append(RankShare(len(shares), layers, weights, kv_per_token))
+            shares.append(RankShare(len(shares), layers, num_bytes(decoder), kv_shape, state))
     return shares
