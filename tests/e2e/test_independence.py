@@ -102,8 +102,10 @@ def test_other_requests_do_not_change_an_answer(scene: str, folder: Folder, alon
 
 
 @pytest.mark.parametrize("scene", ["crowd", "crowd-scarce-depth-2-chunked"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
-def test_other_requests_do_not_change_an_answer_of_experts(family: str, scene: str, folder: Folder) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "gemma4", "qwen3.5-moe"])
+def test_other_requests_do_not_change_an_answer_of_other_families(
+    family: str, scene: str, folder: Folder
+) -> None:
     params = PARAMS["seeded"]
     expected = answer(LLM(folder(family)).generate(PROMPTS[3], params)[0])
     llm = LLM(folder(family), **SCENES[scene])

@@ -62,6 +62,22 @@ _YARN = {
     "original_max_position_embeddings": 64,
 }
 
+_RECURRENT = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
+_RECURRENT_EXPERTS = _RECURRENT | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 # family -> a function that makes its transformers config; keywords replace fields
 FAMILIES: Mapping[str, Callable[..., Any]] = {
     "llama": _config("LlamaConfig"),
@@ -144,34 +160,18 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
         hidden_size_per_layer_input=0,
         final_logit_softcapping=8.0,
     ),
-}
-
-_RECURRENT = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-}
-_RECURRENT_EXPERTS = _RECURRENT | {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-}
-# Families with layers that keep a state.
-RECURRENT_FAMILIES: Mapping[str, Callable[..., Any]] = {
     "qwen3-next": _config("Qwen3NextConfig", **_RECURRENT_EXPERTS, mlp_only_layers=[1]),
     "qwen3.5": _config("Qwen3_5TextConfig", **_RECURRENT),
     "qwen3.5-moe": _config("Qwen3_5MoeTextConfig", **_RECURRENT_EXPERTS),
 }
-ALL_FAMILIES = {**FAMILIES, **RECURRENT_FAMILIES}
 
+# Families with layers that keep a state.
+RECURRENT_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 # Families of which models with other heads than a language model's exist here.
 DENSE_FAMILIES = tuple(
-    name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss", "gemma4")
+    name
+    for name in FAMILIES
+    if "moe" not in name and name not in ("mixtral", "gpt-oss", "gemma4", *RECURRENT_FAMILIES)
 )
 
 # Its usual pattern, one full layer in six, would leave a small model without any.
@@ -185,7 +185,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
     if family == "gemma3" and "num_hidden_layers" not in overrides:
         overrides = _GEMMA3_LAYERS | overrides
-    config = ALL_FAMILIES[family](**overrides)
+    config = FAMILIES[family](**overrides)
     # Soft caps and sinks are only in the plain implementation.
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model, seed)

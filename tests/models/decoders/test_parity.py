@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.running import load, logprobs, prompt, transformers_logprobs
-from tests.support.checkpoints import FAMILIES, RECURRENT_FAMILIES, make_model, randomise, write_checkpoint
+from tests.support.checkpoints import FAMILIES, make_model, randomise, write_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -29,8 +29,6 @@ LONG = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 INTERVAL_OF_2 = ["linear_attention", "full_attention"] * 2
 TWO_KINDS = ["full_attention", "sliding_attention", "sliding_attention"]
-
-ALL = (*FAMILIES, *RECURRENT_FAMILIES)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -69,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo2-no-groups": ("olmo2", {"num_key_value_heads": 4}),
-    **{family: (family, {}) for family in RECURRENT_FAMILIES},
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 0.4, "final_logit_softcapping": 3.0}),
     "olmo3-yarn": ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE}}),
@@ -94,7 +91,7 @@ def test_prompt_logprobs_agree_with_transformers(case: str, tmp_path: Path) -> N
     torch.testing.assert_close(ours, transformers_logprobs(model, prompt()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fastest_kernels_agree_with_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)
@@ -111,7 +108,7 @@ def test_chunks_and_single_tokens_agree_with_the_whole_prompt(family: str, tmp_p
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_skipping_unneeded_tokens_changes_nothing(family: str, fast: bool, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     decoder = load(tmp_path, fast=fast)

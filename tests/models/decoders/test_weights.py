@@ -22,7 +22,7 @@ from inflight.models.decoders.spec import ExpertsMlpSpec
 from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.tensors import LinearRows, fill_random
 from tests.models.running import CPU, load, logprobs, prompt
-from tests.support.checkpoints import ALL_FAMILIES, FAMILIES, write_checkpoint
+from tests.support.checkpoints import FAMILIES, write_checkpoint
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
 
 
 def dummy(family: str, seed: int, **overrides: Any) -> Decoder:
-    config = ALL_FAMILIES[family](**overrides).to_dict()
+    config = FAMILIES[family](**overrides).to_dict()
     checkpoint = open_checkpoint("nowhere", load_format="dummy", hf_config=config)
     kernels = TorchKernels()
     attention = ComposedAttention(kernels, TorchCpuAttention())
