@@ -97,14 +97,32 @@ def test_empty_batch_has_no_items() -> None:
     assert len(plan_chunks(ints(3), ints(), ints(), 8, 8, 16, 16).items) == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), min_size=1, max_size=12), extras, tiles)
+@given(lengths, extras, tiles, st.integers(1, 400))
+def test_decode_items_cover_only_the_window(
+    context_lens: list[int], extra: int, tile: int, window: int
+) -> None:
+    contexts, rows = ints(*context_lens), np.arange(len(context_lens), dtype=np.int32)
+    plan = plan_decode(contexts, rows, None, extra, 8, tile, 16, window)
+    assert len(plan.items) <= len(contexts) + extra
+    for entry, context_len in enumerate(context_lens):
+        pieces = sorted((begin, end) for of, _, begin, end, *_ in lines(plan.items) if of == entry)
+        assert (pieces[0][0], pieces[-1][1]) == (max(0, context_len - window), context_len)
+        assert all(a[1] == b[0] for a, b in pairwise(pieces))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), min_size=1, max_size=12),
+    extras,
+    tiles,
+    st.sampled_from([None, 1, 50, 600]),
+)
 def test_chunk_items_cover_every_query_and_key_once(
-    entries: list[tuple[int, int]], extra: int, tile: int
+    entries: list[tuple[int, int]], extra: int, tile: int, window: int | None
 ) -> None:
     counts, cached = ints(*(count for count, _ in entries)), ints(*(n for _, n in entries))
     starts = (5 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
     rows = np.arange(len(entries), dtype=np.int32) + 7
-    plan = plan_chunks(starts, counts + cached, rows, 42, extra, tile, tile)
+    plan = plan_chunks(starts, counts + cached, rows, 42, extra, tile, tile, window)
     num_tiles = int((-(-counts // 42)).sum())
     assert len(plan.items) <= num_tiles + extra
     assert plan.num_partials <= 2 * extra * 42
@@ -119,7 +137,10 @@ def test_chunk_items_cover_every_query_and_key_once(
         assert position - before == token - starts[entry]
         assert token + positions <= starts[entry + 1]
         tokens.update(range(token, token + positions))
-        splits_seen.setdefault(token, []).append((begin, end, position + positions))
+        first_key = 0 if window is None else max(0, position - window + 1)
+        splits_seen.setdefault(token, []).append(
+            (begin - first_key, end - first_key, position + positions - first_key)
+        )
         if splits > 1:
             places = set(range(first_partial + split * 42, first_partial + (split + 1) * 42))
             assert not partials & places

@@ -51,7 +51,7 @@ def test_graphs_and_depth_change_nothing(dtype: str, checkpoint: Checkpoint, ask
     assert ask(folder, dtype=dtype, pipeline_depth=1) == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss", "qwen3.5"])
 def test_prefixes_and_chunks_change_nothing(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
     folder = checkpoint(family)
     expected = ask(folder, dtype="float32")

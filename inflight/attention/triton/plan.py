@@ -89,11 +89,17 @@ def plan_decode(
     at_once: int,  # items that run at the same time
     tile: int,  # keys that a program takes at a time
     min_split: int,
+    window: int | None = None,  # keys that an entry sees, if not all; then there is no prefix
 ) -> DecodePlan:
     """Plan at most E + extra_items items; those of one entry have equal size. Every entry has at least one item, and at
     least one key outside its prefix."""
     num_entries = len(context_lens)
-    first_keys, prefix_splits = (0, 0) if prefix is None else (prefix.lens, prefix.num_splits)
+    first_keys: Ints | int = 0
+    prefix_splits: Ints | int = 0
+    if prefix is not None:
+        first_keys, prefix_splits = prefix.lens, prefix.num_splits
+    elif window is not None:
+        first_keys = np.maximum(context_lens - window, 0)
     own_lens = context_lens - first_keys
     own_splits = -(-own_lens // split_size(int(own_lens.sum()), extra_items, tile, min_split))
     # The shortest come last. If they are too few to keep the memory busy, they are split, too.
@@ -232,6 +238,7 @@ def plan_chunks(
     extra_items: int,  # items to spend on splitting tiles over keys
     tile: int,  # keys that a program takes at a time
     min_split: int,
+    window: int | None = None,  # keys that a query sees, if not all
 ) -> ChunkPlan:
     """Plan at most `extra_items` more items than tiles, with at most 2 * extra_items * tile_positions partials."""
     counts = np.diff(query_starts)
@@ -242,9 +249,11 @@ def plan_chunks(
     position = cached + offset
     positions = np.minimum(tile_positions, counts[entry] - offset)
     keys = position + positions
+    first_key = 0 if window is None else np.maximum(position - window + 1, 0)
+    num_keys = keys - first_key
 
-    split_keys = split_size(int(keys.sum()), extra_items, tile, min_split)
-    num_splits = -(-keys // split_keys)
+    split_keys = split_size(int(num_keys.sum()), extra_items, tile, min_split)
+    num_splits = -(-num_keys // split_keys)
     is_split = num_splits > 1
     partials = np.where(is_split, num_splits * tile_positions, 0)
     first_partial = np.cumsum(partials) - partials
@@ -252,7 +261,7 @@ def plan_chunks(
 
     of = np.repeat(np.arange(len(entry)), num_splits)  # the tile that an item belongs to
     number = counting(num_splits)
-    begin = number * split_keys
+    begin = number * split_keys + (keys - num_keys)[of]
     end = np.minimum(begin + split_keys, keys[of])
     order = np.argsort(begin - end, kind="stable")
     of, number = of[order], number[order]

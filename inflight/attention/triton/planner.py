@@ -120,10 +120,21 @@ class AttentionPlanner:
     # ---- plans ----
 
     def decodes(
-        self, context_lens: Ints, rows: Ints, tables: Ints, version: int, alone: bool = True
+        self,
+        context_lens: Ints,
+        rows: Ints,
+        tables: Ints,
+        version: int,
+        alone: bool = True,
+        window: int | None = None,
     ) -> DecodeWork:
-        """Plan the decodes, arrays [E]. `version` changes whenever a row gets another request. `alone`: no chunks."""
-        prefix = self._find_prefix(context_lens, rows, tables, version) if self.share_prefixes else None
+        """Plan the decodes, arrays [E]. `version` changes whenever a row gets another request. `alone`: no chunks.
+
+        Layers with a window do not read prefixes together: the blocks before an entry's window may be another's by now.
+        """
+        prefix = None
+        if self.share_prefixes and window is None:
+            prefix = self._find_prefix(context_lens, rows, tables, version)
         num_entries = len(rows)
         min_split = min(DECODE_MIN_SPLIT * num_entries, DECODE_MAX_MIN_SPLIT)
         longest = int(context_lens.max(initial=0))
@@ -133,7 +144,7 @@ class AttentionPlanner:
         at_once = self._items(tile.programs)
         # A second round of short programs would take as long as the first.
         extra_items = max(1 if short_context else self._decode_extra_items, at_once - num_entries)
-        plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_split)
+        plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_split, window)
         return DecodeWork(plan, prefix, context_lens, short_context)
 
     def _find_prefix(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> PrefixPlan | None:
@@ -155,7 +166,9 @@ class AttentionPlanner:
             self._known = known
         return self._prefix
 
-    def chunks(self, query_starts: Ints, context_lens: Ints, rows: Ints) -> ChunkPlan:
+    def chunks(
+        self, query_starts: Ints, context_lens: Ints, rows: Ints, window: int | None = None
+    ) -> ChunkPlan:
         """query_starts [E + 1] are token indices; the rest [E]."""
         tuning = self.tuning
         return plan_chunks(
@@ -166,4 +179,5 @@ class AttentionPlanner:
             self.chunk_extra_items,
             tuning.chunk.keys,
             CHUNK_MIN_SPLIT,
+            window,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.execution.gpu.host_step import HostStep, Ints, Layout, put, put_items, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
+from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.sampling.triton import MAX_LOGPROBS, LogprobBuffers, SamplingBatch
+from inflight.scheduling.batch import Capture
 
 MIN_UPDATES = 32  # table updates that fit every shape
 
@@ -32,9 +35,20 @@ class DeviceStep:
     """A step's inputs and results in device memory. All steps use the same buffers: they run one after another."""
 
     def __init__(
-        self, rows: DeviceRows, buckets: Buckets, planner: AttentionPlanner, workspace: AttentionWorkspace
+        self,
+        rows: DeviceRows,
+        buckets: Buckets,
+        planner: AttentionPlanner,
+        workspace: AttentionWorkspace,
+        windows: tuple[int | None, ...] = (None,),
+        states: DeviceStates | None = None,
     ) -> None:
+        """`windows`: of each block table."""
         self.rows = rows
+        self._windows = windows
+        # Layers with the same window have the same plans.
+        self._kinds = {window: index for index, window in enumerate(dict.fromkeys(windows))}
+        self.states = states or DeviceStates([], 0, 1)
         self.buckets = buckets
         self.planner = planner
         self.workspace = workspace
@@ -62,37 +76,44 @@ class DeviceStep:
     def _sizes(self, shape: StepShape) -> dict[str, int]:
         planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
         num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
-        sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
+        sizes = {"num_prefix_items": 1}
+        for kind in self._kinds.values():
+            sizes |= {f"num_decode_{kind}_items": 1, f"num_chunk_{kind}_items": 1}
+            sizes[f"decode_{kind}_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
+            if shape.chunks:
+                max_chunks = planner.max_chunk_items(num_tokens, shape.num_chunks)
+                sizes[f"chunk_{kind}_items"] = max_chunks * CHUNK_FIELDS
         sizes |= dict.fromkeys(("token_rows", "positions", *self._slot_mappings), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
         sizes |= {"logprob_counts": num_samples, "logprob_places": num_samples, "logprob_width": 1}
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
-        sizes["decode_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
         if shape.prefix:
             sizes["prefix_items"] = planner.max_prefix_items * PREFIX_FIELDS
             sizes["members"] = shape.num_decodes * MEMBER_FIELDS
-        if shape.chunks:
-            sizes["chunk_items"] = planner.max_chunk_items(num_tokens, shape.num_chunks) * CHUNK_FIELDS
-        return sizes
+        return sizes | self.states.sizes(shape)
 
     # ---- on the host ----
 
-    def upload(self, host: HostStep, updates: Ints, logprob_counts: Ints | None, scores: bool) -> StepShape:
+    def upload(
+        self,
+        host: HostStep,
+        updates: Ints,
+        logprob_counts: Ints | None,
+        scores: bool,
+        captures: Sequence[Capture] = (),
+    ) -> StepShape:
         """Upload a step and return its shape.
 
         `logprob_counts`: most likely tokens to report for each sampled token, negative for none; None if no entry wants
         any. `scores`: whether prompt tokens are scored.
         """
         rows, num_decodes = self.rows, host.num_decodes
-        work: DecodeWork | None = None
-        if num_decodes:
-            contexts, entry_rows = host.context_lens[:num_decodes], host.rows[:num_decodes]
-            alone = host.only_decodes
-            work = self.planner.decodes(contexts, entry_rows, rows.mirror[0], rows.version, alone)
-        shared = work is not None and work.prefix is not None
+        works = self._plan_decodes(host) if num_decodes else []
+        shared = any(work.prefix is not None for work in works)
         num_samples = len(host.sample_tokens)
         if host.only_decodes:
-            shape = self.buckets.decode(num_decodes, shared, work is not None and work.short_context)
+            short_context = bool(works) and works[0].short_context
+            shape = self.buckets.decode(num_decodes, shared, short_context)
         else:
             num_chunks = len(host.rows) - num_decodes
             shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, shared, scores)
@@ -115,26 +136,45 @@ class DeviceStep:
             updates = updates[:, :0]
         for name, values in zip(("update_rows", "update_columns", "update_blocks"), updates, strict=True):
             put(part[name], values, -1)
-        self._plan(host, work, shape, part)
+        self._plan(host, works, shape, part)
+        self.states.fill(host, captures, shape, part)
         self._send(pinned)
         return shape
 
-    def _plan(self, host: HostStep, work: DecodeWork | None, shape: StepShape, part: dict[str, Ints]) -> None:
+    def _plan_decodes(self, host: HostStep) -> list[DecodeWork]:
+        """Plan the decodes for each kind of layers."""
+        rows, count = self.rows, host.num_decodes
+        contexts, entry_rows = host.context_lens[:count], host.rows[:count]
+        return [
+            self.planner.decodes(
+                contexts,
+                entry_rows,
+                rows.mirror[self._windows.index(window)],
+                rows.version,
+                host.only_decodes,
+                window,
+            )
+            for window in self._kinds
+        ]
+
+    def _plan(self, host: HostStep, works: list[DecodeWork], shape: StepShape, part: dict[str, Ints]) -> None:
+        """Write the plans for each kind of layers."""
         num_decodes = host.num_decodes
-        counts = [0, 0, 0]
-        if work is not None:
-            counts[0] = put_items(part["decode_items"], work.decode.items)
-            if work.prefix is not None:
-                counts[1] = put_items(part["prefix_items"], work.prefix.items)
-                put_items(part["members"], work.members())
-        if shape.chunks:
-            starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
-            plan = self.planner.chunks(starts, contexts, host.rows[num_decodes:])
-            counts[2] = put_items(part["chunk_items"], plan.items)
-        for name, count in zip(
-            ("num_decode_items", "num_prefix_items", "num_chunk_items"), counts, strict=True
-        ):
-            part[name][0] = count
+        part["num_prefix_items"][0] = 0
+        for window, kind in self._kinds.items():
+            num_items = num_chunk_items = 0
+            if works:
+                work = works[kind]
+                num_items = put_items(part[f"decode_{kind}_items"], work.decode.items)
+                if work.prefix is not None:
+                    part["num_prefix_items"][0] = put_items(part["prefix_items"], work.prefix.items)
+                    put_items(part["members"], work.members())
+            if shape.chunks:
+                starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
+                plan = self.planner.chunks(starts, contexts, host.rows[num_decodes:], window)
+                num_chunk_items = put_items(part[f"chunk_{kind}_items"], plan.items)
+            part[f"num_decode_{kind}_items"][0] = num_items
+            part[f"num_chunk_{kind}_items"][0] = num_chunk_items
 
     def upload_nothing(self, shape: StepShape) -> None:
         """Upload a step of this shape that is all padding."""
@@ -162,18 +202,21 @@ class DeviceStep:
         updates = TableUpdates(part["update_rows"], part["update_columns"], part["update_blocks"])
         tokens = StepTokens(part["token_rows"], part["positions"], token_ids)
         open_step(rows.tokens, rows.block_tables, updates, tokens)
-        tables = tuple(
-            TableStep(
-                slot_mapping=part[name],
-                block_tables=block_tables,
-                decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
-                prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
-                members=part["members"] if shape.prefix else None,
-                chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,
+        tables = []
+        for table, window in enumerate(self._windows):
+            kind, prefix = self._kinds[window], shape.prefix and window is None
+            tables.append(
+                TableStep(
+                    slot_mapping=part[self._slot_mappings[table]],
+                    block_tables=rows.block_tables[table],
+                    decodes=_items(part, f"decode_{kind}", planner.max_decode_items(shape.num_decodes)),
+                    prefixes=_items(part, "prefix", planner.prefix_programs) if prefix else None,
+                    members=part["members"] if prefix else None,
+                    chunks=_items(part, f"chunk_{kind}", max_chunks) if shape.chunks else None,
+                )
             )
-            for name, block_tables in zip(self._slot_mappings, rows.block_tables, strict=True)
-        )
-        step = TritonStep(part["positions"], tables, shape.short_context, self.workspace)
+        state = self.states.step(shape, part)
+        step = TritonStep(part["positions"], tuple(tables), shape.short_context, self.workspace, state)
         return token_ids, step
 
     def samples(self, shape: StepShape) -> Samples:

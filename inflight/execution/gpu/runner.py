@@ -21,6 +21,7 @@ from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
+from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors, failure
 from inflight.execution.runner import StageLinks
 from inflight.execution.sampling.triton import (
@@ -32,6 +33,8 @@ from inflight.execution.sampling.triton import (
     sample_tokens,
     score_all,
 )
+from inflight.kv.snapshots import PROMPT_INTERVAL
+from inflight.layers.recurrent import allocate_states
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import GatheringCollective
 from inflight.scheduling import Batch, Sampled
@@ -156,7 +159,9 @@ class GpuRunner:
         )
         self.buckets = Buckets(max_rows, max_tokens, planner.short_context_sizes)
         workspace = planner.workspace(heads.num_heads, heads.num_kv_heads, heads.head_dim, device)
-        self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
+        states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
+        self.states = DeviceStates(states, kv_shape.snapshot_blocks, PROMPT_INTERVAL * block_size)
+        self.step = DeviceStep(self.rows, self.buckets, planner, workspace, kv_shape.windows, self.states)
         self.steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
         # The two halves of a step, for steps that wait for masks.
@@ -194,7 +199,8 @@ class GpuRunner:
         scores = is_last and self.scored.any_in(batch)
         sampling_rows: list[int] = host.sample_rows[: len(entries)].tolist() if self.constrained.any else []
         masks = self.constrained.start(sampling_rows)
-        shape = self.step.upload(host, updates, counts, scores)
+        self.states.copy(batch)
+        shape = self.step.upload(host, updates, counts, scores, batch.captures)
         if self.links is not None and len(self._received):
             self.links.receive(self._received[: host.num_tokens])
         hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
@@ -244,12 +250,12 @@ class GpuRunner:
 
     def _forward(self, shape: StepShape) -> Tensor:
         token_ids, inputs = self.step.open(shape)
-        shard = self.decoder.shard
+        shard, caches, states = self.decoder.shard, self.cache.layers, self.states.layers
         some = shard.is_last and shape.chunks and not shape.scores
         outputs = self.step.samples(shape).tokens if some else None
         if shard.is_first:
-            return self.decoder.forward(token_ids, self.cache.layers, inputs, outputs)
-        return self.decoder.run_layers(self._received[: shape.num_tokens], self.cache.layers, inputs, outputs)
+            return self.decoder.forward(token_ids, caches, inputs, outputs, states)
+        return self.decoder.run_layers(self._received[: shape.num_tokens], caches, inputs, outputs, states)
 
     def _sample_last(self, shape: StepShape) -> None:
         assert self._last_hidden is not None
@@ -335,6 +341,7 @@ class GpuRunner:
         for graphs in (self.steps, self.forward_steps, self.sampling_steps):
             graphs.clear()
         self._last_hidden = None
+        self.states.layers.clear()
         self.cache.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # return torch's cached memory to the device

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inflight.execution.gpu.host_step import HostStep, Ints, put, put_items, staging
@@ -26,7 +25,7 @@ class DeviceStates:
     """The states of a model's recurrent layers; without such layers, every method does nothing."""
 
     def __init__(self, layers: list[LayerStates], snapshot_blocks: int, capture_interval: int) -> None:
-        """`capture_interval`: tokens between the captures of an entry, but for two more in each."""
+        """`capture_interval`: tokens between the captures of an entry, which may have three more."""
         self.layers = layers
         self._snapshot_blocks = snapshot_blocks
         self._capture_interval = capture_interval
@@ -100,12 +99,7 @@ class DeviceStates:
         )
 
     def _max_captures(self, shape: StepShape) -> int:
-        return shape.num_tokens // self._capture_interval + 2 * shape.num_chunks
+        return shape.num_tokens // self._capture_interval + 3 * shape.num_chunks
 
     def _max_pieces(self, shape: StepShape) -> int:
         return max_pieces(shape.num_tokens, shape.num_chunks, self._max_captures(shape))
-
-    def clear(self) -> None:
-        self.layers.clear()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
