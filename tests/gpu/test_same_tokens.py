@@ -14,7 +14,8 @@ from tests.support.checkpoints import FAMILIES
 Checkpoint = Callable[..., Path]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Gemma 4 has heads of two sizes, which the GPU's attention does not support yet: it rejects them by name.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma4"])
 def test_greedy_in_float32_matches_the_cpu(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
     folder = checkpoint(family)
     assert ask(folder, dtype="float32") == ask(folder, dtype="float32", device="cpu")
