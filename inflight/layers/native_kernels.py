@@ -27,13 +27,21 @@ from inflight.layers.kernels import (
     check_fits,
     check_gate,
 )
-from inflight.layers.native_linears import Bf16Linear, NativeLinear, Panels, dense, pointer
+from inflight.layers.native_linears import (
+    NarrowLinear,
+    NativeLinear,
+    Panels,
+    QuantizedPanels,
+    dense,
+    holds,
+    pointer,
+)
 from inflight.native.library import (
     GATE_NUMBERS,
-    INSTRUCTION_NUMBERS,
     SCORE_NUMBERS,
     ExpertLayer,
     Library,
+    best_method,
     native_library,
 )
 
@@ -57,6 +65,7 @@ class NativeExperts:
         reduce: Reduce | None,
         held: range | None,
         device: torch.device,
+        scheme: Scheme | None,
     ) -> None:
         if activation != CLAMPED_SILU:
             check_gate(activation)
@@ -73,8 +82,8 @@ class NativeExperts:
         self._held = held = range(routing.num_experts) if held is None else held
         self._multiply = library.experts_bf16 if dtype == torch.bfloat16 else library.experts_f32
         # The rows of gate, then those of up.
-        self._gate_up = Panels(library, 2 * inner, hidden, dtype, device, len(held))
-        self._down = Panels(library, hidden, inner, dtype, device, len(held))
+        self._gate_up = kernels.panels(2 * inner, hidden, dtype, scheme, len(held))
+        self._down = kernels.panels(hidden, inner, dtype, scheme, len(held))
         self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if bias else None
         self._down_bias = torch.zeros(len(held), hidden, device=device) if bias else None
         self._layer = ExpertLayer(
@@ -94,7 +103,8 @@ class NativeExperts:
             routing.num_groups,
             routing.top_groups,
             GATE_NUMBERS[activation],
-            kernels.bf16_instruction,
+            kernels.method(dtype, scheme),
+            self._gate_up.group,
             routing.scale,
             limit,
         )
@@ -148,8 +158,9 @@ class NativeKernels:
         """Use only these of the processor's instructions; by default all that the library may use."""
         self._library = library
         self._device = device
-        usable = library.instructions if instructions is None else library.instructions & instructions
-        self.bf16_instruction = best_instruction(usable, "bf16")
+        self._instructions = (
+            library.instructions if instructions is None else library.instructions & instructions
+        )
         self.recurrent = CpuRecurrent(library)
 
     def linear(
@@ -159,12 +170,29 @@ class NativeKernels:
         dtype: torch.dtype,
         bias: bool,
         reduce: Reduce | None = None,
-        scheme: Scheme | None = None,  # noqa: ARG002
+        scheme: Scheme | None = None,
     ) -> Linear:
-        common = self, self._library, in_features, out_features
-        if dtype == torch.bfloat16 and self.bf16_instruction:
-            return Bf16Linear(*common, bias, reduce, self._device, self.bf16_instruction)
-        return NativeLinear(*common, dtype, bias, reduce, self._device)
+        size, common = (out_features, in_features), (bias, reduce, self._device)
+        method = self.method(dtype, scheme)
+        if not method:
+            return NativeLinear(self, self._library, in_features, out_features, dtype, *common)
+        panels = self.panels(*size, dtype, scheme)
+        return NarrowLinear(self, self._library, in_features, out_features, *common, panels, method)
+
+    def method(self, dtype: torch.dtype, scheme: Scheme | None) -> int:
+        """Return the number of the method that multiplies these weights, or 0 for products in float32."""
+        if holds(scheme):
+            return best_method(scheme.codes, self._instructions)
+        return best_method("bf16", self._instructions) if dtype == torch.bfloat16 else 0
+
+    def panels(
+        self, out_features: int, in_features: int, dtype: torch.dtype, scheme: Scheme | None, count: int = 1
+    ) -> Panels | QuantizedPanels:
+        """Return memory for the weights of matrices."""
+        size = self._library, out_features, in_features
+        if holds(scheme):
+            return QuantizedPanels(*size, scheme, self._device, self.method(dtype, scheme), count)
+        return Panels(*size, dtype, self._device, count)
 
     def experts(
         self,
@@ -177,7 +205,7 @@ class NativeKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,  # noqa: ARG002
+        scheme: Scheme | None = None,
     ) -> Experts:
         return NativeExperts(
             self,
@@ -192,6 +220,7 @@ class NativeKernels:
             reduce,
             held,
             self._device,
+            scheme,
         )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -289,14 +318,6 @@ class NativeKernels:
             num_tokens, num_features, eps, self._library.threads,
         )  # fmt: skip
         return residual
-
-
-def best_instruction(instructions: frozenset[str], kind: str) -> int:
-    """Return the number of the best of these instructions for weights of this kind, or 0 without any."""
-    numbers = (
-        number for name, number in INSTRUCTION_NUMBERS.items() if name in instructions and kind in name
-    )
-    return next(numbers, 0)
 
 
 def cpu_kernels(device: torch.device = CPU) -> NativeKernels | TorchKernels:

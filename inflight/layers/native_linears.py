@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import Weight, plain
+from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
 from inflight.layers.kernels import (
     ComposedLinear,
     Kernels,
@@ -25,6 +26,8 @@ LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never he
 
 class Panels:
     """A matrix [out_features, in_features] in panels, float32 or bfloat16 (native/tile.h), or several such matrices."""
+
+    group = 0  # only integers have groups
 
     def __init__(
         self,
@@ -69,6 +72,83 @@ class Panels:
         self._gather(
             self.pointer(), ids.data_ptr(), out.data_ptr(), len(ids), self._in_features, self._library.threads
         )
+        return out
+
+
+def holds(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
+    """Return whether `QuantizedPanels` hold weights of this scheme."""
+    if not isinstance(scheme, GroupScheme):
+        return False
+    if scheme.codes == "int8":
+        return not scheme.group and not scheme.zeros
+    return scheme.codes == "int4" and scheme.group > 0 and scheme.group % 8 == 0
+
+
+class QuantizedPanels:
+    """A matrix of int8 or int4 weights in panels (native/narrow.h), or several such matrices."""
+
+    def __init__(
+        self,
+        library: Library,
+        out_features: int,
+        in_features: int,
+        scheme: GroupScheme,
+        device: torch.device,
+        method: int,
+        count: int = 1,
+    ) -> None:
+        self._library = library
+        self._in_features = in_features
+        self._scheme = scheme
+        self.group = scheme.group
+        size = count, -(-out_features // library.panel), library.panel_bytes(in_features, method, self.group)
+        # Zeros, since columns and features past the last ones take part in products.
+        self._panels = torch.zeros(size, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            library.advise(self._panels.data_ptr(), self._panels.nbytes)
+
+    def pointer(self, index: int = 0) -> int:
+        return self._panels[index].data_ptr()
+
+    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
+        if first_column or weight.shape[1] != self._in_features:
+            raise ConfigError(
+                f"columns {first_column} to {first_column + weight.shape[1] - 1} cannot be loaded into a layer of "
+                f"{self._in_features} columns held as {self._scheme.name}: it takes whole rows"
+            )
+        for start in range(0, len(weight), LOAD_ROWS):
+            self._load_rows(weight[start : start + LOAD_ROWS], first_row + start, self.pointer(index))
+
+    def _load_rows(self, weight: Weight, first_row: int, to: int) -> None:
+        matrix = self._scheme.quantize(weight) if isinstance(weight, Tensor) else weight
+        if not isinstance(matrix, GroupedMatrix) or (matrix.scheme.codes, matrix.scheme.group) != (
+            self._scheme.codes,
+            self._scheme.group,
+        ):
+            raise ConfigError(
+                f"a weight held as {matrix.scheme.name} cannot be loaded into a layer held as {self._scheme.name}"
+            )
+        codes, scales = matrix.codes.cpu().contiguous(), dense(matrix.scales.cpu())
+        sizes = len(matrix), self._in_features
+        if self._scheme.codes == "int8":
+            self._library.pack_int8(
+                codes.data_ptr(), scales.data_ptr(), to, *sizes, first_row, self._library.threads
+            )
+            return
+        zeros = None if matrix.zeros is None else matrix.zeros.cpu().contiguous()
+        self._library.pack_int4(
+            codes.data_ptr(), scales.data_ptr(), pointer(zeros), to, *sizes, self.group, first_row,
+            self._library.threads,
+        )  # fmt: skip
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [len(ids), in_features] of the first matrix as float32."""
+        out = torch.empty(len(ids), self._in_features)
+        arguments = self.pointer(), ids.data_ptr(), out.data_ptr(), len(ids), self._in_features
+        if self._scheme.codes == "int8":
+            self._library.gather_int8(*arguments, self._library.threads)
+        else:
+            self._library.gather_int4(*arguments, self.group, self._library.threads)
         return out
 
 
@@ -155,13 +235,36 @@ class NativeLinear(CompiledLinear):
 
 
 class NarrowLinear(CompiledLinear):
-    """A linear layer that converts its input to a narrow type before it multiplies (native/narrow.h).
+    """A linear layer that converts its input to a narrow type before it multiplies (native/narrow.h): to bfloat16, or
+    to int8 with a scale for each token.
 
     The norm before the product, and the gate or the residual after it, are part of one call.
     """
 
-    _method: int  # numbered as in narrow.h
-    _weight_pointer: int
+    def __init__(
+        self,
+        kernels: Kernels,
+        library: Library,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        reduce: Reduce | None,
+        device: torch.device,
+        panels: Panels | QuantizedPanels,
+        method: int,
+    ) -> None:
+        super().__init__(kernels, library, in_features, out_features, bias, reduce, device)
+        self._panels = panels
+        self._weight_pointer = panels.pointer()
+        self._method = method
+        self._group = panels.group
+
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        check_weight(self, weight, first_row, first_column)
+        self._panels.load(weight, first_row, first_column)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return self._panels.rows(ids)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
         return self._product(self._input(residual.x), 0, residual.norm, eps)
@@ -176,8 +279,8 @@ class NarrowLinear(CompiledLinear):
         if len(x):
             self._library.gated_linear(
                 x.data_ptr(), self._norm_pointer(residual.norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), *x.shape, self.out_features, eps, GATE_NUMBERS[activation], self._method,
-                self._library.threads,
+                out.data_ptr(), *x.shape, self.out_features, self._method, self._group, eps,
+                GATE_NUMBERS[activation], self._library.threads,
             )  # fmt: skip
         return out
 
@@ -212,7 +315,7 @@ class NarrowLinear(CompiledLinear):
         if len(x):
             self._library.linear(
                 x.data_ptr(), self._norm_pointer(norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), *x.shape, self.out_features, eps, activation, add, self._method,
+                out.data_ptr(), *x.shape, self.out_features, self._method, self._group, eps, activation, add,
                 self._library.threads,
             )  # fmt: skip
 
@@ -222,33 +325,6 @@ class NarrowLinear(CompiledLinear):
                 f"a norm's weight is {norm.dtype} {list(norm.shape)}: it must be float32 [{self.in_features}]"
             )
         return pointer(norm)
-
-
-class Bf16Linear(NarrowLinear):
-    """A linear layer over bfloat16 weights, which rounds its input to bfloat16."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        library: Library,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-        method: int,
-    ) -> None:
-        super().__init__(kernels, library, in_features, out_features, bias, reduce, device)
-        self._panels = Panels(library, out_features, in_features, torch.bfloat16, device)
-        self._weight_pointer = self._panels.pointer()
-        self._method = method
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        check_weight(self, weight, first_row, first_column)
-        self._panels.load(weight, first_row, first_column)
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        return self._panels.rows(ids)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

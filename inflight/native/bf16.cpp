@@ -18,12 +18,13 @@ constexpr int64_t kStep = kTileBytes / 2;  // features that one tile instruction
 constexpr int kDotRows = 14;
 constexpr int64_t kTileRows = 16;
 
-int64_t row_bytes(int64_t k) { return 2 * padded(k, kStep); }
-int64_t panel_bytes(int64_t k) { return 2 * kPanel * padded(k, kStep); }
+int64_t row_bytes(Depth depth) { return 2 * padded(depth.k, kStep); }
+int64_t panel_bytes(Depth depth) { return kPanel * row_bytes(depth); }
 void nothing() {}
 
 // Round to nearest even, as the instruction does; AMX comes with it.
-INFLIGHT_DOT void round_row(const float* x, int64_t k, char* row) {
+INFLIGHT_DOT void round_row(const float* x, Depth depth, char* row) {
+    const int64_t k = depth.k;
     int64_t i = 0;
     for (; i + kStep <= k; i += kStep)
         _mm512_store_si512(row + 2 * i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
@@ -37,30 +38,6 @@ INFLIGHT_DOT void round_row(const float* x, int64_t k, char* row) {
                                                                      _mm512_maskz_loadu_ps(low, x + i))));
 }
 
-// Addresses of rows `stride` apart, from few registers: a sum of a base and a multiple of a register each.
-struct Strides {
-    const char *first, *eighth;
-    int64_t once, thrice, five_times, seven_times;
-
-    Strides(const char* rows, int64_t stride)
-        : first(rows), eighth(rows + 8 * stride), once(stride), thrice(3 * stride), five_times(5 * stride),
-          seven_times(7 * stride) {}
-
-    __attribute__((always_inline)) const char* operator()(int row, int64_t offset) const {
-        const char* base = (row < 8 ? first : eighth) + offset;
-        switch (row % 8) {
-            case 0: return base;
-            case 1: return base + once;
-            case 2: return base + 2 * once;
-            case 3: return base + thrice;
-            case 4: return base + 4 * once;
-            case 5: return base + five_times;
-            case 6: return base + 2 * thrice;
-            default: return base + seven_times;
-        }
-    }
-};
-
 template <int Rows>
 INFLIGHT_DOT void dot_rows(const NarrowTile& tile, float* sums) {
     __m512 low[Rows], high[Rows];
@@ -68,7 +45,7 @@ INFLIGHT_DOT void dot_rows(const NarrowTile& tile, float* sums) {
     const Strides rows(tile.rows, tile.stride);
     const char* panel = tile.panel;
     Ahead ahead = tile.ahead;
-    const int64_t end = row_bytes(tile.k);
+    const int64_t end = row_bytes(tile.depth);
     for (int64_t offset = 0; offset < end; offset += 4 * kUnroll) {
         for (int64_t line = 0; line < ahead.lines; ++line) __builtin_prefetch(ahead.data + line * kLine, 0, 2);
         ahead.data += ahead.lines * kLine;
@@ -78,9 +55,7 @@ INFLIGHT_DOT void dot_rows(const NarrowTile& tile, float* sums) {
             asm("" : "+v"(w0), "+v"(w1));  // kept in registers
 #pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) {
-                int32_t pair;
-                std::memcpy(&pair, rows(r, offset + 4 * u), sizeof pair);
-                const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+                const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(rows.word(r, offset + 4 * u)));
                 low[r] = _mm512_dpbf16_ps(low[r], reinterpret_cast<__m512bh>(w0), x);
                 high[r] = _mm512_dpbf16_ps(high[r], reinterpret_cast<__m512bh>(w1), x);
             }
@@ -100,20 +75,6 @@ void dot(const NarrowTile& tile, float* sums) {
     dot_rows<Rows>(tile, sums);
 }
 
-// The shapes of all tile registers: 16 rows of 64 bytes.
-struct TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-INFLIGHT_TILES void enter_tiles() {
-    alignas(64) static const TileShapes shapes;
-    _tile_loadconfig(&shapes);
-}
-
-INFLIGHT_TILES void leave_tiles() { _tile_release(); }
-
 inline void prefetch_step(Ahead& ahead) {
     for (int64_t line = 0; line < 2 * ahead.lines; ++line) __builtin_prefetch(ahead.data + line * kLine, 0, 2);
     ahead.data += 2 * ahead.lines * kLine;
@@ -123,7 +84,7 @@ inline void prefetch_step(Ahead& ahead) {
 INFLIGHT_TILES void multiply_tiles(const NarrowTile& tile, float* sums) {
     Ahead ahead = tile.ahead;
     const char *panel = tile.panel, *rows = tile.rows, *more = rows + kTileRows * tile.stride;
-    const int64_t end = row_bytes(tile.k), stride = tile.stride;
+    const int64_t end = row_bytes(tile.depth), stride = tile.stride;
     _tile_zero(0);
     _tile_zero(1);
     if (tile.count <= kTileRows) {
@@ -161,9 +122,10 @@ const Method kTiles{2 * kTileRows, row_bytes, panel_bytes, round_row, multiply_t
 
 }  // namespace
 
-const Method* bf16_method(int64_t instruction) {
-    if (!(instruction & instructions())) return nullptr;
-    return instruction == kAmxBf16 ? &kTiles : instruction == kAvx512Bf16 ? &kDot : nullptr;
+const Method* bf16_method(MethodNumber number) {
+    if (number == MethodNumber::bf16_tiles && (instructions() & kAmxBf16)) return &kTiles;
+    if (number == MethodNumber::bf16_dot && (instructions() & kAvx512Bf16)) return &kDot;
+    return nullptr;
 }
 
 }  // namespace inflight
@@ -171,7 +133,7 @@ const Method* bf16_method(int64_t instruction) {
 #else
 
 namespace inflight {
-const Method* bf16_method(int64_t) { return nullptr; }
+const Method* bf16_method(MethodNumber) { return nullptr; }
 }  // namespace inflight
 
 #endif

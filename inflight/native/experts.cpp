@@ -36,7 +36,7 @@ struct Layer {
     Scores scores;
     int64_t normalise, groups, top_groups;
     Gate gate;
-    int64_t instruction;  // of products; 0: none beyond those used everywhere
+    int64_t method, group;  // of products (narrow.h); 0: in float32
     float scale, limit;
 };
 
@@ -182,24 +182,24 @@ void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources
     });
 }
 
-// The same in the instructions of `method`.
+// The same by a method of narrow.h.
 void multiply_narrow(const Method& method, const std::vector<Rows>& blocks, const float* const* sources,
-                     const void* weights, const float* bias, float* y, int64_t k, int64_t n, int threads) {
+                     const void* weights, const float* bias, float* y, Depth depth, int64_t n, int threads) {
     thread_local std::vector<RowGroup> groups;
-    const int64_t matrix_bytes = (n + kPanel - 1) / kPanel * method.panel_bytes(k);
+    const int64_t matrix_bytes = (n + kPanel - 1) / kPanel * method.panel_bytes(depth);
     groups.clear();
     for (const Rows& rows : blocks)
         groups.push_back({static_cast<const char*>(weights) + rows.expert * matrix_bytes,
                           bias ? bias + rows.expert * n : nullptr, rows.first, rows.count});
-    multiply_groups({&method, sources, y, k, n, Activation::none}, groups.data(),
+    multiply_groups({&method, sources, y, depth, n, Activation::none}, groups.data(),
                     static_cast<int64_t>(groups.size()), threads);
 }
 
 template <class Stored>
 void multiply_experts(const Layer& layer, const std::vector<Rows>& blocks, const float* const* sources,
                       const void* weights, const float* bias, float* y, int64_t k, int64_t n, int threads) {
-    const Method* method = sizeof(Stored) == 2 ? bf16_method(layer.instruction) : nullptr;
-    if (method) return multiply_narrow(*method, blocks, sources, weights, bias, y, k, n, threads);
+    const Method* method = find_method(static_cast<MethodNumber>(layer.method));
+    if (method) return multiply_narrow(*method, blocks, sources, weights, bias, y, {k, layer.group}, n, threads);
     multiply_plain(blocks, sources, static_cast<const Stored*>(weights), bias, y, k, n, threads);
 }
 

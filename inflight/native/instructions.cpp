@@ -1,7 +1,8 @@
 #include "instructions.h"
 
-#if defined(INFLIGHT_AVX512_EXTENSIONS)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#include <immintrin.h>
 #endif
 #if defined(INFLIGHT_AVX512_EXTENSIONS) && defined(__linux__)
 #include <sys/syscall.h>
@@ -12,6 +13,13 @@ namespace inflight {
 namespace {
 
 #if defined(INFLIGHT_AVX512_EXTENSIONS)
+// The shapes of all tile registers: 16 rows of 64 bytes.
+struct TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
 // Tile registers are large, so Linux saves them only for processes that have asked for it.
 bool may_use_tiles() {
 #if defined(__linux__)
@@ -33,17 +41,31 @@ int64_t find_instructions() {
     int64_t found = 0;
     // Intel's dot products of pairs take longer than widening and two multiply-adds.
     if ((a1 >> 5 & 1) && is_amd()) found |= kAvx512Bf16;
-    if (c >> 11 & 1) found |= kAvx512Vnni;
+    if (c >> 11 & 1) found |= kVnni;
     const bool has_bf16 = d >> 22 & 1, has_tiles = d >> 24 & 1, has_int8 = d >> 25 & 1;
     if (has_tiles && (has_bf16 || has_int8) && may_use_tiles())
         found |= (has_bf16 ? kAmxBf16 : 0) | (has_int8 ? kAmxInt8 : 0);
     return found;
+}
+#elif defined(__x86_64__)
+int64_t find_instructions() {
+    uint32_t a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) ? kVnni : 0;
 }
 #else
 int64_t find_instructions() { return 0; }
 #endif
 
 }  // namespace
+
+#if defined(INFLIGHT_AVX512_EXTENSIONS)
+__attribute__((target("amx-tile"))) void enter_tiles() {
+    alignas(64) static const TileShapes shapes;
+    _tile_loadconfig(&shapes);
+}
+
+__attribute__((target("amx-tile"))) void leave_tiles() { _tile_release(); }
+#endif
 
 int64_t instructions() {
     static const int64_t found = find_instructions();

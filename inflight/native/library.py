@@ -24,8 +24,15 @@ ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5
 # Numbered as in experts.cpp.
 SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 GATE_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
-# Numbered as in instructions.h; the best first for each kind of weights.
-INSTRUCTION_NUMBERS = {"amx_bf16": 2, "avx512_bf16": 1, "amx_int8": 8, "avx512_vnni": 4}
+# Numbered as in instructions.h.
+INSTRUCTION_NUMBERS = {"avx512_bf16": 1, "amx_bf16": 2, "vnni": 4, "amx_int8": 8}
+# For each type of weights, the instructions that its methods need and their numbers as in narrow.h, the best first.
+# Without a method, bfloat16 weights are multiplied in float32.
+METHODS = {
+    "bf16": (("amx_bf16", 2), ("avx512_bf16", 1), ("", 0)),
+    "int8": (("amx_int8", 5), ("vnni", 4), ("", 3)),
+    "int4": (("vnni", 7), ("", 6)),
+}
 
 
 class ExpertLayer(ctypes.Structure):
@@ -48,7 +55,8 @@ class ExpertLayer(ctypes.Structure):
         ("groups", _L),
         ("top_groups", _L),
         ("gate", _L),
-        ("instruction", _L),
+        ("method", _L),
+        ("group", _L),
         ("scale", _F),
         ("limit", _F),
     )
@@ -67,9 +75,10 @@ class Library:
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
         self.multiply_f32 = self._bind("multiply_f32", *multiply)
         self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
-        narrow = (*(_P,) * 5, _L, _L, _L, _F)
-        self.linear = self._bind("linear", *narrow, _I, _I, _L, _I)
-        self.gated_linear = self._bind("gated_linear", *narrow, _L, _L, _I)
+        narrow = (*(_P,) * 5, *(_L,) * 5, _F)
+        self.linear = self._bind("linear", *narrow, _I, _I, _I)
+        self.gated_linear = self._bind("gated_linear", *narrow, _L, _I)
+        self.panel_bytes = self._bind("panel_bytes", _L, _L, _L, result=_L)
         experts = (_P, _P, _P, _P, _P, _L, _I, _I)
         self.experts_f32 = self._bind("experts_f32", *experts)
         self.experts_bf16 = self._bind("experts_bf16", *experts)
@@ -79,6 +88,10 @@ class Library:
         gather = (_P, _P, _P, _L, _L, _I)
         self.gather_f32 = self._bind("gather_f32", *gather)
         self.gather_bf16 = self._bind("gather_bf16", *gather)
+        self.pack_int8 = self._bind("pack_int8", _P, _P, _P, _L, _L, _L, _I)
+        self.pack_int4 = self._bind("pack_int4", _P, _P, _P, _P, _L, _L, _L, _L, _I)
+        self.gather_int8 = self._bind("gather_int8", _P, _P, _P, _L, _L, _I)
+        self.gather_int4 = self._bind("gather_int4", _P, _P, _P, _L, _L, _L, _I)
         self.rms_norm = self._bind("rms_norm", _P, _L, _L, _L, _L, _P, _P, _L, _F, _I)
         self.layer_norm = self._bind("layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
         self.add_layer_norm = self._bind("add_layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
@@ -127,6 +140,11 @@ def _allowed(available: int) -> frozenset[str]:
     names = {name for name, number in INSTRUCTION_NUMBERS.items() if number & available}
     listed = os.environ.get("INFLIGHT_INSTRUCTIONS")
     return frozenset(names if listed is None else names & set(listed.split(",")))
+
+
+def best_method(kind: str, instructions: frozenset[str]) -> int:
+    """Return the number of the best method for weights of this kind among those that need only these instructions."""
+    return next(number for name, number in METHODS[kind] if not name or name in instructions)
 
 
 def num_threads() -> int:

@@ -65,18 +65,18 @@ void convert(const NarrowProduct& product, int64_t row, char* to) {
     thread_local Scratch scratch;
     const float* x = product.x[row];
     if (product.norm) {
-        float* normed = scratch.floats(product.k);
-        rms_norm_row(x, product.norm, normed, product.k, product.eps);
+        float* normed = scratch.floats(product.depth.k);
+        rms_norm_row(x, product.norm, normed, product.depth.k, product.eps);
         x = normed;
     }
-    product.method->convert(x, product.k, to);
+    product.method->convert(x, product.depth, to);
 }
 
 // Multiply a block with one panel. Its tiles share the work of prefetching the next panel, which lies behind this one.
 void multiply_block(const NarrowProduct& product, const char* rows, int64_t stride, const Block& block,
                     int64_t panel) {
     const Method& method = *product.method;
-    const int64_t bytes = method.panel_bytes(product.k);
+    const int64_t bytes = method.panel_bytes(product.depth);
     const int64_t tiles = (block.count + method.tile_rows - 1) / method.tile_rows;
     const int64_t lines_per_group = kUnroll * kPanel * 4 / kLine, lines = (lines_per_group + tiles - 1) / tiles;
     const int64_t share = bytes / (kUnroll * kPanel * 4) * lines * kLine;
@@ -86,29 +86,34 @@ void multiply_block(const NarrowProduct& product, const char* rows, int64_t stri
         const int64_t begin = i * block.count / tiles, count = (i + 1) * block.count / tiles - begin;
         const int64_t first = block.first + begin;
         const Ahead ahead{weight + bytes + i * share, i * lines < lines_per_group ? lines : 0};
-        method.multiply({rows + first * stride, stride, count, weight, product.k, ahead}, sums);
+        method.multiply({rows + first * stride, stride, count, weight, product.depth, ahead}, sums);
         finish(product, block.group->bias, sums, first, count, panel * kPanel);
     }
 }
 
 }  // namespace
 
+const Method* find_method(MethodNumber number) {
+    const Method* method = bf16_method(number);
+    return method ? method : integer_method(number);
+}
+
 void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64_t count, int threads) {
     thread_local Scratch scratch;
     thread_local std::vector<Block> own_blocks;
     std::vector<Block>& blocks = own_blocks;  // this thread's, for the whole team
     const Method& method = *product.method;
-    const int64_t stride = method.row_bytes(product.k) + kRowGap, panels = (product.n + kPanel - 1) / kPanel;
+    const int64_t stride = method.row_bytes(product.depth) + kRowGap, panels = (product.n + kPanel - 1) / kPanel;
     const int64_t total = groups[count - 1].first + groups[count - 1].count;
     // Tiles may read rows past the last one.
     char* rows = reinterpret_cast<char*>(scratch.floats((total + method.tile_rows) * stride / sizeof(float)));
-    if (total * product.k * product.n <= kParallelWork) threads = 1;
-    parallel_for(total * product.k > kParallelRows ? threads : 1, total, even_chunk(threads, total),
+    if (total * product.depth.k * product.n <= kParallelWork) threads = 1;
+    parallel_for(total * product.depth.k > kParallelRows ? threads : 1, total, even_chunk(threads, total),
                  [&](int64_t row) { convert(product, row, rows + row * stride); });
     const int64_t most = std::max<int64_t>(1, kBlockBytes / stride / method.tile_rows) * method.tile_rows;
     cut_blocks(groups, count, most, blocks);
     const int64_t units = static_cast<int64_t>(blocks.size()) * panels;
-    const int64_t by_bytes = std::max<int64_t>(1, kChunkBytes / method.panel_bytes(product.k));
+    const int64_t by_bytes = std::max<int64_t>(1, kChunkBytes / method.panel_bytes(product.depth));
     parallel_ranges(threads, units, std::min(by_bytes, even_chunk(threads, units)), [&](int64_t begin, int64_t end) {
         method.enter();
         for (int64_t unit = begin; unit < end; ++unit)
@@ -124,7 +129,7 @@ void multiply_linear(NarrowProduct product, const float* x, int64_t m, const voi
                      int threads) {
     thread_local std::vector<const float*> rows;
     rows.resize(m);
-    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.k;
+    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.depth.k;
     product.x = rows.data();
     const RowGroup all{weight, bias, 0, m};
     multiply_groups(product, &all, 1, threads);
@@ -139,19 +144,27 @@ extern "C" {
 
 // y [m][n] = activation(x @ W.T + bias), or y += that. With `norm`, of the RMS norm of x.
 void inflight_linear(const float* x, const float* norm, const void* weight, const float* bias, float* y, int64_t m,
-                     int64_t k, int64_t n, float eps, int activation, int add, int64_t instruction, int threads) {
-    multiply_linear({bf16_method(instruction), nullptr, y, k, n, static_cast<Activation>(activation), norm, eps, add != 0},
+                     int64_t k, int64_t n, int64_t method, int64_t group, float eps, int activation, int add,
+                     int threads) {
+    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, y, {k, group}, n,
+                     static_cast<Activation>(activation), norm, eps, add != 0},
                     x, m, weight, bias, threads);
 }
 
 // out [m][n / 2] = gate(first half) * second half of the same product.
 void inflight_gated_linear(const float* x, const float* norm, const void* weight, const float* bias, float* out,
-                           int64_t m, int64_t k, int64_t n, float eps, int64_t gate, int64_t instruction,
+                           int64_t m, int64_t k, int64_t n, int64_t method, int64_t group, float eps, int64_t gate,
                            int threads) {
     thread_local Scratch scratch;
     float* gate_up = scratch.floats(m * n);
-    multiply_linear({bf16_method(instruction), nullptr, gate_up, k, n, Activation::none, norm, eps}, x, m, weight, bias,
-                    threads);
+    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, gate_up, {k, group}, n, Activation::none,
+                     norm, eps},
+                    x, m, weight, bias, threads);
     gate_halves(static_cast<Gate>(gate), gate_up, out, m, n / 2, threads);
+}
+
+// Bytes of a panel of weights.
+int64_t inflight_panel_bytes(int64_t k, int64_t method, int64_t group) {
+    return find_method(static_cast<MethodNumber>(method))->panel_bytes({k, group});
 }
 }

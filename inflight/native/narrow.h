@@ -6,10 +6,15 @@
 // Weights are panels of kPanel columns, as in gemm.h, in rows of 32-bit lanes: a lane holds neighbouring features of one
 // column, two in bfloat16 and four in int8. Dot products of vectors and of tiles read the same panels:
 //
-//     bfloat16: [N / kPanel][K / 2][kPanel][2], K padded to whole tiles of kTileBytes with zeros
+//     bfloat16: [K / 2][kPanel][2]
+//     int8:     [kPanel] scales, [kPanel] corrections, [K / 4][kPanel][4]
+//     int4:     for each group of features: [kPanel] scales with zero points, [group / 8][kPanel][4] pairs of nibbles
+//
+// K is padded with zeros to whole tiles of kTileBytes, or to whole groups.
 #pragma once
 
 #include "activations.h"
+#include "instructions.h"
 #include "tile.h"
 
 namespace inflight {
@@ -19,21 +24,59 @@ constexpr int64_t kRowGap = 64;     // bytes between converted rows, so that the
 
 inline int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Features of a row, and how many of them share a scale in int4.
+struct Depth {
+    int64_t k, group;
+
+    int64_t groups() const { return (k + group - 1) / group; }
+};
+
 // Some rows times one panel.
 struct NarrowTile {
     const char* rows;  // converted
     int64_t stride;    // bytes between rows
     int64_t count;
     const char* panel;
-    int64_t k;
+    Depth depth;
     Ahead ahead;
+};
+
+// Addresses of rows `stride` apart, from few registers: a sum of a base and a multiple of a register each.
+struct Strides {
+    const char *first, *eighth;
+    int64_t once, thrice, five_times, seven_times;
+
+    Strides(const char* rows, int64_t stride)
+        : first(rows), eighth(rows + 8 * stride), once(stride), thrice(3 * stride), five_times(5 * stride),
+          seven_times(7 * stride) {}
+
+    __attribute__((always_inline)) const char* operator()(int row, int64_t offset) const {
+        const char* base = (row < 8 ? first : eighth) + offset;
+        switch (row % 8) {
+            case 0: return base;
+            case 1: return base + once;
+            case 2: return base + 2 * once;
+            case 3: return base + thrice;
+            case 4: return base + 4 * once;
+            case 5: return base + five_times;
+            case 6: return base + 2 * thrice;
+            default: return base + seven_times;
+        }
+    }
+
+    // The four bytes there.
+    __attribute__((always_inline)) int32_t word(int row, int64_t offset) const {
+        int32_t bytes;
+        std::memcpy(&bytes, (*this)(row, offset), sizeof bytes);
+        return bytes;
+    }
 };
 
 struct Method {
     int64_t tile_rows;  // rows that are multiplied together, at most
-    int64_t (*row_bytes)(int64_t k);
-    int64_t (*panel_bytes)(int64_t k);
-    void (*convert)(const float* x, int64_t k, char* row);
+    int64_t (*row_bytes)(Depth depth);
+    int64_t (*panel_bytes)(Depth depth);
+    void (*convert)(const float* x, Depth depth, char* row);
     // sums [tile_rows][kPanel] = rows @ panel. Rows past the last one are readable, and their sums may be anything.
     void (*multiply)(const NarrowTile& tile, float* sums);
     // Called by a thread before and after it multiplies.
@@ -54,7 +97,8 @@ struct NarrowProduct {
     const Method* method;
     const float* const* x;
     float* y;
-    int64_t k, n;
+    Depth depth;
+    int64_t n;
     Activation activation = Activation::none;
     const float* norm = nullptr;
     float eps = 0.0f;
@@ -63,7 +107,12 @@ struct NarrowProduct {
 
 void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64_t count, int threads);
 
-// The methods of bfloat16 weights; null where the processor lacks the instructions.
-const Method* bf16_method(int64_t instruction);
+// Numbered as in native/library.py.
+enum class MethodNumber : int64_t { none, bf16_dot, bf16_tiles, int8, int8_vnni, int8_tiles, int4, int4_vnni };
+
+// Return a method, or null if the processor lacks its instructions.
+const Method* find_method(MethodNumber number);
+const Method* bf16_method(MethodNumber number);
+const Method* integer_method(MethodNumber number);
 
 }  // namespace inflight
