@@ -82,7 +82,7 @@ class Measurement:
             seconds, num_steps = self.turn(recorder)
             if turn >= 2:  # the first of each warm up
                 rates[name].append(self._num_tokens / seconds)
-        for _ in range(3):
+        for _ in range(max(1, turns // 3)):
             timed = recorder_of(self._core, TimedRecorder)
             seconds, num_steps = self.turn(timed)
             shares.append(timed.seconds / seconds)  # type: ignore[attr-defined]
@@ -97,7 +97,8 @@ class Measurement:
         )
         print(
             f"  in the recorder: {statistics.median(shares):.3%} of all time, {statistics.median(costs):.1f} us a "
-            f"step; {statistics.median(sizes):.0f} bytes a step"
+            f"step; {statistics.median(sizes):.0f} bytes a step",
+            flush=True,
         )
 
 
@@ -115,7 +116,7 @@ def main() -> None:
         source = {"model": options.shape, "hf_config": SHAPES[options.shape], "load_format": "dummy"}
         source["max_model_len"] = 4096
     llm = LLM(**source, max_num_seqs=options.streams, show_progress=False)
-    print(f"{options.shape or options.model or 'the built-in model'}, {options.streams} streams")
+    print(f"{options.shape or options.model or 'the built-in model'}, {options.streams} streams", flush=True)
     for load in options.load:
         Measurement(llm, load, options.streams, options.tokens).report(load, options.turns)
     llm.close()

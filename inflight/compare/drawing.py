@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from inflight.errors import ConfigError
 
@@ -70,26 +70,16 @@ class Drawing:
 # ---- SVG ----
 
 
-def to_svg(drawing: Drawing, label: str = "") -> str:
-    """Return a self-contained `<svg>` element that follows the reader's light or dark mode.
-
-    Screen readers read the label in place of the picture.
-    """
-    aria = f' role="img" aria-label={quoteattr(label)}' if label else ""
+def to_svg(drawing: Drawing) -> str:
+    """Return a self-contained `<svg>` element that follows the reader's light or dark mode."""
     size = f"{drawing.width:g} {drawing.height:g}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="{FONTS}"{aria}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="{FONTS}">',
         f"<style>{_svg_style()}</style>",
         '<rect class="paper" width="100%" height="100%"/>',
     ]
     parts += [_svg_rect(item) if isinstance(item, Rect) else _svg_text(item) for item in drawing.items]
     return "\n".join([*parts, "</svg>\n"])
-
-
-def to_swatch(items: list[Rect], width: float, height: float) -> str:
-    """Return a small decorative picture for a page that already contains a complete SVG and its styles."""
-    size = f'width="{width:g}" height="{height:g}"'
-    return f'<svg {size} aria-hidden="true">{"".join(map(_svg_rect, items))}</svg>'
 
 
 def _svg_style() -> str:

@@ -7,19 +7,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 
+from inflight.compare.timeline import request_label
 from inflight.compare.workload import Job
 from inflight.engine import EngineCore
 from inflight.errors import EngineError
 from inflight.events import Delta, StepRecord
 from inflight.loading import LoadedEngine
-from inflight.request import Request
+from inflight.request import Request, RequestOrigin
 from inflight.sampling_params import SamplingParams
+from inflight.timeline.trace import read_recording
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,9 @@ class StrategyRun:
     begins: list[float]  # when each step began and ended, in seconds after the start
     ends: list[float]
     gpu_utilization: float | None = None  # share of the time; None without a GPU
+    chunks: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # its recording, as `recorded_chunks` returns it
 
 
 @dataclass(slots=True)
@@ -78,10 +84,16 @@ def measure(
     core = engine.use(policy=strategy, max_num_seqs=num_slots)
     _warm_up(core, engine)
     requests = [
-        engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs
+        with_origin(
+            engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0],
+            index,
+            job.title,
+        )
+        for index, job in enumerate(jobs)
     ]
     recorder = StepRecorder()
     core.observers.append(recorder)
+    core.record()
     device = engine.platform.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
         serve(core, [job.arrives_at for job in jobs], requests, recorder, progress or (lambda _: None))
@@ -96,7 +108,30 @@ def measure(
         recorder.begins,
         recorder.ends,
         utilization,
+        recorded_chunks(core, strategy, recorder.origin),
     )
+
+
+def with_origin(request: Request, index: int, title: str) -> Request:
+    """Return the request with the letter and the title that people see."""
+    return Request(replace(request.spec, origin=RequestOrigin(request_label(index), text=title)))
+
+
+def recorded_chunks(core: EngineCore, strategy: str, origin: float) -> list[dict[str, Any]]:
+    """Return the timeline of a run in the format of `GET /v1/steps`, with the strategy in place of the replica.
+
+    Times are seconds after the start, and the first step is step 0: those of the warm-up do not count.
+    """
+    chunks: list[dict[str, Any]] = read_recording(core.read_timeline, -origin)["chunks"]
+    first_step = min(step for chunk in chunks for step in chunk["steps"]["step"])
+    for chunk in chunks:
+        chunk["replica"] = strategy
+        chunk["steps"]["step"] = [step - first_step for step in chunk["steps"]["step"]]
+        chunk["runs"] = [run._replace(first_step=run.first_step - first_step) for run in chunk["runs"]]
+        for event in chunk["events"]:
+            if "step" in event:
+                event["step"] -= first_step
+    return chunks
 
 
 def _busy_share(recorder: StepRecorder) -> float:

@@ -1,4 +1,7 @@
-"""A comparison as one self-contained HTML page: table, picture, and the picture as text."""
+"""A comparison as one self-contained HTML page: a table, the timelines, and the timelines as text.
+
+The timelines are recordings, drawn by the web application (`inflight.web`).
+"""
 
 from __future__ import annotations
 
@@ -6,103 +9,47 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
-from inflight.compare.drawing import DARK, FONTS, LIGHT, to_svg, to_swatch
-from inflight.compare.picture import SAMPLE, TITLE, draw, legend_sample
-from inflight.compare.timeline import ComparisonView, Span, SpanKind, Timeline
+from inflight.compare.timeline import ComparisonView, Span, SpanKind, TimeAxis, Timeline
+from inflight.web import comparison_document
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
-body {{ margin: 0 auto; max-width: 1240px; padding: 24px 20px 48px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 {fonts}; }}
-h1 {{ font-size: 26px; line-height: 1.25; margin: 0 0 4px; }}
-h2 {{ font-size: 15px; margin: 14px 0 4px; }}
-p {{ margin: 0 0 14px; max-width: 78ch; }}
-.muted {{ color: var(--muted); }}
-.beside {{ display: flex; flex-wrap: wrap; gap: 0 56px; align-items: center; }}
-table {{ border-collapse: collapse; margin: 18px 0; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 4px 0 4px 18px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }}
-th[scope=row], td:first-child {{ padding-left: 0; text-align: left; white-space: normal; font-weight: inherit; }}
-tr:last-child {{ font-weight: 600; }}
-dl {{ flex: 1; min-width: min(300px, 100%); max-width: 60ch; color: var(--muted); font-size: 14px; }}
-dt {{ color: var(--ink); }}
-dd {{ margin: 0 0 8px; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 4px 26px; list-style: none; margin: 18px 0 12px; padding: 0;
-  color: var(--muted); font-size: 13px; }}
-.legend li {{ display: flex; gap: 7px; align-items: center; }}
-.wide {{ max-width: 100%; overflow-x: auto; }}
-.wide:focus-visible, summary:focus-visible {{ outline: 2px solid var(--muted); outline-offset: 2px; }}
-.wide > svg {{ display: block; width: 100%; height: auto; }}
-.hint {{ display: none; margin: 0 0 6px; font-size: 13px; }}
-details {{ margin-top: 24px; font-size: 14px; }}
-summary {{ cursor: pointer; }}
-details ul {{ margin: 0; padding-left: 20px; overflow-wrap: anywhere; }}
-@media (max-width: 840px) {{
-  h1 {{ font-size: 22px; }}
-  .hint {{ display: block; }}
-  .wide > svg {{ min-width: 1040px; }}
-}}
-@media (max-width: 480px) {{
-  body {{ padding: 18px 14px 40px; }}
-  table {{ font-size: 14px; }}
-  th, td {{ padding-left: 10px; }}
-}}
-</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="muted">{subtitle}.</p>
+_BEFORE = """<h2>{title}</h2>
+<p class="soft">{subtitle}.</p>
 <p>{headline} {verdict}</p>
 <div class="beside">
-<div class="wide">{table}</div>
+<div class="table">{table}</div>
 <dl>
 {definitions}
 </dl>
 </div>
-<ul class="legend" aria-label="Legend">
-{legend}
-</ul>
-<p class="hint muted">The picture is wider than the screen: swipe, or scroll with the arrow keys →</p>
-<div class="wide" tabindex="0" role="region" aria-label="{picture_title}">{picture}</div>
-<details>
+"""
+_AFTER = """<details>
 <summary>The picture as text</summary>
 {text_version}
 </details>
-</main>
-</body>
-</html>
 """
 
 
 def to_html(comparison: ComparisonView) -> str:
-    return _PAGE.format(
+    definitions = (
+        f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in comparison.definitions
+    )
+    before = _BEFORE.format(
         title=escape(comparison.title),
         subtitle=escape(comparison.subtitle),
         headline=escape(comparison.headline),
         verdict=escape(comparison.verdict),
-        definitions="\n".join(
-            f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in comparison.definitions
-        ),
         table=_table(comparison),
-        legend=_legend(comparison),
-        picture_title=TITLE,
-        picture=to_svg(draw(comparison, heading=False), _label(comparison)),
-        text_version=_text_version(comparison),
-        fonts=FONTS,
-        light=_variables(LIGHT),
-        dark=_variables(DARK),
+        definitions="\n".join(definitions),
     )
-
-
-def _variables(theme: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colour};" for name, colour in theme.items())
+    view = {
+        "titles": {name: f"{name}: {comparison.short_summary(name)}" for name in comparison.results},
+        "seconds": TimeAxis.over(comparison.timelines).limit,
+        "padded": comparison.padded,
+        "legend": [(entry.kind or "free", entry.text) for entry in comparison.legend],
+    }
+    chunks = [chunk for result in comparison.results.values() for chunk in result.chunks]
+    after = _AFTER.format(text_version=_text_version(comparison))
+    return comparison_document(escape(comparison.title), chunks, view, before, after)
 
 
 def _table(comparison: ComparisonView) -> str:
@@ -114,24 +61,10 @@ def _table(comparison: ComparisonView) -> str:
     return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 
-def _legend(comparison: ComparisonView) -> str:
-    return "\n".join(
-        f"<li>{to_swatch(legend_sample(entry.kind), *SAMPLE)}{escape(entry.text)}</li>"
-        for entry in comparison.legend
-    )
-
-
-def _label(comparison: ComparisonView) -> str:
-    summaries = (
-        f"{timeline.strategy}: {comparison.summary(timeline.strategy)}" for timeline in comparison.timelines
-    )
-    return f"{TITLE}. {'. '.join(summaries)}. A text version follows."
-
-
 def _text_version(comparison: ComparisonView) -> str:
-    parts = ["<h2>Requests</h2>", _list(requests_as_text(comparison))]
+    parts = ["<h3>Requests</h3>", _list(requests_as_text(comparison))]
     for timeline in comparison.timelines:
-        parts += [f"<h2>{escape(timeline.strategy)}</h2>", _list(slots_as_text(comparison, timeline))]
+        parts += [f"<h3>{escape(timeline.strategy)}</h3>", _list(slots_as_text(comparison, timeline))]
     return "\n".join(parts)
 
 

@@ -21,15 +21,11 @@ DECODE = (0.78, 0.115)  # lightness and chroma in OKLCH, readable in both light 
 PREFILL = (0.50, 0.13)
 
 
-def draw(comparison: ComparisonView, heading: bool = True) -> Drawing:
-    """Draw the whole run over time, then a close-up of its first steps.
-
-    A picture that stands alone has a heading and a legend.
-    """
+def draw(comparison: ComparisonView) -> Drawing:
+    """Draw the whole run over time, then a close-up of its first steps."""
     pen = _Pen(comparison)
-    if heading:
-        pen.heading(TITLE, comparison.subtitle)
-        pen.legend()
+    pen.heading(TITLE, comparison.subtitle)
+    pen.legend()
     pen.section(TimeAxis.over(comparison.timelines), "The whole run, all strategies on the same time scale")
     longest = max(timeline.num_steps for timeline in comparison.timelines)
     first = min(comparison.close_steps, longest)
@@ -57,7 +53,7 @@ class _Pen:
     def legend(self) -> None:
         x, y = float(LEFT), self.y + 12
         for entry in self.comparison.legend:
-            self.drawing.items += legend_sample(entry.kind, x, y)
+            self.drawing.items += _cell(entry.kind, x, y, *SAMPLE, 0, "")
             self.drawing.items.append(Text(x + 33, y + 11, entry.text, "muted", 12))
             x += 33 + CHARACTER * len(entry.text) + 26
         self._advance(34)
@@ -143,11 +139,6 @@ class _Pen:
     def _advance(self, height: float) -> None:
         self.y += height
         self.drawing.height = self.y
-
-
-def legend_sample(kind: SpanKind | None, x: float = 0, y: float = 0) -> list[Rect]:
-    """Draw a sample of a kind of span for the legend."""
-    return _cell(kind, x, y, *SAMPLE, 0, "")
 
 
 def _cell(

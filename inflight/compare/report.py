@@ -47,7 +47,8 @@ DEFINITIONS = (
     ("KV waste", "Share of the positions in used KV blocks that hold no token, averaged over steps."),
     (
         "the picture",
-        "Each row is a slot and each colour a request. Hover over a cell for details, or read the text version below.",
+        "Each row is a slot and each colour a request. Select a cell for details, zoom in to see single steps, or read "
+        "the text version below.",
     ),
 )
 
@@ -168,7 +169,9 @@ def compare(
 
 def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Workload, model: str) -> Comparison:
     figures = {run.strategy: compute_figures(run) for run in runs}
-    reference, results = results_of(figures, list(map(lay_out, runs)), lambda each: each.tokens_per_second)
+    reference, results = results_of(
+        figures, list(map(lay_out, runs)), [run.chunks for run in runs], lambda each: each.tokens_per_second
+    )
     answers = [[request.token_ids for request in run.requests] for run in runs]
     return Comparison(
         model,

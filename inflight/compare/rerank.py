@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.compare.measure import StepRecorder, serve
+from inflight.compare.measure import StepRecorder, recorded_chunks, serve, with_origin
 from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import Progress
 from inflight.compare.timeline import (
@@ -90,6 +90,7 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     legend = LEGEND
     definitions = DEFINITIONS
     close_steps = CLOSE_STEPS
+    padded = (PADDED,)
     throughput = "scores {} times as many pairs per second as {}"
 
     @property
@@ -174,16 +175,19 @@ def compare_reranking(
     queries, passages = (list(texts) for texts in zip(*pairs, strict=True))
     (group,) = processor.score(queries, passages, {"truncate": True}).groups
     texts = processor.inputs.encode(group, 0, len(pairs))
-    times = workload.arrival.times(len(pairs), workload.seed)
-    runs = []
-    for strategy in strategies:
-        requests = [processor.request(str(index), text, RequestContext()) for index, text in enumerate(texts)]
-        advance = None if progress is None else lambda count, name=strategy: progress(name, count)
-        runs.append(measure_pairs(engine, requests, times, strategy, num_slots, advance))
     infos = [
         PairInfo(request_label(index), f"{query} / {passage[:60]}", len(text.ids))
         for index, ((query, passage), text) in enumerate(zip(pairs, texts, strict=True))
     ]
+    times = workload.arrival.times(len(pairs), workload.seed)
+    runs = []
+    for strategy in strategies:
+        requests = [
+            with_origin(processor.request(str(index), text, RequestContext()), index, info.title)
+            for index, (text, info) in enumerate(zip(texts, infos, strict=True))
+        ]
+        advance = None if progress is None else lambda count, name=strategy: progress(name, count)
+        runs.append(measure_pairs(engine, requests, times, strategy, num_slots, advance))
     return _summarise(runs, infos, workload, num_slots, model)
 
 
@@ -192,7 +196,9 @@ def _summarise(
 ) -> RerankComparison:
     figures = {run.strategy: pair_figures(run) for run in runs}
     timelines = [lay_out_pairs(run, num_slots) for run in runs]
-    reference, results = results_of(figures, timelines, lambda each: each.pairs_per_second)
+    reference, results = results_of(
+        figures, timelines, [run.chunks for run in runs], lambda each: each.pairs_per_second
+    )
     identical = all(run.vectors == runs[0].vectors for run in runs)
     return RerankComparison(model, num_slots, reference, infos, results, workload, identical)
 
@@ -210,6 +216,7 @@ class RerankRun:
     ended_at: list[float]
     vectors: list[bytes]
     arrivals: list[float]
+    chunks: list[dict[str, Any]]  # its recording, as `recorded_chunks` returns it
 
 
 def measure_pairs(
@@ -231,6 +238,7 @@ def measure_pairs(
     runner.padded = strategy == PADDED
     recorder = StepRecorder()
     core.observers.append(recorder)
+    core.record()
     deltas = serve(core, times, requests, recorder, progress or (lambda _: None))
     last_deltas = {delta.request_id: delta for delta in deltas}
     vectors, ended_at = [], []
@@ -242,7 +250,8 @@ def measure_pairs(
         vectors.append(vector)
         ended_at.append(finished_at - recorder.origin)
     latencies = [end - arrival for end, arrival in zip(ended_at, times, strict=True)]
-    return RerankRun(strategy, recorder, latencies, ended_at, vectors, times)
+    chunks = recorded_chunks(core, strategy, recorder.origin)
+    return RerankRun(strategy, recorder, latencies, ended_at, vectors, times, chunks)
 
 
 def pair_figures(run: RerankRun) -> RerankFigures:

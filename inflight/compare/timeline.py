@@ -216,6 +216,7 @@ class StrategyResult(Generic[F]):
     figures: F
     timeline: Timeline
     speedup: float  # throughput of the reference strategy divided by this strategy's
+    chunks: list[dict[str, Any]]  # its recording, in the format of `GET /v1/steps`
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,7 @@ class StrategyComparison(ABC, Generic[F, R]):
     legend: ClassVar[tuple[LegendEntry, ...]]
     definitions: ClassVar[tuple[tuple[str, str], ...]]  # the table's terms and their meanings
     throughput: ClassVar[str]  # "produces {} times as many tokens per second as {}"
+    padded: ClassVar[tuple[str, ...]] = ()  # strategies that pad every text to the longest one of its step
 
     @property
     @abstractmethod
@@ -317,16 +319,19 @@ ComparisonView: TypeAlias = StrategyComparison[Any, Any]  # as tables, pictures 
 
 
 def results_of(
-    figures: Mapping[str, F], timelines: Sequence[Timeline], throughput: Callable[[F], float]
+    figures: Mapping[str, F],
+    timelines: Sequence[Timeline],
+    recordings: Sequence[list[dict[str, Any]]],
+    throughput: Callable[[F], float],
 ) -> tuple[str, dict[str, StrategyResult[F]]]:
     """Return the reference strategy, and each strategy's result relative to it."""
     reference = "continuous" if "continuous" in figures else list(figures)[-1]
     best = throughput(figures[reference])
     return reference, {
         timeline.strategy: StrategyResult(
-            figures[timeline.strategy], timeline, best / throughput(figures[timeline.strategy])
+            figures[timeline.strategy], timeline, best / throughput(figures[timeline.strategy]), chunks
         )
-        for timeline in timelines
+        for timeline, chunks in zip(timelines, recordings, strict=True)
     }
 
 

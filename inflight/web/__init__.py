@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -21,7 +21,7 @@ _DOCUMENT = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>inflight</title>
+<title>{title}</title>
 <style>{style}</style>
 </head>
 <body>
@@ -50,13 +50,29 @@ def not_found(message: str, home: str) -> tuple[str, str]:
 
 def recording_document(chunks: Sequence[Any]) -> str:
     """Return a self-contained document that shows a recording: chunks in the format of `GET /v1/steps`."""
-    content = json.dumps({"chunks": chunks}, separators=(",", ":")).replace("<", "\\u003c")
-    data = f'<script type="application/json" id="recording">{content}</script>\n'
-    return _document(data, _read("app.js"))
+    return _document(_data({"chunks": chunks}), _read("app.js"))
 
 
-def _document(data: str, script: str) -> str:
-    return _DOCUMENT.format(style=_read("app.css"), script=script, data=data)
+def comparison_document(
+    title: str, chunks: Sequence[Any], comparison: Mapping[str, Any], before: str, after: str
+) -> str:
+    """Return a self-contained document that shows recordings of the same requests below each other.
+
+    The replica of each chunk is its strategy; `comparison` says how to show them (`web/src/timeline/recording.ts`). The
+    other texts are HTML already.
+    """
+    texts = f'<section id="before">{before}</section>\n<section id="after">{after}</section>\n'
+    data = _data({"chunks": chunks, "comparison": comparison})
+    return _document(texts + data, _read("app.js"), title)
+
+
+def _data(recording: Mapping[str, Any]) -> str:
+    content = json.dumps(recording, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="recording">{content}</script>\n'
+
+
+def _document(data: str, script: str, title: str = "inflight") -> str:
+    return _DOCUMENT.format(title=title, style=_read("app.css"), script=script, data=data)
 
 
 def _policy(script: str) -> str:

@@ -12,7 +12,6 @@ from PIL import Image
 from rich.console import Console
 
 from inflight.compare.drawing import DARK, LIGHT, SCALE, Rect, Text, to_svg, write_png
-from inflight.compare.page import to_html
 from inflight.compare.picture import MIN_PREFILL, decode_colour, draw, prefill_colour
 from inflight.compare.report import Comparison
 from inflight.compare.terminal import FOLD, picture, print_comparison
@@ -98,7 +97,7 @@ def test_hostile_prompt_cannot_break_the_picture(comparison: Comparison) -> None
 
 
 def test_svg_draws_first_spans_at_the_left_edge(comparison: Comparison) -> None:
-    text = to_svg(draw(comparison, heading=False))
+    text = to_svg(draw(comparison))
     root = ElementTree.fromstring(text)
     for result in comparison.results.values():
         first = result.timeline.spans[0]
@@ -107,18 +106,6 @@ def test_svg_draws_first_spans_at_the_left_edge(comparison: Comparison) -> None:
         rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == paint]
         assert rects
         assert min(float(rect.get("x", "nan")) for rect in rects) == pytest.approx(64)
-
-
-def test_html_is_self_contained(comparison: Comparison) -> None:
-    text = to_html(comparison)
-    assert len(text.encode()) < LIMIT
-    assert set(re.findall(r"https?://[^\s\"'<)]*", text)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\(", text)
-    assert "prefers-color-scheme: dark" in text
-    assert "&lt;the &amp; model&gt;" in text
-    assert "<the & model>" not in text
-    for result in comparison.results.values():
-        assert f"{result.figures.num_steps:,}" in text
 
 
 def test_png_opens_with_the_right_size(comparison: Comparison, tmp_path: Path) -> None:

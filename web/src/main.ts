@@ -66,11 +66,18 @@ function buildShell(isRecording: boolean) {
   const keyField = make("details", { id: "access" }, make("summary", {}, "API key"), make("label", {}, "API key ", key));
   document.body.append(
     make("header", {}, make("h1", {}, "inflight"),
-      isRecording ? make("span", { id: "model" }, "recording") : make("nav", { "aria-label": "Pages" }, ...links),
+      isRecording ? make("span", { id: "model" }, document.getElementById("before") ? "comparison" : "recording") : make("nav", { "aria-label": "Pages" }, ...links),
       !isRecording && make("span", { id: "model", role: "status" }), !isRecording && keyField),
     make("div", { id: "notice", role: "status" }),
     make("main", { id: "page" }),
   );
+  // A document may have a text before and after the page.
+  const [before, after] = [document.getElementById("before"), document.getElementById("after")];
+  if (before && after) {
+    document.body.classList.add("document");
+    byId("page").before(before);
+    byId("page").after(after);
+  }
 }
 
 start();

@@ -10,7 +10,7 @@ export interface View { from: number; seconds: number }
 export interface Focus { request: number | null; replica: string | null; key: string | null; slot: number | null; step: number | null }
 export interface Theme { back: string; ink: string; soft: string; line: string; bad: string; accent: string; isDark: boolean }
 
-export interface Lanes { top: number; slotHeight: number; chartsTop: number; queueTop: number; height: number }
+export interface Lanes { top: number; slotHeight: number; chartsTop: number; queueTop: number; hasCharts: boolean; height: number }
 
 // Told apart also by people who confuse red and green (after Okabe and Ito), and as light or dark as the theme needs.
 const LIGHT = ["#0072b2", "#d98a00", "#009e73", "#b8578c", "#3d9bd6", "#c44e00", "#7a6fbe"];
@@ -20,12 +20,13 @@ export const CHARTS = ["Step time", "Tokens/s", "Slots in use", "Batch tokens"] 
 const CHART_HEIGHT = 40, CHART_GAP = 6, QUEUE_HEIGHT = 26, TITLE_HEIGHT = 22, GAP = 8;
 const LABEL_WIDTH = 34;  // pixels from which a cell has room for a label
 
-export function layOut(replica: Replica, top: number, available: number): Lanes {
+/** Divide the height of a replica; with `slotsOnly`, there are no charts and no queue. */
+export function layOut(replica: Replica, top: number, available: number, slotsOnly = false): Lanes {
   const chartsTop = top + TITLE_HEIGHT, queueTop = chartsTop + CHARTS.length * (CHART_HEIGHT + CHART_GAP);
-  const slotsTop = queueTop + QUEUE_HEIGHT + GAP;
+  const slotsTop = slotsOnly ? chartsTop : queueTop + QUEUE_HEIGHT + GAP;
   const slots = Math.max(1, replica.slots);
   const slotHeight = Math.max(2, Math.min(20, Math.floor((available - (slotsTop - top)) / slots)));
-  return { top: slotsTop, slotHeight, chartsTop, queueTop, height: slotsTop - top + slots * slotHeight + GAP };
+  return { top: slotsTop, slotHeight, chartsTop, queueTop, hasCharts: !slotsOnly, height: slotsTop - top + slots * slotHeight + GAP };
 }
 
 export class Painter {
@@ -45,7 +46,7 @@ export class Painter {
     context.textBaseline = "alphabetic";
     context.fillStyle = theme.soft;
     context.fillText(title, 4, lanes.chartsTop - 7);
-    if (last > first) {
+    if (last > first && lanes.hasCharts) {
       const bars = aggregate(replica, first, last, x, width);
       this.paintCharts(replica, lanes, bars, last, width, theme);
       this.paintQueue(replica, lanes, bars, last, x, width, theme, view);
@@ -90,7 +91,9 @@ export class Painter {
           if (run.first > lastStep) break;
           const left = x(replica.beganAt(Math.max(first, replica.rowOf(run.first))));
           const right = x(replica.endedAt(Math.min(last - 1, replica.rowOf(run.end - 1))));
-          this.paintRun(data, slot * pixels, pixels, left, right, run, isFaint(replica, run.request, focus));
+          const faint = isFaint(replica, run.request, focus), share = replica.filledShare(run);
+          if (share < 1) this.paintRun(data, slot * pixels, pixels, left, right, { ...run, kind: Kind.Held }, faint);
+          this.paintRun(data, slot * pixels, pixels, left, left + share * (right - left), run, faint);
         }
       }
     }
@@ -134,6 +137,7 @@ export class Painter {
       for (let row = first; row < last; row++) context.fillRect(Math.round(x(replica.endedAt(row))) - 1, lanes.top, 1, bottom - lanes.top);
     }
     if (last - first <= width / 5 && lanes.slotHeight >= 12) this.paintLabels(replica, lanes, first, last, x);
+    if (!lanes.hasCharts && pixelsPerStep < LABEL_WIDTH && lanes.slotHeight >= 10) this.paintNames(replica, lanes, first, last, x);
     context.textAlign = "start";
     for (const event of eventsBetween(replica, view.from, view.from + view.seconds)) {
       if (event.step === undefined) continue;
@@ -159,6 +163,25 @@ export class Painter {
         context.lineWidth = 2;
         const left = x(replica.beganAt(row));
         context.strokeRect(left, lanes.top + focus.slot * lanes.slotHeight, Math.max(4, x(replica.endedAt(row)) - left), lanes.slotHeight);
+      }
+    }
+  }
+
+  /** The id of a request at the beginning of its decodes, where it has room. */
+  private paintNames(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number) {
+    const context = this.context, firstStep = replica.get("step", first), lastStep = replica.get("step", last - 1);
+    context.font = `600 ${Math.min(11, lanes.slotHeight - 1)}px system-ui, sans-serif`;
+    context.fillStyle = "#fff";
+    context.strokeStyle = "rgba(0,0,0,.6)";
+    context.lineWidth = 2;
+    for (const [slot, runs] of replica.runs.entries()) {
+      for (const run of runs ?? []) {
+        if (run.end <= firstStep || run.first > lastStep || run.kind !== Kind.Decode) continue;
+        const left = Math.max(0, x(replica.beganAt(replica.rowOf(run.first)))), name = replica.requests.get(run.request)?.id ?? "";
+        if (x(replica.endedAt(replica.rowOf(run.end - 1))) - left < 7 * name.length + 6) continue;
+        const y = lanes.top + (slot + 0.5) * lanes.slotHeight + 4;
+        context.strokeText(name, left + 3, y);
+        context.fillText(name, left + 3, y);
       }
     }
   }

@@ -13,6 +13,9 @@ const DEFAULT_SECONDS = 10, MAX_SECONDS = 600, MIN_SECONDS = 20e-6;
 const LIVE_DELAY = 0.15;  // seconds that the live view lags behind, so that it moves smoothly
 const SLOW_UPDATE_MS = 250;
 const AXIS_HEIGHT = 22, OVERVIEW_HEIGHT = 30;
+const COMPARED_HEIGHT = 230;  // of each strategy in a comparison
+const LEGEND: [kind: string, text: string][] = [["decode", "decode (one colour per request)"], ["prefill", "prompt chunk"], ["held", "held idle"],
+  ["cached", "cached prefix skipped"], ["preempted", "preempted"]];
 const KINDS = { [Kind.Decode]: "decode", [Kind.Prefill]: "prompt", [Kind.Held]: "held idle" };
 
 export class TimelinePage implements Page {
@@ -41,7 +44,7 @@ export class TimelinePage implements Page {
       make("button", { type: "button", id: "slowest-request", onclick: () => this.jumpToSlowestRequest() }, "Slowest request"),
       this.keyFilter, this.unfollow,
       make("button", { type: "button", id: "save-trace", onclick: () => void this.saveTrace() }, "Save trace")),
-    this.empty, this.scroller, this.overview, this.detail, legend());
+    this.empty, this.scroller, this.overview, this.detail);
 
   private view: View = { from: 0, seconds: DEFAULT_SECONDS };
   private isLive = true;
@@ -57,8 +60,13 @@ export class TimelinePage implements Page {
 
   constructor(private readonly recording: Recording | null = null) {
     this.painter = new Painter(this.canvas.getContext("2d")!);
+    this.root.append(legend(this.comparison?.legend ?? LEGEND));
     for (const chunk of recording?.chunks ?? []) this.store.add(chunk);
-    if (recording) for (const id of ["#save-trace", "#pause"]) this.root.querySelector(id)?.remove();
+    if (recording) {
+      for (const id of ["#save-trace", "#pause"]) this.root.querySelector(id)?.remove();
+      this.span.after(make("button", { type: "button", id: "show-all", onclick: () => this.showAll() }, "Show all"));
+    }
+    for (const id of this.comparison?.padded ?? []) this.store.replicas.get(id)!.isPadded = true;
     this.canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
     this.canvas.addEventListener("pointerdown", (event) => this.onPointerDown(event));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
@@ -72,7 +80,7 @@ export class TimelinePage implements Page {
     const request = query.get("request");
     if (request !== null) this.wanted = { replica: this.only ?? "", request: Number(request) };
     if (!this.recording) this.feed.start();
-    else this.showAll();
+    else this.showAll(this.comparison?.seconds);
     if (this.isShown) return;
     this.isShown = true;
     requestAnimationFrame(() => this.frame());
@@ -99,8 +107,13 @@ export class TimelinePage implements Page {
     requestAnimationFrame(() => this.frame());
   }
 
+  private get comparison() {
+    return this.recording?.comparison;
+  }
+
   private replicas(): Replica[] {
-    const all = [...this.store.replicas.values()].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+    const all = [...this.store.replicas.values()];
+    if (!this.comparison) all.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
     return this.only !== null && all.some((replica) => replica.id === this.only) ? all.filter((replica) => replica.id === this.only) : all;
   }
 
@@ -115,11 +128,12 @@ export class TimelinePage implements Page {
     const isDue = performance.now() - this.slowUpdateAt > SLOW_UPDATE_MS;  // what changes little is drawn less often
     if (isDue) this.slowUpdateAt = performance.now();
     if (isDue) this.updateKeys(replicas);
-    const width = this.scroller.clientWidth, available = Math.max(240, this.scroller.clientHeight - AXIS_HEIGHT);
+    const width = this.scroller.clientWidth, slotsOnly = this.comparison !== undefined;
+    const available = slotsOnly ? COMPARED_HEIGHT : Math.max(240, this.scroller.clientHeight - AXIS_HEIGHT);
     let top = 0;
     this.lanes.clear();
     for (const replica of replicas) {
-      const lanes = layOut(replica, top, replicas.length === 1 ? available : available / Math.min(2, replicas.length));
+      const lanes = layOut(replica, top, replicas.length === 1 || slotsOnly ? available : available / Math.min(2, replicas.length), slotsOnly);
       this.lanes.set(replica.id, lanes);
       top += lanes.height;
     }
@@ -127,7 +141,7 @@ export class TimelinePage implements Page {
     context.fillStyle = theme.back;
     context.fillRect(0, 0, width, top + AXIS_HEIGHT);
     for (const replica of replicas) {
-      const title = replicas.length > 1 || this.store.replicas.size > 1 ? `Replica ${replica.id}` : "Engine";
+      const title = this.comparison?.titles[replica.id] ?? (this.store.replicas.size > 1 ? `Replica ${replica.id}` : "Engine");
       this.painter.paint(replica, this.lanes.get(replica.id)!, this.view, width, theme, this.focus, title);
     }
     this.paintAxis(context, width, top, theme);
@@ -142,8 +156,15 @@ export class TimelinePage implements Page {
     for (let moment = Math.ceil(this.view.from / tick) * tick; moment < this.view.from + this.view.seconds; moment += tick) {
       const x = ((moment - this.view.from) / this.view.seconds) * width;
       context.fillRect(x, top, 1, 4);
-      if (x < width - 80) context.fillText(tick < 1 ? `${timeOfDay(moment)}${tick < 0.001 ? ` +${Math.round((moment % 0.001) * 1e6)} µs` : ""}` : timeOfDay(moment).slice(0, 8), x + 3, top + 14);
+      if (x < width - 80) context.fillText(this.moment(moment, tick), x + 3, top + 14);
     }
+  }
+
+  /** A moment as text, as precise as the distance of ticks needs: the time of day or, in a comparison, seconds after the start. */
+  private moment(at: number, tick = 0.001): string {
+    if (this.comparison) return `${at.toFixed(Math.max(0, -Math.floor(Math.log10(tick))))} s`;
+    if (tick >= 1) return timeOfDay(at).slice(0, 8);
+    return tick < 0.001 ? `${timeOfDay(at)} +${Math.round((at % 0.001) * 1e6)} µs` : timeOfDay(at);
   }
 
   /** All that is known, in one strip: the share of slots in use, and the part that is shown. */
@@ -166,7 +187,7 @@ export class TimelinePage implements Page {
     context.lineWidth = 2;
     context.strokeRect(Math.max(1, left), 1, Math.min(wide, width - 2 - Math.max(0, left)), OVERVIEW_HEIGHT - 2);
     this.overview.setAttribute("aria-valuenow", String(Math.round(Math.min(1, Math.max(0, left / width)) * 100)));
-    this.overview.setAttribute("aria-valuetext", timeOfDay(this.view.from));
+    this.overview.setAttribute("aria-valuetext", this.moment(this.view.from));
   }
 
   // ---- the view ----
@@ -175,10 +196,12 @@ export class TimelinePage implements Page {
     this.isLive = isLive && !this.recording;
   }
 
-  private showAll() {
+  private showAll(seconds?: number) {
     const range = this.store.range();
     this.isLive = false;
-    if (range) this.view = { from: range[0], seconds: Math.min(MAX_SECONDS, (range[1] - range[0]) * 1.02) };
+    if (!range) return;
+    const from = this.comparison ? 0 : range[0];
+    this.view = { from, seconds: Math.min(MAX_SECONDS, (seconds ?? range[1] - from) * 1.02) };
   }
 
   private zoom(factor: number, at = this.isLive ? 1 : 0.5) {
@@ -358,7 +381,7 @@ export class TimelinePage implements Page {
       make("p", { class: "what" }, run ? this.describe(replica, run.request, run.kind, run.tokens, run.firstToken + (step - run.first) * run.tokens) : "This slot was free.",
         run && make("button", { type: "button", onclick: () => this.followSelected() }, "Follow"),
         run && this.requestLink(replica, run.request)),
-      make("p", { class: "figure" }, describeStep(replica, row, slot)));
+      make("p", { class: "figure" }, describeStep(replica, row, slot, this.moment(replica.get("at", row)))));
   }
 
   private describe(replica: Replica, number: number, kind: Kind, tokens: number, token: number): string {
@@ -392,18 +415,17 @@ export class TimelinePage implements Page {
   }
 }
 
-function describeStep(replica: Replica, row: number, slot: number): string {
+function describeStep(replica: Replica, row: number, slot: number, moment: string): string {
   const get = (column: Parameters<Replica["get"]>[0]) => replica.get(column, row), time = (column: "schedule" | "launch" | "device" | "update") => duration(get(column) / 1e6);
   const failed = replica.failed.get(get("step"));
-  return `Step ${count(get("step"))}, slot ${slot}, ${timeOfDay(get("at"))}: schedule ${time("schedule")}, launch ${time("launch")}, device ${time("device")}, update ${time("update")}; ` +
+  return `Step ${count(get("step"))}, slot ${slot}, ${moment}: schedule ${time("schedule")}, launch ${time("launch")}, device ${time("device")}, update ${time("update")}; ` +
     `${count(get("tokens"))} tokens of ${count(replica.budget)}, ${count(get("running"))} running, ${count(get("waiting"))} waiting, ` +
     `${count(get("used"))} of ${count(replica.kv.blocks)} KV blocks in use${failed ? `; it failed: ${failed}` : ""}.`;
 }
 
-function legend(): HTMLElement {
-  const item = (kind: string, text: string) => make("li", {}, make("span", { class: `swatch ${kind}` }), text);
-  return make("ul", { class: "legend", "aria-label": "Legend" }, item("decode", "decode (one colour per request)"), item("prefill", "prompt chunk"),
-    item("held", "held idle"), item("cached", "cached prefix skipped"), item("preempted", "preempted"));
+function legend(entries: [kind: string, text: string][]): HTMLElement {
+  const items = entries.map(([kind, text]) => make("li", {}, make("span", { class: `swatch ${kind}` }), text));
+  return make("ul", { class: "legend", "aria-label": "Legend" }, ...items);
 }
 
 /** Set a canvas to a size in CSS pixels, and return its context scaled to them. */

@@ -65,6 +65,8 @@ export class Replica {
   /** Rows [begin, end) are known; a row is one step. */
   begin = 0;
   end = 0;
+  /** Whether every text was padded to the longest one of its step. */
+  isPadded = false;
   readonly requests = new Map<number, RequestInfo>();
   readonly failed = new Map<number, string>();
   readonly runs: Run[][] = [];  // by slot, in order of steps
@@ -183,6 +185,12 @@ export class Replica {
   runAt(slot: number, step: number): Run | null {
     const runs = this.runs[slot] ?? [], index = firstEndingAfter(runs, step);
     return index < runs.length && runs[index]!.first <= step ? runs[index]! : null;
+  }
+
+  /** The share of a run's cells that it filled: less than 1 if it was padded. */
+  filledShare(run: Run): number {
+    if (!this.isPadded || run.kind !== Kind.Prefill) return 1;
+    return run.tokens / Math.max(...this.runs.map((_, slot) => this.runAt(slot, run.first)?.tokens ?? 0));
   }
 
   /** The runs of a request in order of steps. */
