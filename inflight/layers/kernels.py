@@ -110,6 +110,7 @@ class Experts(Protocol):
 
     router: Linear  # [num_experts, hidden]
     correction: Tensor | None  # [num_experts] float32
+    tokens: Tensor  # [num_experts] int64: how many have chosen each expert so far, held here or not
 
     def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         """Copy rows and columns of the "gate" or "up" matrix [inner, hidden], or of the "down" matrix [hidden, inner],
@@ -461,6 +462,7 @@ class TorchExperts:
             check_gate(activation)
         self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
         self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
         self._kernels = kernels
         self._inner = inner
         self._routing = routing
@@ -506,6 +508,7 @@ class TorchExperts:
         ids, weights = choose_experts(self.router(x), self._routing, self.correction)
         if live is not None:
             ids = ids.masked_fill(live[:, None] < 0, -1)
+        self.tokens += torch.bincount(ids.flatten() + 1, minlength=len(self.tokens) + 1)[1:]
         # One row per token and expert, added below in the order of a token's experts.
         products = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
         for expert in self._held:

@@ -74,6 +74,7 @@ class NativeExperts:
             kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device
         )
         self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
         self._kernels = kernels
         self._library = library
         self._hidden = hidden
@@ -92,6 +93,7 @@ class NativeExperts:
             pointer(self._gate_up_bias),
             pointer(self._down_bias),
             pointer(self.correction),
+            pointer(self.tokens),
             hidden,
             inner,
             routing.num_experts,

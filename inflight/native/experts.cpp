@@ -32,6 +32,7 @@ struct Layer {
     const float* gate_up_bias;  // [held][2 * inner] or null
     const float* down_bias;     // [held][hidden] or null
     const float* correction;    // [experts] or null
+    int64_t* tokens;            // [experts]: increased by the tokens that choose each
     int64_t hidden, inner, experts, first_held, held, top_k;
     Scores scores;
     int64_t normalise, groups, top_groups;
@@ -123,7 +124,9 @@ struct Groups {
         starts.assign(layer.held + 1, 0);
         for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t expert = ids[pair] - layer.first_held;
-            const bool here = expert >= 0 && expert < layer.held && (!live || live[pair / layer.top_k] >= 0);
+            const bool counts = !live || live[pair / layer.top_k] >= 0;
+            const bool here = counts && expert >= 0 && expert < layer.held;
+            layer.tokens[ids[pair]] += counts;
             ids[pair] = here ? expert : -1;
             if (here) ++starts[expert + 1];
         }

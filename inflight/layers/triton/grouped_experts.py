@@ -28,11 +28,10 @@ _FEW = 64  # tokens up to which `combine` needs small tiles to fill the chip
 
 
 @triton.jit
-def _find_block(counts, block, num_experts, num_tokens, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+def _find_block(counts, block, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return a block's expert, the number of that expert's pairs in blocks before it, and of those from it on."""
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts + expert, mask=expert < num_experts, other=0)
-    count = tl.minimum(count, num_tokens)
     blocks = (count + (BLOCK_M - 1)) // BLOCK_M
     own = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)  # experts all of whose blocks come before
     first = (block - tl.sum(tl.where(expert < own, blocks, 0), 0)) * BLOCK_M
@@ -76,7 +75,7 @@ def _grouped_kernel(
     m = tl.arange(0, BLOCK_M)
     launch_dependents_then_wait(PDL)
     if GATED:
-        own, first, left = _find_block(counts, block, num_experts, num_tokens, BLOCK_M, BLOCK_E)
+        own, first, left = _find_block(counts, block, num_experts, BLOCK_M, BLOCK_E)
         if tile == 0:
             tl.store(blocks + block, own)
             tl.store(blocks + max_blocks + block, first)

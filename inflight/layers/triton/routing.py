@@ -85,11 +85,7 @@ def _choose_kernel(
         ranking = _only_best_groups(ranking, NUM_GROUPS, TOP_GROUPS, BLOCK_E)
     slot = tl.arange(0, PADDED_K)
     inside = slot < TOP_K
-    chosen_ids = tl.zeros([PADDED_K], tl.int32)
-    for index in tl.static_range(TOP_K):
-        best = tl.argmax(ranking, 0, tie_break_left=True)
-        chosen_ids = tl.where(slot == index, best, chosen_ids)
-        ranking = tl.where(expert == best, -float("inf"), ranking)
+    chosen_ids = _best_first(ranking, PADDED_K, BLOCK_E)
     is_chosen = expert[None, :] == chosen_ids[:, None]
     chosen = tl.sum(tl.where(is_chosen & exists[None, :], scores[None, :], 0.0), 1)
     if SCORES == 2:
@@ -107,8 +103,16 @@ def _choose_kernel(
     tl.atomic_add(totals + chosen_ids, 1, mask=inside & (chosen_ids < num_logits), sem="relaxed")
     if counts is not None:
         place = tl.atomic_add(counts + own, 1, mask=is_held, sem="relaxed")
-        # A token whose logits are NaN may choose an expert twice.
-        tl.store(pairs + own.to(tl.int64) * num_tokens + place, pair, mask=is_held & (place < num_tokens))
+        tl.store(pairs + own.to(tl.int64) * num_tokens + place, pair, mask=is_held)
+
+
+@triton.jit
+def _best_first(ranking, COUNT: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return the indices of the COUNT largest values, of equal ones the first. All differ, even if values are NaN."""
+    bits = ranking.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers in the order of the floats
+    keys = (ordered.to(tl.int64) << 32) | (BLOCK_E - 1 - tl.arange(0, BLOCK_E))
+    return BLOCK_E - 1 - (tl.topk(keys, COUNT) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit

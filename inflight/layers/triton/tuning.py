@@ -15,6 +15,7 @@ MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
+_MODERATE = 24 << 20  # bytes of weights of which one or two tokens are multiplied without tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,10 @@ def choose_small(
             num_warps=max(1, block_k // 1024),
             stages=1,
         )
+    if num_tokens <= 2 and num_rows * num_features * itemsize <= _MODERATE:
+        # Tiles for tensor cores would be too few to read all of it at full bandwidth.
+        block_k = min(2048, _padded(num_features))
+        return LinearTile(block_m=num_tokens, block_n=2, block_k=block_k, num_warps=3 - num_tokens, stages=1)
     if num_tokens <= 16:
         num_tiles = -(-num_rows // 64)
         if num_tiles > num_sms:
@@ -195,11 +200,10 @@ def choose_medium(
 
 def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile]:
     """Return the tiles of `pair_gate_up` and `pair_down`."""
-    gate_up = PairTile(block_n=2, block_k=min(4096 // itemsize, _padded(hidden)), num_warps=2)
-    # 64 weights per thread and step.
+    gate_up = PairTile(block_n=1, block_k=min(4096 // itemsize, _padded(hidden)), num_warps=2)
+    # 64 weights per thread and step. More steps ahead take registers from other programs.
     block_k = max(16, min(4096 // itemsize // (1 << (top_k - 1).bit_length()), _padded(inner)))
-    ahead = min(3, -(-inner // block_k))
-    return gate_up, PairTile(block_n=2, block_k=block_k, num_warps=2, ahead=ahead)
+    return gate_up, PairTile(block_n=4, block_k=block_k, num_warps=4, ahead=1)
 
 
 def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int, GroupedTile, GroupedTile]:

@@ -19,7 +19,7 @@ from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
 from inflight.models.decoders.mixers import DeltaNet, Mixer, SelfAttention
-from inflight.models.decoders.mlps import Mlp, build_mlp
+from inflight.models.decoders.mlps import ExpertsMlp, Mlp, build_mlp
 from inflight.models.decoders.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -186,6 +186,12 @@ class Decoder:
                 yield next(own_states), self.attention.state_inputs(inputs)
             else:
                 yield next(own_caches), inputs
+
+    @property
+    def expert_tokens(self) -> list[Tensor]:
+        """For each layer with experts, how many tokens each of them has received so far, [num_experts] int64."""
+        mlps = [layer.mlp for layer in self.layers]
+        return [mlp.experts.tokens for mlp in mlps if isinstance(mlp, ExpertsMlp)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
