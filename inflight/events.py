@@ -142,6 +142,19 @@ class KVUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertUsage:
+    """The tokens that each expert of each layer received between two readings."""
+
+    tokens: tuple[tuple[int, ...], ...]  # by layer with experts, then by expert
+
+    @property
+    def imbalances(self) -> tuple[float, ...]:
+        """The tokens of the busiest expert divided by the average, for each layer: at best 1, at worst the number of
+        experts."""
+        return tuple(max(layer) * len(layer) / max(1, sum(layer)) for layer in self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of the engine, for observers. It has no slots if the last request was aborted between steps."""
 
@@ -165,6 +178,7 @@ class StepRecord:
     engine_id: str = ""
     arrived: tuple[ArrivalRecord, ...] = ()  # since the record before
     aborted: tuple[AbortRecord, ...] = ()  # since the record before
+    experts: ExpertUsage | None = None  # the last reading, in one record: there is about one a second
 
 
 CACHE_HASH_LENGTH = 8  # bytes of a block's hash that are sent: enough to choose an engine by

@@ -14,8 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState, StepObserver, notify
-from inflight.engine.runner import NoSleepSupport, Runner, SleepingRunner, SleepSupport, asleep
-from inflight.engine.stats import STEP_SIZES, EngineStats
+from inflight.engine.runner import (
+    ExpertCounts,
+    NoSleepSupport,
+    Runner,
+    SleepingRunner,
+    SleepSupport,
+    asleep,
+)
+from inflight.engine.stats import STEP_SIZES, EngineStats, ExpertLoads
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
 from inflight.request import Request, Status
@@ -53,6 +60,7 @@ class EngineCore:
         check: Callable[[], None] = lambda: None,
         prepare: Callable[[Request], Future[Any] | None] = lambda request: None,  # noqa: ARG005
         sleep_support: SleepSupport | None = None,
+        expert_counts: ExpertCounts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -64,7 +72,8 @@ class EngineCore:
         self.check = check
         # Returns a future that a request should wait for before it is added, so that no step of others has to wait.
         self.prepare = prepare
-        self._records = StepRecords(engine_id)
+        self._expert_loads = ExpertLoads(expert_counts)
+        self._records = StepRecords(engine_id, self._expert_loads)
         self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()
         self._collected_at = -math.inf
@@ -292,6 +301,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache
+        if not self.is_sleeping:
+            self._expert_loads.update(self.clock(), not self.has_work)
         return EngineStats(
             num_running=len(self.scheduler.pool.running),
             num_waiting=self.scheduler.pool.num_waiting,
@@ -306,6 +317,7 @@ class EngineCore:
             is_sleeping=self.is_sleeping,
             step_sizes=tuple(self._step_sizes),
             num_step_tokens=self._num_step_tokens,
+            experts=self._expert_loads.stats,
         )
 
     # ---- commands ----
@@ -373,8 +385,9 @@ NO_STEP = -1  # the number of a record that describes no step
 class StepRecords:
     """Builds step records and passes them to observers. It does no work while there are none."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self, engine_id: str, expert_loads: ExpertLoads) -> None:
         self.engine_id = engine_id
+        self._expert_loads = expert_loads
         self.observers: list[StepObserver] = []
         self._arrived: list[ArrivalRecord] = []
         self._aborted: list[AbortRecord] = []
@@ -401,6 +414,7 @@ class StepRecords:
         error: str | None = None,
     ) -> None:
         step, batch = launched.step, launched.step.batch
+        self._expert_loads.update(finished_at, not pool.has_work)
         slots = tuple(
             SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
             for request, row, start, count, samples in zip(
@@ -423,6 +437,7 @@ class StepRecords:
             scheduled_at=launched.scheduled_at,
             device_began_at=device_began_at,
             updated_at=updated_at,
+            experts=self._expert_loads.take(),
         )
         self._emit(record)
 

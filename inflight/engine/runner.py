@@ -28,6 +28,14 @@ class Runner(Protocol[HandleT]):
         """Free the runner's resources."""
 
 
+class ExpertCounts(Protocol):
+    """Reads how many tokens each expert of a model has received."""
+
+    def read(self, wait: bool) -> list[list[int]] | None:
+        """Return the tokens so far by layer and expert. Without waiting, those at the time of the previous call, or
+        None if they are not here yet."""
+
+
 # ---- sleep mode ----
 
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import sub
 from typing import Literal
 
-from inflight.events import KVUsage
+from inflight.engine.runner import ExpertCounts
+from inflight.events import ExpertUsage, KVUsage
 
+EXPERTS_EVERY = 1.0  # seconds between two readings of the experts' tokens, at least
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """How evenly the tokens of a model are spread over its experts."""
+
+    tokens: tuple[int, ...]  # of each expert since the start, over all layers
+    imbalance: float  # as in `ExpertUsage`, at the last reading: the average over all layers
+    worst_imbalance: float  # of the layer where it is the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,7 @@ class EngineStats:
     # A histogram of steps by their tokens: STEP_SIZES are the upper bounds of the buckets, the last has none.
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
     num_step_tokens: int = 0  # tokens of all these steps
+    experts: ExpertStats | None = None  # of a model that has some, once they have received tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +95,41 @@ ENGINE_METRICS = (
 def metrics_of(stats: EngineStats) -> list[MetricValue]:
     """Return the current values of all metrics."""
     return [MetricValue(f"inflight:{item.name}", item.kind, item.read(stats)) for item in ENGINE_METRICS]
+
+
+class ExpertLoads:
+    """Follows how the experts of a model are used, in readings that are at least EXPERTS_EVERY apart."""
+
+    def __init__(self, counts: ExpertCounts | None) -> None:
+        self.stats: ExpertStats | None = None
+        self._counts = counts
+        self._totals: list[list[int]] = []  # by layer and expert, at the last reading
+        self._usage: ExpertUsage | None = None  # what no record has reported yet
+        self._read_at = -EXPERTS_EVERY
+
+    def update(self, now: float, is_idle: bool) -> None:
+        """Read the counts if it is time, or if the engine is idle, so that nothing has to wait."""
+        if self._counts is None or not (is_idle or now - self._read_at >= EXPERTS_EVERY):
+            return
+        self._read_at = now
+        totals = self._counts.read(wait=is_idle)
+        if totals is None:
+            return
+        before = self._totals or [[0] * len(layer) for layer in totals]
+        usage = ExpertUsage(tuple(map(_differences, totals, before)))
+        imbalances = [own for own, layer in zip(usage.imbalances, usage.tokens, strict=True) if any(layer)]
+        if not imbalances:  # nothing has happened since
+            return
+        self._totals, self._usage = totals, usage
+        self.stats = ExpertStats(
+            tuple(map(sum, zip(*totals, strict=True))), sum(imbalances) / len(imbalances), max(imbalances)
+        )
+
+    def take(self) -> ExpertUsage | None:
+        """Return the last reading, once."""
+        usage, self._usage = self._usage, None
+        return usage
+
+
+def _differences(after: list[int], before: list[int]) -> tuple[int, ...]:
+    return tuple(map(sub, after, before))

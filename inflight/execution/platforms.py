@@ -185,6 +185,46 @@ class CpuPlatform:
         return f"CPU, compiled kernels, {library.threads} threads"
 
 
+class DecoderExpertCounts:
+    """Implements `ExpertCounts` for the layers of this rank. A GPU is never waited for unless it is idle: a copy that
+    one call starts is read by the next."""
+
+    def __init__(self, tokens: Sequence[Tensor]) -> None:
+        """Read `Decoder.expert_tokens` from now on: the tokens of warm-up steps do not count."""
+        self._tokens = list(tokens)
+        for counts in tokens:
+            counts.zero_()
+        self._copy: Tensor | None = None  # in host memory
+        self._is_done = torch.cuda.Event() if tokens[0].is_cuda else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def read(self, wait: bool) -> list[list[int]] | None:
+        tokens = torch.stack(self._tokens)
+        if self._is_done is None:
+            return _lists(tokens)
+        before = self._copy
+        if before is not None and not wait and not self._is_done.query():  # type: ignore[no-untyped-call]
+            return None
+        self._copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._copy.copy_(tokens, non_blocking=True)
+        self._is_done.record()
+        if wait:
+            self._is_done.synchronize()
+            before = self._copy
+        return None if before is None else _lists(before)
+
+
+def _lists(counts: Tensor) -> list[list[int]]:
+    lists: list[list[int]] = counts.tolist()
+    return lists
+
+
+def expert_counts(decoder: Decoder) -> DecoderExpertCounts | None:
+    """Return a reader of the decoder's counts, if it has experts."""
+    tokens = decoder.expert_tokens
+    return DecoderExpertCounts(tokens) if tokens else None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSleepSupport:
     """Implements `SleepSupport`. On a CPU the weights stay, and only the KV memory is freed."""

@@ -120,12 +120,17 @@ class Experts(Protocol):
         """Copy part of a bias of one expert. Biases are 0 until they are loaded."""
 
     def add_to(
-        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+        self,
+        residual: Residual,
+        eps: float,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,
+        partial: Tensor | None = None,
     ) -> Residual:
-        """Return the residual plus the weighted sum of each token's experts, which read it through its norm. The sum
-        is reduced first if the layer has a `Reduce`.
+        """Return the residual plus the weighted sum of each token's experts, which read it through its norm. The sum,
+        together with `partial` [T, hidden] if there is one, is reduced first if the layer has a `Reduce`.
 
-        `live` [T] is negative for padding tokens, which have no experts. May overwrite the residual.
+        `live` [T] is negative for padding tokens, which have no experts. May overwrite the residual and `partial`.
         """
 
 
@@ -500,7 +505,12 @@ class TorchExperts:
         to[first_row : first_row + len(bias)].copy_(bias)
 
     def add_to(
-        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+        self,
+        residual: Residual,
+        eps: float,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,
+        partial: Tensor | None = None,
     ) -> Residual:
         x = residual.x
         if residual.norm is not None:
@@ -518,6 +528,8 @@ class TorchExperts:
         y = products[:, 0]
         for rank in range(1, self._routing.top_k):
             y = y + products[:, rank]
+        if partial is not None:
+            y = y + partial
         if self._reduce is not None:
             y = self._reduce.sum(y.contiguous())
         return Residual(self._kernels.add(residual.x, y), next_norm)

@@ -130,22 +130,29 @@ class NativeExperts:
         biases[first_row : first_row + len(bias)].copy_(bias)
 
     def add_to(
-        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+        self,
+        residual: Residual,
+        eps: float,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,
+        partial: Tensor | None = None,
     ) -> Residual:
         """In place, unless the sum has to be reduced first."""
         hidden = dense(residual.x)
         x = hidden if residual.norm is None else self._kernels.rms_norm(hidden, residual.norm, eps)
         logits = self.router(x)
         live = None if live is None else live.to(torch.int32).contiguous()
-        if residual.norm is None and self._reduce is None:
+        adds_at_once = self._reduce is None and partial is None
+        if residual.norm is None and adds_at_once:
             x = x.clone()  # it is read while the result is written
-        y = hidden if self._reduce is None else torch.empty_like(hidden)
+        total = hidden if adds_at_once else partial
+        y = torch.empty_like(hidden) if total is None else dense(total)
         self._multiply(
             ctypes.byref(self._layer), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
-            self._reduce is None, self._library.threads,
+            total is not None, self._library.threads,
         )  # fmt: skip
-        if self._reduce is not None:
-            y = self._kernels.add(hidden, self._reduce.sum(y))
+        if not adds_at_once:
+            y = self._kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
         return Residual(y, next_norm)
 
 

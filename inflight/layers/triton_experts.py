@@ -96,7 +96,12 @@ class TritonExperts:
     # ---- the operation of models ----
 
     def add_to(
-        self, residual: Residual, eps: float, next_norm: Tensor | None, live: Tensor | None = None
+        self,
+        residual: Residual,
+        eps: float,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,
+        partial: Tensor | None = None,
     ) -> Residual:
         """In place: the residual becomes the sum."""
         kernels, hidden = self._kernels, residual.x
@@ -119,8 +124,9 @@ class TritonExperts:
             half_normed=half_normed,
             pdl=kernels.pdl,
         )
-        if self._reduce is not None:
-            kernels.add(hidden, self._reduce.sum(self._sum(x, chosen, None, None)))
+        if self._reduce is not None or partial is not None:
+            y = self._sum(x, chosen, partial, None)
+            kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
             return Residual(hidden, next_norm)
         left = self._router.left_for(next_norm, hidden, hidden)
         self._sum(x, chosen, hidden, left)

@@ -15,7 +15,7 @@ from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import parallel_core, stage_links
-from inflight.execution.platforms import ModelSleepSupport, Platform
+from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
 from inflight.frontend import Frontend
 from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.loading.checkpoint import model_name
@@ -57,7 +57,13 @@ def decoder_core(
         prepare = partial(_compiled_grammar, grammars)
         sleep_support = ModelSleepSupport(decoder, platform.device, make_runner)
         return EngineCore(
-            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, sleep_support=sleep_support
+            scheduler,
+            make_runner(),
+            depth,
+            options.max_queue,
+            prepare=prepare,
+            sleep_support=sleep_support,
+            expert_counts=expert_counts(decoder),
         )
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
+from inflight.engine.stats import ExpertStats
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, KVUsage
 
 if TYPE_CHECKING:
@@ -151,7 +152,18 @@ def summed(all_stats: Sequence[EngineStats]) -> EngineStats:
     totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in _TOTALS}
     step_sizes = tuple(map(sum, zip(*(stats.step_sizes for stats in all_stats), strict=True)))
     is_sleeping = all(stats.is_sleeping for stats in all_stats)
-    return EngineStats(**totals, kv=kv, step_sizes=step_sizes, is_sleeping=is_sleeping)
+    experts = _summed_experts([stats.experts for stats in all_stats if stats.experts is not None])
+    return EngineStats(**totals, kv=kv, step_sizes=step_sizes, is_sleeping=is_sleeping, experts=experts)
+
+
+def _summed_experts(experts: Sequence[ExpertStats]) -> ExpertStats | None:
+    if not experts:
+        return None
+    return ExpertStats(
+        tuple(map(sum, zip(*(own.tokens for own in experts), strict=True))),
+        sum(own.imbalance for own in experts) / len(experts),
+        max(own.worst_imbalance for own in experts),
+    )
 
 
 def work_done(stats: EngineStats) -> EngineStats:

@@ -1,12 +1,16 @@
-"""Experts on the GPU against float64, at sizes of real models."""
+"""Experts on the GPU against float64, at sizes of real models, and how their use is counted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from inflight import LLM, SamplingParams
+from inflight.events import StepRecord
 from inflight.layers.kernels import ExpertRouting, Residual
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_experts import expected_output, random_weights
@@ -55,3 +59,29 @@ def test_token_that_is_not_a_number_leaves_the_others_alone(num_tokens: int) -> 
     assert actual[1].isnan().all()
     others = torch.arange(num_tokens).cuda() != 1
     assert torch.equal(actual[others], expected[others])
+
+
+def test_every_token_is_counted_in_every_layer(
+    checkpoint: Callable[..., Path], prompts: list[list[int]]
+) -> None:
+    records: list[StepRecord] = []
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_blocks": 400}
+    with LLM(
+        checkpoint("qwen3-moe"),
+        skip_tokenizer_init=True,
+        show_progress=False,
+        enable_prefix_caching=False,
+        **options,
+    ) as llm:
+        assert llm.stats().experts is None, "warm-up steps do not count"
+        llm.observe(records.append)
+        llm.generate(prompts, params, use_tqdm=False)
+        experts = llm.stats().experts
+    readings = [record.experts.tokens for record in records if record.experts is not None]
+    layers = [sum(map(sum, layer)) for layer in zip(*readings, strict=True)]
+    num_tokens = sum(map(len, prompts)) + 31 * len(prompts)
+    # The last layer computes only the tokens that are sampled from.
+    assert layers == [3 * num_tokens] * (len(layers) - 1) + [3 * 32 * len(prompts)]
+    assert experts is not None
+    assert sum(experts.tokens) == sum(layers)

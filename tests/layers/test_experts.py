@@ -223,6 +223,33 @@ class Sum:
         return x if other is None else x + other
 
 
+def test_tokens_of_each_expert_are_counted(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    weights = random_weights(SOFTMAX, 32, 16)
+    experts = kernels.experts(32, 16, SOFTMAX, torch.float32, "silu", held=range(3, 8))
+    weights.load(experts, range(3, 8))
+    x, live = torch.randn(40, 32), torch.ones(40, dtype=torch.int32)
+    live[::7] = -1
+    chosen = (x @ weights.router.T).topk(SOFTMAX.top_k).indices  # of experts held elsewhere, too
+    for num_tokens in (40, 40, 2):
+        experts.add_to(Residual(x[:num_tokens].clone(), None), EPS, None, live[:num_tokens])
+    counts = torch.bincount(chosen[live > 0].flatten(), minlength=8)
+    assert torch.equal(experts.tokens, 2 * counts + torch.bincount(chosen[1], minlength=8))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_partial_sum_is_reduced_with_that_of_the_experts(kernels: Kernels, num_tokens: int) -> None:
+    torch.manual_seed(0)
+    weights = random_weights(SOFTMAX, 32, 16)
+    x, norm, partial = torch.randn(num_tokens, 32), torch.rand(32) + 0.5, torch.randn(num_tokens, 32)
+    expected = expected_output(weights, x, norm) + partial
+    for reduce in (None, Sum()):
+        experts = kernels.experts(32, 16, SOFTMAX, torch.float32, "silu", reduce=reduce)
+        weights.load(experts)
+        actual = experts.add_to(Residual(x.clone(), norm), EPS, None, partial=partial.clone()).x
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("split", ["inner features", "experts"])
 def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
     torch.manual_seed(0)

@@ -122,7 +122,7 @@ class DeviceStep:
         put(part["positions"], host.positions, 0)
         for name, slot_mapping in zip(self._slot_mappings, host.slot_mapping, strict=True):
             put(part[name], slot_mapping, -1)
-        put(part["sample_tokens"], host.sample_tokens, 0)
+        put(part["sample_tokens"], host.sample_tokens, -1)
         put(part["sample_rows"], host.sample_rows, -1)
         put(part["sample_lengths"], host.sample_lengths, 0)
         if logprob_counts is None:

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.platforms import ModelSleepSupport, Platform
+from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
 from inflight.execution.runner import StageLinks
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import RankShare, meta_kernels, rank_shares
@@ -175,7 +175,13 @@ def parallel_core(
     # On GPUs the weights of the other ranks would have to move as well.
     sleep_support = ModelSleepSupport(decoder, decoder.device, begin_all) if on_cpu else None
     return EngineCore(
-        scheduler, begin_all(), depth, max_queue, check=ranks.check, sleep_support=sleep_support
+        scheduler,
+        begin_all(),
+        depth,
+        max_queue,
+        check=ranks.check,
+        sleep_support=sleep_support,
+        expert_counts=expert_counts(decoder),
     )
 
 

@@ -148,7 +148,7 @@ class Decoder:
         states for each recurrent layer.
 
         With `output_tokens` [W], token indices, return only theirs, [W, hidden_size]. The last layer then computes only
-        keys and values for the other tokens, which saves a prompt most of a layer.
+        keys and values for the other tokens, which saves a prompt most of a layer. Negative indices are padding.
         """
         return self.run_layers(self.embed(token_ids), caches, inputs, output_tokens, states)
 
@@ -170,8 +170,7 @@ class Decoder:
             residual = layer.mixer(residual, *memory, layer.mlp.in_norm, tokens)
             if tokens is not None and not len(tokens):
                 break
-            # The rows of output tokens are not those of the step, and none of them is padding.
-            residual = layer.mlp(residual, next_norm, live if tokens is None else None)
+            residual = layer.mlp(residual, next_norm, live if tokens is None else tokens)
             if layer.scale is not None:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x

@@ -141,7 +141,7 @@ class ExpertsMlp:
             scheme = scheme_of("mlp.shared.gate_up")
             self.shared_gate_up = kernels.linear(hidden, 2 * inner, dtype, False, scheme=scheme)
             scheme = scheme_of("mlp.shared.down")
-            self.shared_down = kernels.linear(inner, hidden, dtype, False, shard.collective, scheme)
+            self.shared_down = kernels.linear(inner, hidden, dtype, False, scheme=scheme)
         if mlp.has_shared_gate:
             self.shared_gate = kernels.linear(hidden, 1, dtype, False)
 
@@ -152,6 +152,8 @@ class ExpertsMlp:
         inner = self.shared_gate_up.gated(residual, eps, self._mlp.activation)
         if self.shared_gate is not None:
             inner = self._kernels.sigmoid_gate(inner, self.shared_gate.normed(residual, eps))
+        if self._shard.collective is not None:  # reduce both sums at once
+            return self.experts.add_to(residual, eps, next_norm, live, self.shared_down(inner))
         residual = self.experts.add_to(residual, eps, None, live)
         return self.shared_down.add_to(residual, inner, None, eps, next_norm)
 

@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from inflight import __version__
 from inflight.engine import EngineStats
-from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES
+from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, ExpertStats
 from inflight.events import RequestRecord
 from inflight.router import Replica
 from inflight.server.access.keys import Caller, KeyUsage
@@ -275,6 +275,23 @@ class Metrics:
             for state, count in counts.items():
                 states.add_metric([self._model, state], count)
             yield states
+            if stats.experts is not None:
+                yield from self._expert_families(stats.experts)
+
+    def _expert_families(self, experts: ExpertStats) -> Iterator[Metric]:
+        """Yield how a model's experts are used. There are as many labels as experts in a layer."""
+        tokens = {str(expert): count for expert, count in enumerate(experts.tokens)}
+        yield self._counter(
+            "inflight:expert_tokens", "Tokens of each expert, over all layers", "expert", Counter(tokens)
+        )
+        gauge = GaugeMetricFamily(
+            "inflight:expert_imbalance",
+            "Tokens of a layer's busiest expert divided by the average (1 means balanced)",
+            labels=["model_name", "layers"],
+        )
+        gauge.add_metric([self._model, "average"], experts.imbalance)
+        gauge.add_metric([self._model, "worst"], experts.worst_imbalance)
+        yield gauge
 
     def _key_families(self, callers: list[Caller]) -> Iterator[Metric]:
         """Yield the counters of named keys, whose number is that of the keys file: no request can add a label."""

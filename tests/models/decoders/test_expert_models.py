@@ -300,6 +300,41 @@ def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPat
         assert layer.max() < 150
 
 
+class CountingSum:
+    """Implements `Collective` for a rank whose other ranks hold zeros."""
+
+    capturable = False
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.num_sums += 1
+        return x
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_ranks_reduce_shared_and_other_experts_at_once(family: str, fast: bool) -> None:
+    spec = decoder_spec(FAMILIES[family]().to_dict())
+    mlp = next(mlp for mlp in spec.mlps if isinstance(mlp, ExpertsMlpSpec))
+    assert mlp.shared_inner
+    collective, x, outputs = CountingSum(), torch.randn(5, spec.hidden_size), []
+    for ranks_collective in (None, collective):
+        shard = replace(shard_of(spec, 0, 1), collective=ranks_collective)
+        device_kernels = cpu_kernels() if fast else TorchKernels()
+        own = ExpertsMlp(shard, mlp, device_kernels, torch.float32, CPU)
+        torch.manual_seed(0)
+        for target in own.targets().values():
+            for placement in target.placements(
+                "experts.{}" if isinstance(target, ExpertMatrix) else "weight"
+            ):
+                placement.store(torch.randn(placement.shape) * 0.1, 0)
+        outputs.append(own(Residual(x.clone(), own.in_norm), None).x)
+    assert collective.num_sums == 1
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_an_expert_may_arrive_in_parts() -> None:
     """Dummy weights come a few rows at a time."""
     spec = decoder_spec(FAMILIES["qwen3-moe"]().to_dict())
