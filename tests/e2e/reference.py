@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.checkpoints import VOCAB_SIZE, attention_of
 
 NUM_STEPS = 40
 
@@ -39,8 +39,9 @@ def transformers_reference(folder: Path) -> Reference:
     each of them are the continuation itself, or differ from it where it is wrong first. So it may come from us."""
     import transformers
 
+    attention = attention_of(transformers.AutoConfig.from_pretrained(folder))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=attention
     ).eval()
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
     with LLM(folder, show_progress=False) as llm:

@@ -57,7 +57,7 @@ def refused(error: type[InflightError], *words: str, **options: Any) -> None:
 
 def test_unknown_architecture_is_rejected(copy: Path) -> None:
     change_config(copy, architectures=["MambaForCausalLM"], model_type="mamba")
-    families = "supported families are Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Gemma3"
+    families = "supported families are Llama, Mistral, Qwen2, Qwen3, Phi3, Gemma2, Olmo2, Olmo3"
     encoders = "and the encoders Bert, Roberta, XLMRoberta, DistilBert, ModernBert"
     refused(UnknownArchitectureError, "cannot serve MambaForCausalLM", families, encoders, model=copy)
 

@@ -19,7 +19,7 @@ from inflight.loading import LoadedEngine, load_engine
 from inflight.models.decoders.decoder import Decoder
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.support.checkpoints import FAMILIES, make_model, randomise, write_tokenizer
+from tests.support.checkpoints import FAMILIES, attention_of, make_model, randomise, write_tokenizer
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -158,13 +158,19 @@ def _write_module(folder: Path, config: dict[str, Any]) -> None:
 # ---- what transformers says ----
 
 
+def _attention(folder: Path) -> str | None:
+    import transformers
+
+    return attention_of(transformers.AutoConfig.from_pretrained(folder))
+
+
 @torch.inference_mode()
 def transformers_embeddings(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
     """The last token of each text, through the dense layer where there is one; not normalised."""
     import transformers
 
     model = transformers.AutoModel.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=_attention(folder)
     ).eval()
     last = torch.stack([model(torch.tensor([list(ids)])).last_hidden_state[0, -1] for ids in texts])
     file = folder / "2_Dense" / "model.safetensors"
@@ -180,7 +186,7 @@ def transformers_labels(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=_attention(folder)
     )
     model.eval()
     return np.array([model(torch.tensor([list(ids)])).logits[0].numpy() for ids in texts])
@@ -192,7 +198,7 @@ def transformers_next(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray[n
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=_attention(folder)
     ).eval()
     return np.array([model(torch.tensor([list(ids)])).logits[0, -1].numpy() for ids in texts])
 
