@@ -14,6 +14,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent
 from inflight.layers.formats import Scheme, Weight
+from inflight.layers.formats.gguf import BlockScheme
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertRouting,
@@ -27,6 +28,7 @@ from inflight.layers.kernels import (
     check_fits,
     check_gate,
 )
+from inflight.layers.native_gguf import BlockLinear
 from inflight.layers.native_linears import (
     NarrowLinear,
     NativeLinear,
@@ -38,6 +40,7 @@ from inflight.layers.native_linears import (
 )
 from inflight.native.library import (
     GATE_NUMBERS,
+    INSTRUCTION_NUMBERS,
     SCORE_NUMBERS,
     ExpertLayer,
     Library,
@@ -182,6 +185,9 @@ class NativeKernels:
         scheme: Scheme | None = None,
     ) -> Linear:
         size, common = (out_features, in_features), (bias, reduce, self._device)
+        if isinstance(scheme, BlockScheme):
+            instruction = INSTRUCTION_NUMBERS["vnni"] if "vnni" in self._instructions else 0
+            return BlockLinear(self, self._library, in_features, out_features, scheme, *common, instruction)
         method = self.method(dtype, scheme)
         if not method:
             return NativeLinear(self, self._library, in_features, out_features, dtype, *common)

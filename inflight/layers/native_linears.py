@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ from inflight.layers.kernels import (
 from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
+
+
+class PackedRows(Protocol):
+    """Weights as a narrow product reads them."""
+
+    group: int  # features with one scale, if that is not fixed
+
+    def pointer(self, index: int = 0) -> int: ...
+
+    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None: ...
+
+    def rows(self, ids: Tensor) -> Tensor: ...
 
 
 class Panels:
@@ -250,7 +262,7 @@ class NarrowLinear(CompiledLinear):
         bias: bool,
         reduce: Reduce | None,
         device: torch.device,
-        panels: Panels | QuantizedPanels,
+        panels: PackedRows,
         method: int,
     ) -> None:
         super().__init__(kernels, library, in_features, out_features, bias, reduce, device)

@@ -90,9 +90,7 @@ def _open_gguf(path: Path, dummy: bool, hf_config: Mapping[str, Any] | None) -> 
     file = GgufFile.open(path)
     config = gguf_config(file)
     if hf_config is not None:
-        config = {**hf_config, GGUF_FIELD: config[GGUF_FIELD]}
-    if dummy:  # random weights have no layout of their own
-        del config[GGUF_FIELD]
+        config = {**hf_config, **{key: config[key] for key in (GGUF_FIELD, "quantization_config")}}
     return Checkpoint(None, config, gguf_generation_config(file), () if dummy else file.files, file)
 
 

@@ -120,6 +120,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": reader.has_tensor("blk.0.attn_q.bias"),
         "tie_word_embeddings": not reader.has_tensor("output.weight"),
         "dtype": _dtype(file),
+        "quantization_config": {
+            "quant_method": "gguf",
+            "types": {name: tensor.type.name for name, tensor in file.tensors.items()},
+        },
         **architecture.fields(reader),
     }
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from inflight.errors import ModelError, shown
 from inflight.layers.formats import PLAIN, GroupScheme, QuantizingFormat, Scheme, WeightFormat
+from inflight.layers.formats.gguf import block_format
 from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedFormat
 from inflight.layers.formats.weight_format import Mxfp4Format, ScaledFormat
 from inflight.models.hf_config import Fields
@@ -34,6 +35,7 @@ class Quantization(ABC):
     """The weight format of every module."""
 
     ignored: tuple[str, ...] = _UNUSED  # patterns of tensors that are not needed
+    embeddings: bool = False  # whether embeddings have a format, too
 
     @abstractmethod
     def format_of(self, *modules: str) -> WeightFormat:
@@ -62,6 +64,19 @@ class QuantizedOnLoading(Quantization):
 
     def format_of(self, *modules: str) -> WeightFormat:
         return QuantizingFormat(self.scheme) if self.head or not any(map(_is_head, modules)) else PLAIN
+
+
+@dataclass(frozen=True)
+class GgufTypes(Quantization):
+    """A GGUF file, in which each tensor has a type of its own."""
+
+    types: Mapping[str, str] = field(hash=False)  # tensor -> type
+    ignored: tuple[str, ...] = ()
+    embeddings: bool = True
+
+    def format_of(self, *modules: str) -> WeightFormat:
+        names = [name for module in modules for name in (module, f"{module}.weight") if name in self.types]
+        return (block_format(self.types[names[0]]) or PLAIN) if names else PLAIN
 
 
 Matches = Callable[[str], bool]
@@ -330,6 +345,14 @@ def _is_head(module: str) -> bool:
     return module.split(".")[-1] == "lm_head"
 
 
+def _gguf(config: Fields) -> Quantization:
+    """Read the types that `models/gguf_config.py` lists."""
+    types = config.part("types").values
+    if not all(isinstance(name, str) for name in types.values()):
+        raise config.error("types", "names of types")
+    return GgufTypes(types)
+
+
 _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
@@ -337,4 +360,5 @@ _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
     "gptq": _gptq,
     "auto-round": _auto_round,
     "mxfp4": _mxfp4,
+    "gguf": _gguf,
 }

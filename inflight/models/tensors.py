@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inflight.errors import WeightsError
 from inflight.gguf_file import GgufFile, is_gguf
-from inflight.layers.formats import PLAIN, FormatTensor, PlainFormat, Weight, WeightFormat
+from inflight.layers.formats import PLAIN, FormatTensor, PlainFormat, Weight, WeightFormat, plain
 from inflight.layers.formats.schemes import check_cut
 from inflight.layers.formats.weight_format import FLOATS
 from inflight.layers.kernels import Experts, Linear
@@ -171,7 +171,7 @@ class LinearRows:
 
     def _in_halves(self, rows: WeightOrBias) -> WeightOrBias:
         """Return whole heads with their first halves first."""
-        if not self.head_dim:
+        if not self.head_dim or len(rows) % self.head_dim:  # dummy weights come in parts of any size
             return rows
         order = torch.arange(len(rows)).view(-1, self.head_dim // 2, 2).transpose(1, 2).flatten()
         return rows[order]
@@ -477,10 +477,10 @@ def fill_random(
 def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
     """Return a store into a plain tensor, adding `offset`. It holds the rows from `first` on; others are skipped."""
 
-    def store(tensor: Tensor, at: int) -> None:
+    def store(tensor: Weight, at: int) -> None:
         start, end = max(at, first), min(at + len(tensor), first + len(target))
         if start < end:
-            rows = target[start - first : end - first].copy_(tensor[start - at : end - at])
+            rows = target[start - first : end - first].copy_(plain(tensor[start - at : end - at]))
             if offset:
                 rows.add_(offset)
 

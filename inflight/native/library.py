@@ -80,6 +80,8 @@ class Library:
         self.linear = self._bind("linear", *narrow, _I, _I, _I)
         self.gated_linear = self._bind("gated_linear", *narrow, _L, _I)
         self.panel_bytes = self._bind("panel_bytes", _L, _L, _L, result=_L)
+        self.gguf_pack = self._bind("gguf_pack", _L, _P, _P, _L, _L, _I)
+        self.gguf_gather = self._bind("gguf_gather", _L, _P, _P, _P, _L, _L, _I)
         experts = (_P, _P, _P, _P, _P, _L, _I, _I)
         self.experts_f32 = self._bind("experts_f32", *experts)
         self.experts_bf16 = self._bind("experts_bf16", *experts)

@@ -94,6 +94,8 @@ void multiply_block(const NarrowProduct& product, const char* rows, int64_t stri
 }  // namespace
 
 const Method* find_method(MethodNumber number) {
+    if (const auto value = static_cast<int64_t>(number); value >= kGgufMethod)
+        return gguf_method(value / kGgufMethod - 1, value % kGgufMethod);
     const Method* method = bf16_method(number);
     return method ? method : integer_method(number);
 }

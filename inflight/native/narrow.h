@@ -115,4 +115,8 @@ const Method* find_method(MethodNumber number);
 const Method* bf16_method(MethodNumber number);
 const Method* integer_method(MethodNumber number);
 
+// Those of the block types of GGUF files (gguf_blocks.cpp). Their numbers are kGgufMethod * (1 + kind) + instruction.
+constexpr int64_t kGgufMethod = 1 << 8;
+const Method* gguf_method(int64_t kind, int64_t instruction);
+
 }  // namespace inflight

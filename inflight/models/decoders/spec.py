@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
+from inflight.layers.formats.gguf import common_scheme
 from inflight.layers.kernels import ExpertRouting
 from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
@@ -189,20 +190,21 @@ class DecoderSpec:
 
     @property
     def head_format(self) -> WeightFormat:
-        """The format of the LM head. Tied embeddings are stored as they are."""
+        """The format of the LM head. Most checkpoints store tied embeddings as they are."""
+        if self.tied_embeddings and self.quantization.embeddings:
+            return self.format_of(self.names.embedding.removesuffix(".weight"))
         weights = self.quantization.format_of(*(name.removesuffix(".weight") for name in self.names.heads))
         return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN
 
     def scheme(self, layer: int, target: str) -> Scheme | None:
         """Return how a linear layer, or the experts, of a decoder layer hold their weights: quantized if all modules
-        that are loaded into them are, and in the same way."""
-        schemes = {
+        that are loaded into them are, and in ways that fit together."""
+        return common_scheme(
             self.format_of(f"{self.names.layers}.{layer}.{module}").scheme
             for modules in (self.names.layer, *self.names.experts)
             for module, own in modules.items()
             if f"{own}.".startswith(f"{target}.")
-        }
-        return schemes.pop() if len(schemes) == 1 else None
+        )
 
     @property
     def num_layers(self) -> int:

@@ -72,3 +72,20 @@ def test_gguf_file_gives_the_same_logits_as_transformers(case: str, tmp_path: Pa
     ids = prompt()
     ours, theirs = logprobs(decoder, ids), transformers_logprobs(model, ids)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmoe"])
+def test_product_of_blocks_is_close_to_that_of_expanded_ones(family: str, tmp_path: Path) -> None:
+    """Blocks of several types in one layer, tied embeddings in blocks, experts."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    make_model(family, **sizes).save_pretrained(tmp_path)
+    types = {"attn_k": "Q5_0", "attn_v": "Q5_1", "ffn_down": "Q4_1", "token_embd": "Q8_0"}
+
+    def type_of(name: str, _tensor: torch.Tensor) -> str:
+        return next((kind for part, kind in types.items() if part in name), "Q8_0")
+
+    path = write_gguf(tmp_path / "model.gguf", tmp_path, type_of)
+    ids = prompt()
+    expanded, quick = logprobs(load(path), ids), logprobs(load(path, fast=True), ids)
+    divergence = (expanded.exp() * (expanded - quick)).sum(-1)
+    assert float(divergence.median()) < 0.01  # a router may choose another expert now and then

@@ -68,7 +68,7 @@ def _nibbles(part: Tensor) -> Tensor:
 
 def _fifth_bits(part: Tensor) -> Tensor:
     """Return 32 bits [..., 4] as [..., 32] int8, each worth 16."""
-    places = torch.arange(8, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=part.device)
     return (((part[..., None] >> places) & 1) << 4).flatten(-2).to(torch.int8)
 
 
@@ -95,7 +95,9 @@ def _q5_1(blocks: Tensor) -> Groups:
 
 
 def _mxfp4(blocks: Tensor) -> Groups:
-    codes = torch.tensor(_MXFP4_CODES, dtype=torch.int8)[_nibbles(blocks[..., 1:]).long()]
+    codes = torch.tensor(_MXFP4_CODES, dtype=torch.int8, device=blocks.device)[
+        _nibbles(blocks[..., 1:]).long()
+    ]
     exponents = blocks[..., :1].int() - 128
     return Groups(codes, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents))
 
@@ -124,7 +126,7 @@ def _q4_k(blocks: Tensor) -> Groups:
 
 
 def _q5_k(blocks: Tensor) -> Groups:
-    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[..., None, 16:48] >> places) & 1) << 4  # bit g of all bytes belongs to group g
     return _k_groups(blocks, _k_nibbles(blocks[..., 48:]) + fifth.to(torch.int8))
 
@@ -132,7 +134,7 @@ def _q5_k(blocks: Tensor) -> Groups:
 def _q6_k(blocks: Tensor) -> Groups:
     shape = blocks.shape[:-1]
     low = _nibbles(blocks[..., :128].reshape(*shape, 2, 64))  # [..., 2, 128]
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = (blocks[..., 128:192].reshape(*shape, 2, 1, 32) >> places) & 3  # [..., 2, 4, 32]
     codes = low + (high << 4).to(torch.int8).flatten(-2) - 32
     scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks[..., 208:])
@@ -150,3 +152,13 @@ _UNPACK: Mapping[str, Callable[[Tensor], Groups]] = {
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
 }
+
+BLOCKS = tuple(_UNPACK)  # the names of the types that are not floating point types
+
+
+def quantize_q8_0(values: Tensor) -> Tensor:
+    """Return rows [rows, n] as blocks [rows, bytes] uint8 of the type Q8_0."""
+    groups = values.float().reshape(len(values), -1, 32)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    codes = (groups / scales.float().clamp(min=2.0**-24)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inflight.gguf_file import BLOCK_TYPES
-from inflight.layers.gguf_blocks import dequantize, unpack
+from inflight.layers.formats.gguf_blocks import dequantize, unpack
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -1,0 +1,159 @@
+"""Matrices in the block types of GGUF files: a scheme, a matrix and a format.
+
+The tensors of a file differ in type, so the rows of a layer that packs several of them do, too. A matrix is a list of
+runs of rows, each in blocks of one type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from inflight.errors import WeightsError
+from inflight.gguf_file import BLOCK_TYPES
+from inflight.layers.formats.gguf_blocks import BLOCKS, dequantize, quantize_q8_0
+from inflight.layers.formats.schemes import QuantizedMatrix, Scheme
+from inflight.layers.formats.weight_format import PlainFormat
+
+_ROWS = 4096  # dequantized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScheme:
+    """Implements `Scheme`: blocks of these types."""
+
+    types: tuple[str, ...]  # names, sorted
+
+    @property
+    def name(self) -> str:
+        return f"GGUF blocks ({', '.join(self.types)})"
+
+    @property
+    def column_multiple(self) -> int:
+        return lcm(*(BLOCK_TYPES[name].num_values for name in self.types))
+
+    def empty(self, num_rows: int, num_columns: int, device: torch.device) -> BlockMatrix:
+        """Return a matrix in the largest of the types. Rows that are copied into it bring their own."""
+        largest = max(self.types, key=lambda name: row_bytes(name, num_columns))
+        data = torch.empty(num_rows, row_bytes(largest, num_columns), dtype=torch.uint8, device=device)
+        return BlockMatrix([BlockRun(largest, data)], num_columns, self)
+
+    def quantize(self, weight: Tensor) -> BlockMatrix:
+        """Return the nearest matrix in Q8_0, the most precise type."""
+        return BlockMatrix([BlockRun("Q8_0", quantize_q8_0(weight))], weight.shape[1], self)
+
+
+def row_bytes(type_name: str, num_columns: int) -> int:
+    block = BLOCK_TYPES[type_name]
+    if num_columns % block.num_values:
+        raise WeightsError(
+            f"{num_columns} columns cannot be held as {type_name}: they must be a multiple of {block.num_values}"
+        )
+    return num_columns // block.num_values * block.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Rows in blocks of one type."""
+
+    type_name: str
+    data: Tensor  # [rows, bytes] uint8
+
+
+class BlockMatrix(QuantizedMatrix):
+    """Rows as a GGUF file stores them."""
+
+    def __init__(self, runs: list[BlockRun], num_columns: int, scheme: BlockScheme | None = None) -> None:
+        self.scheme: BlockScheme = scheme or BlockScheme(tuple(sorted({run.type_name for run in runs})))
+        self.runs = runs
+        self.shape = sum(len(run.data) for run in runs), num_columns
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        parts = [
+            dequantize(run.data[first : first + _ROWS], run.type_name).to(dtype)
+            for run in self.runs
+            for first in range(0, len(run.data), _ROWS)
+        ]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def cut(self, rows: slice | Tensor, columns: slice) -> BlockMatrix:
+        first, last, _ = columns.indices(self.shape[1])
+        runs = []
+        for run, part in self._rows(rows):
+            if last - first < self.shape[1]:
+                part = part[:, row_bytes(run.type_name, first) : row_bytes(run.type_name, last)]
+            runs.append(BlockRun(run.type_name, part))
+        return BlockMatrix(runs, last - first, self.scheme)
+
+    def _rows(self, rows: slice | Tensor) -> Iterator[tuple[BlockRun, Tensor]]:
+        """Yield the runs that have any of these rows, with the blocks of those."""
+        if isinstance(rows, Tensor):
+            (run,) = self.runs  # matrices of a file have one type
+            yield run, run.data[rows]
+            return
+        (start, stop, step), at = rows.indices(len(self)), 0
+        for run in self.runs:
+            # The first row of the run that the slice selects, however far before the run it starts.
+            begin = start - at if start >= at else (start - at) % step
+            part = run.data[begin : max(begin, stop - at) : step]
+            if len(part):
+                yield run, part
+            at += len(run.data)
+
+    def copy_rows(self, other: QuantizedMatrix, first_row: int) -> None:
+        assert isinstance(other, BlockMatrix)
+        every = slice(None)
+        before = self.cut(slice(first_row), every)
+        after = self.cut(slice(first_row + len(other), None), every)
+        self.runs = [*before.runs, *other.runs, *after.runs]
+
+    def to(self, device: torch.device | None) -> BlockMatrix:
+        runs = [BlockRun(run.type_name, run.data.to(device)) for run in self.runs]
+        return BlockMatrix(runs, self.shape[1], self.scheme)
+
+
+class BlockStack:
+    """Matrices [count, rows, columns] in blocks of one type: one for each expert."""
+
+    def __init__(self, type_name: str, data: Tensor, shape: tuple[int, int, int]) -> None:
+        self._type_name = type_name
+        self._data = data.view(shape[0], shape[1], -1)
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> BlockMatrix:
+        return BlockMatrix([BlockRun(self._type_name, self._data[index])], self.shape[2])
+
+    def to(self, device: torch.device | None) -> BlockStack:
+        return BlockStack(self._type_name, self._data.to(device), self.shape)
+
+
+@dataclass(frozen=True)
+class BlockFormat(PlainFormat):
+    """A tensor of a GGUF file, which is read as a `BlockMatrix`."""
+
+    scheme: BlockScheme  # type: ignore[assignment]
+
+
+def block_format(type_name: str) -> PlainFormat | None:
+    """Return the format of a type that has blocks."""
+    return BlockFormat(BlockScheme((type_name,))) if type_name in BLOCKS else None
+
+
+def common_scheme(schemes: Iterable[Scheme | None]) -> Scheme | None:
+    """Return a scheme that holds rows of all these, or None if there is none but plain numbers."""
+    found = set(schemes)
+    if len(found) == 1:
+        return found.pop()
+    types: set[str] = set()
+    for scheme in found:
+        if not isinstance(scheme, BlockScheme):
+            return None
+        types |= {*scheme.types}
+    return BlockScheme(tuple(sorted(types))) if types else None

@@ -1,0 +1,208 @@
+"""Linear layers over the block types of GGUF files on the compiled CPU library (native/gguf_blocks.cpp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.layers.formats import Weight
+from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme
+from inflight.layers.kernels import Kernels, Reduce, Residual, check_weight
+from inflight.layers.native_linears import CompiledLinear, NarrowLinear
+from inflight.native.library import Library
+
+# As `Kind` in gguf_blocks.cpp.
+KINDS = {
+    name: number
+    for number, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"))
+}
+_METHOD = 1 << 8  # kGgufMethod in narrow.h
+
+
+class BlockPanels:
+    """Rows in blocks of one type, as panels."""
+
+    group = 0  # only int4 has groups of any size
+
+    def __init__(self, library: Library, type_name: str, panels: Tensor, in_features: int) -> None:
+        self._library = library
+        self._kind = KINDS[type_name]
+        self._panels = panels
+        self._in_features = in_features
+
+    def pointer(self, index: int = 0) -> int:
+        return self._panels[index].data_ptr()
+
+    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:  # noqa: ARG002
+        raise ConfigError("rows in blocks are packed when they are created")
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [len(ids), in_features] as float32."""
+        out = torch.empty(len(ids), self._in_features)
+        self._library.gguf_gather(
+            self._kind, self.pointer(), ids.data_ptr(), out.data_ptr(), len(ids), self._in_features,
+            self._library.threads,
+        )  # fmt: skip
+        return out
+
+
+def method_of(type_name: str, instruction: int) -> int:
+    """Return the number of the method of a block type, as in narrow.h."""
+    return _METHOD * (1 + KINDS[type_name]) + instruction
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    first_row: int
+    num_rows: int
+    type_name: str
+    panels: Tensor  # [panels, bytes] uint8
+
+
+class BlockLinear(CompiledLinear):
+    """A linear layer over sections of rows, each in blocks of one type, as they were loaded."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        library: Library,
+        in_features: int,
+        out_features: int,
+        scheme: BlockScheme,
+        bias: bool,
+        reduce: Reduce | None,
+        device: torch.device,
+        instruction: int,
+    ) -> None:
+        super().__init__(kernels, library, in_features, out_features, bias, reduce, device)
+        self._scheme = scheme
+        self._instruction = instruction
+        self._sections: list[_Section] = []
+        self._parts: list[NarrowLinear] = []
+        if device.type == "meta":  # a layer of the right size
+            sizes = [self._panel_bytes(name) for name in scheme.types]
+            panels = -(-out_features // library.panel)
+            self._size = torch.empty(panels, max(sizes), dtype=torch.uint8, device=device)
+
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        """Load whole rows. Rows that were loaded before are replaced if they were loaded together."""
+        check_weight(self, weight, first_row, first_column)
+        matrix = self._scheme.quantize(weight) if isinstance(weight, Tensor) else weight
+        if not isinstance(matrix, BlockMatrix) or matrix.shape[1] != self.in_features:
+            raise ConfigError(
+                f"a weight of shape {list(matrix.shape)} held as {matrix.scheme.name} cannot be loaded into a layer "
+                f"of {self.in_features} columns held as {self._scheme.name}"
+            )
+        for run in matrix.runs:
+            self._replace(_Section(first_row, len(run.data), run.type_name, self._packed(run)))
+            first_row += len(run.data)
+        self._parts = []
+
+    def _packed(self, run: BlockRun) -> Tensor:
+        library, kind = self._library, KINDS[run.type_name]
+        data = run.data.to("cpu").contiguous()
+        size = -(-len(data) // library.panel), self._panel_bytes(run.type_name)
+        panels = torch.empty(size, dtype=torch.uint8)
+        library.advise(panels.data_ptr(), panels.nbytes)
+        library.gguf_pack(
+            kind, data.data_ptr(), panels.data_ptr(), len(data), self.in_features, library.threads
+        )
+        return panels
+
+    def _panel_bytes(self, type_name: str) -> int:
+        size: int = self._library.panel_bytes(self.in_features, method_of(type_name, 0), 0)
+        return size
+
+    def _replace(self, section: _Section) -> None:
+        end = section.first_row + section.num_rows
+        kept = [
+            other
+            for other in self._sections
+            if other.first_row >= end or other.first_row + other.num_rows <= section.first_row
+        ]
+        self._sections = sorted([*kept, section], key=lambda other: other.first_row)
+
+    def _ready(self) -> list[NarrowLinear]:
+        """Return the sections as layers, neighbours of one type as one."""
+        if not self._parts:
+            if sum(section.num_rows for section in self._sections) != self.out_features:
+                raise ConfigError(f"not all of the {self.out_features} rows of a layer have been loaded")
+            self._sections = self._joined()
+            self._parts = [self._part(section) for section in self._sections]
+        return self._parts
+
+    def _part(self, section: _Section) -> NarrowLinear:
+        panels = BlockPanels(self._library, section.type_name, section.panels, self.in_features)
+        has_bias, method = self._bias is not None, method_of(section.type_name, self._instruction)
+        part = NarrowLinear(
+            self._kernels,
+            self._library,
+            self.in_features,
+            section.num_rows,
+            has_bias,
+            None,
+            section.panels.device,
+            panels,
+            method,
+        )
+        if self._bias is not None:
+            part.load_bias(self._bias[section.first_row : section.first_row + section.num_rows])
+        return part
+
+    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
+        super().load_bias(bias, first_row)
+        self._parts = []
+
+    def _joined(self) -> list[_Section]:
+        joined: list[_Section] = []
+        for section in self._sections:
+            last = joined[-1] if joined else None
+            whole_panels = last is not None and last.num_rows % self._library.panel == 0
+            if last is None or last.type_name != section.type_name or not whole_panels:
+                joined.append(section)
+                continue
+            panels = torch.cat((last.panels, section.panels))
+            self._library.advise(panels.data_ptr(), panels.nbytes)
+            num_rows = last.num_rows + section.num_rows
+            joined[-1] = _Section(last.first_row, num_rows, section.type_name, panels)
+        return joined
+
+    def normed(self, residual: Residual, eps: float) -> Tensor:
+        return _beside([part.normed(residual, eps) for part in self._ready()])
+
+    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return _beside([part.logits(x, norm, eps) for part in self._ready()])
+
+    def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
+        parts = self._ready()
+        if len(parts) == 1:
+            return parts[0].gated(residual, eps, activation)
+        return super().gated(residual, eps, activation)
+
+    def add_to(
+        self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
+    ) -> Residual:
+        parts = self._ready()
+        if len(parts) == 1 and self._reduce is None:
+            return parts[0].add_to(residual, x, norm, eps, next_norm)
+        return super().add_to(residual, x, norm, eps, next_norm)
+
+    def _product(self, x: Tensor, activation: int) -> Tensor:
+        return _beside([part._product(x, activation) for part in self._ready()])
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        parts = self._ready()
+        if len(parts) == 1:
+            return parts[0]._rows(ids)
+        out = torch.empty(len(ids), self.in_features)
+        for section, part in zip(self._sections, parts, strict=True):
+            own = (ids >= section.first_row) & (ids < section.first_row + section.num_rows)
+            out[own] = part._rows((ids[own] - section.first_row).contiguous())
+        return out
+
+
+def _beside(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
