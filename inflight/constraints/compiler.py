@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import ref
 
 from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
-from inflight.constraints.matcher import Matcher, is_lexer_full
+from inflight.constraints.matcher import Lexer, Matcher, is_lexer_full
 from inflight.constraints.schema_document import UnsupportedKeywordError
 from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
@@ -38,6 +40,12 @@ NUM_THREADS = 2
 # a kilobyte each. So these limits bound the memory of the cached grammars, and the second what one request may use.
 MAX_STATES = 2_048
 MAX_LARGE_STATES = 20_000
+# Matchers of one lexer take turns, so a grammar with more matchers per lexer than this is compiled again in the
+# background, unless that takes long.
+MATCHERS_PER_LEXER = 4
+MAX_LEXERS = 16  # of one grammar
+MAX_SPARE_LEXERS = 64  # of all cached grammars together, without the first of each
+MAX_SECONDS_TO_REPEAT = 0.25
 # llguidance's "fuel" for one grammar and for one mask: it burns some ten thousand units per millisecond.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -48,19 +56,44 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
 }
 
+_SPARE_LEXERS = "spare lexers"  # the owner of these jobs, so that at most one runs at a time
+
 T = TypeVar("T")
 
 
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
-    def __init__(self, state: LLMatcher, is_large: bool) -> None:
-        self._state = state
+    def __init__(self, state: LLMatcher, is_large: bool, repeat: Callable[[Grammar], None] | None) -> None:
         self.is_large = is_large  # its lexer may have MAX_LARGE_STATES states
+        self._repeat = repeat  # starts to compile it again and calls `add`
+        self._lock = threading.Lock()
+        self._lexers = [Lexer(state)]
+        self._is_repeating = False
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the beginning of a text. It takes microseconds and shares the lexer's states."""
-        return Matcher(self._state.deep_copy())
+        """Return a matcher at the beginning of a text. It takes microseconds and shares a lexer's states."""
+        with self._lock:
+            lexer = min(self._lexers, key=lambda lexer: lexer.num_matchers)
+            matcher = lexer.matcher()
+            is_crowded = lexer.num_matchers > MATCHERS_PER_LEXER and len(self._lexers) < MAX_LEXERS
+            repeat = None if self._is_repeating or not is_crowded else self._repeat
+            self._is_repeating |= repeat is not None
+        if repeat is not None:
+            repeat(self)
+        return matcher
+
+    def add(self, state: LLMatcher) -> None:
+        """Add a lexer for later matchers."""
+        with self._lock:
+            self._lexers.append(Lexer(state))
+            self._is_repeating = False
+
+    def remove_spare(self) -> None:
+        """Remove a lexer that `add` has added. Its matchers keep it until they are gone."""
+        with self._lock:
+            if len(self._lexers) > 1:
+                self._lexers.pop()
 
 
 class GrammarCompiler:
@@ -71,6 +104,7 @@ class GrammarCompiler:
         self._cache: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED)
         self._large: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED_LARGE)
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
+        self._spare_lexers: deque[ref[Grammar]] = deque()  # the grammar of each, oldest first
 
     def compile(self, constraint: StructuredOutputs) -> Grammar:
         """Return the compiled grammar. Untrusted constraints must be validated first. Raises ParameterError."""
@@ -111,7 +145,15 @@ class GrammarCompiler:
         return first_success(constraint, self._special_texts, partial(self._attempt, is_large))
 
     def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
-        """Compile a grammar and take its first steps, as `trial_worker.py` does."""
+        start = time.perf_counter()
+        state = self._state(is_large, grammar)
+        if isinstance(state, str):
+            return state
+        is_repeatable = not is_large and time.perf_counter() - start < MAX_SECONDS_TO_REPEAT
+        return Grammar(state, is_large, partial(self._begin_lexer, grammar) if is_repeatable else None)
+
+    def _state(self, is_large: bool, grammar: str) -> LLMatcher | str:
+        """Compile a grammar and take its first steps, as `trial_worker.py` does. Return why that fails, if it does."""
         from llguidance import LLMatcher, LLParserLimits
 
         max_states = MAX_LARGE_STATES if is_large else MAX_STATES
@@ -123,9 +165,23 @@ class GrammarCompiler:
             if isinstance(panic, Exception | KeyboardInterrupt | SystemExit):
                 raise
             return f"llguidance panicked: {panic}"  # not an Exception: it would end the engine's loop
-        if error and (is_large or not is_lexer_full(error)):
-            return error
-        return Grammar(state, is_large)
+        return error if error and (is_large or not is_lexer_full(error)) else state
+
+    def _begin_lexer(self, text: str, grammar: Grammar) -> None:
+        self._threads.submit(_SPARE_LEXERS, partial(self._add_lexer, text, grammar))
+
+    def _add_lexer(self, text: str, grammar: Grammar) -> None:
+        """Compile a grammar again, and let go of the oldest spare lexer if there are too many."""
+        state = self._state(False, text)
+        if isinstance(state, str):
+            return
+        grammar.add(state)
+        spare = [each for each in self._spare_lexers if each() is not None]
+        self._spare_lexers = deque([*spare, ref(grammar)])
+        if len(self._spare_lexers) > MAX_SPARE_LEXERS:
+            oldest = self._spare_lexers.popleft()()
+            if oldest is not None:
+                oldest.remove_spare()
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

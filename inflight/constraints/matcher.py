@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,31 @@ MIN_THREADS_TO_ADVANCE = 4  # a token takes a few microseconds, so fewer threads
 MAX_TOKENS_PER_MASK = 64
 
 
+class Lexer:
+    """A compiled grammar whose matchers share the states of its lexer, and take turns: llguidance locks it."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self._state = state
+        self._matchers: WeakSet[Matcher] = WeakSet()
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of a text."""
+        matcher = Matcher(self._state.deep_copy(), self)
+        self._matchers.add(matcher)
+        return matcher
+
+    @property
+    def num_matchers(self) -> int:
+        """The number of its matchers that are still in use."""
+        return len(self._matchers)
+
+
 class Matcher:
     """The state of one request. Not thread-safe."""
 
-    def __init__(self, state: LLMatcher) -> None:
+    def __init__(self, state: LLMatcher, lexer: Lexer) -> None:
         self.state = state
+        self.lexer = lexer
         self._is_derailed = False  # a token was not allowed by the grammar
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -56,7 +77,10 @@ def is_lexer_full(error: str) -> bool:
 
 
 class MaskFiller:
-    """Advances the matchers of a step's rows and fills their masks in parallel, with the GIL released."""
+    """Advances the matchers of a step's rows and fills their masks in parallel, with the GIL released.
+
+    Matchers of the same lexer come one after the other, so that one thread gets them.
+    """
 
     def __init__(self) -> None:
         self._num_threads = min(_num_cores(), MAX_MASK_THREADS)
@@ -68,8 +92,8 @@ class MaskFiller:
             for matcher, token_id in zip(matchers, token_ids, strict=True):
                 matcher.advance([token_id])
             return
-        pairs = zip(matchers, token_ids, strict=True)
-        running = [(matcher.state, token) for matcher, token in pairs if not matcher.state.is_stopped()]
+        pairs = [(matchers[index].state, token_ids[index]) for index in _by_lexer(matchers)]
+        running = [(state, token_id) for state, token_id in pairs if not state.is_stopped()]
         if running:
             self._threads().consume_token_par(running)  # a failure becomes the matcher's error
 
@@ -81,7 +105,7 @@ class MaskFiller:
         if len(matchers) == 1:
             matchers[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         elif matchers:
-            states = [(matcher.state, index) for index, matcher in enumerate(matchers)]
+            states = [(matchers[index].state, index) for index in _by_lexer(matchers)]
             pointer, stride = masks.ctypes.data, masks.strides[0]
             self._threads().unsafe_compute_mask_ptr(states, pointer, stride, len(matchers))
         for index, matcher in enumerate(matchers):
@@ -94,6 +118,11 @@ class MaskFiller:
 
             self._executor = LLExecutor(num_threads=self._num_threads)
         return self._executor
+
+
+def _by_lexer(matchers: Sequence[Matcher]) -> list[int]:
+    """Return the indices of the matchers, sorted by lexer."""
+    return sorted(range(len(matchers)), key=lambda index: id(matchers[index].lexer))
 
 
 def _num_cores() -> int:

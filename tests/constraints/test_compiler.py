@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from inflight import StructuredOutputs
 from inflight.constraints import Grammar, GrammarCompiler, Vocabulary
+from inflight.constraints import compiler as compiling
 from inflight.constraints.compiler import MAX_CACHED
 from inflight.constraints.schema import MAX_OPTIONAL
 from inflight.errors import ParameterError
@@ -229,6 +231,53 @@ def test_matchers_of_one_grammar_are_independent() -> None:
     first.advance([vocabulary().pieces.index(b"a")])
     assert allowed_ids(second) == start != allowed_ids(first)
     assert allowed_ids(grammar.matcher()) == start
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    """A compiler whose lexers are crowded with two matchers, and that adds lexers at once."""
+    monkeypatch.setattr(compiling, "MATCHERS_PER_LEXER", 1)
+    crowded = GrammarCompiler(vocabulary)
+    monkeypatch.setattr(crowded._threads, "submit", lambda _owner, work: work())
+    return crowded
+
+
+def test_crowded_grammar_gets_further_lexers_up_to_a_limit(
+    crowded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MAX_LEXERS", 3)
+    grammar = crowded.compile(StructuredOutputs(regex="[ab]{3}c"))
+    matchers = [grammar.matcher() for _ in range(7)]
+    sizes = Counter(matcher.lexer for matcher in matchers).values()
+    assert sorted(sizes) == [2, 2, 3]
+    for token in map(vocabulary().pieces.index, (b"a", b"b", b"b", b"c")):
+        assert [allowed_ids(matcher) for matcher in matchers] == [allowed_ids(matchers[0])] * 7
+        for matcher in matchers:
+            matcher.advance([token])
+    assert not any(matcher.error for matcher in matchers)
+    del matcher, matchers[:]
+    assert (
+        len({matcher.lexer for matcher in [grammar.matcher() for _ in range(3)]}) == 3
+    )  # kept for later requests
+
+
+def test_spare_lexers_of_all_grammars_are_limited(
+    crowded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MAX_SPARE_LEXERS", 2)
+    grammars = [crowded.compile(StructuredOutputs(choice=[f"{number}"])) for number in range(3)]
+    for grammar in grammars:
+        matchers = [grammar.matcher() for _ in range(3)]
+        assert len({matcher.lexer for matcher in matchers}) == 2
+    assert [len(grammar._lexers) for grammar in grammars] == [1, 2, 2]
+
+
+def test_grammar_that_compiles_slowly_keeps_one_lexer(
+    crowded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MAX_SECONDS_TO_REPEAT", 0.0)
+    grammar = crowded.compile(StructuredOutputs(choice=["abc"]))
+    assert len({matcher.lexer for matcher in [grammar.matcher() for _ in range(4)]}) == 1
 
 
 def test_forbidden_token_is_a_permanent_error() -> None:
