@@ -1,11 +1,12 @@
 """Measures what a constraint costs: a mask on a vocabulary of 150,000 tokens, all masks of a step, a grammar, a step.
 
-    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16] [--only masks]
+    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16] [--only steps]
 
 Masks are those along valid answers. The masks of a step are those of 64 rows, from the moment their last tokens are
 known; sampling waits for what is left of them a millisecond later. The decode step is that of the built-in model, or
 of random weights of a `--shape` with the large vocabulary, with `--rows` rows: all constrained by a schema whose
-answers do not end, against none. The first token is that of a short prompt.
+answers do not end, against none, in turns in one process. Every row has its own seed, so they are in different states
+of the grammar. The first token is that of a short prompt.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.dummy import spelling, write_checkpoint
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
-from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
+from inflight.constraints import GrammarCompiler, MaskBatch, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
 from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.execution.sampling.interface import host_masks
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.models.builtin import checkpoint_folder
 from inflight.request import Request
@@ -105,7 +106,7 @@ def mask_seconds(words: Vocabulary, matcher: Matcher, seed: int) -> list[float]:
     while len(times) < 200:
         start = time.thread_time()  # others may want this core too
         matcher.advance(token_ids)
-        filler.fill([matcher], mask[None])
+        MaskBatch(filler, [matcher], [0]).fill(mask[None])
         times.append(time.thread_time() - start)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token_ids = [int(generator.choice(allowed))]
@@ -138,13 +139,11 @@ class _Masks:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.latest = self.mask_buffer(0)
+        self.host_masks = host_masks(NUM_MASKED_ROWS, vocab_size)
+        self.latest = self.host_masks[:0]
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        return np.empty((num_rows, -(-self.vocab_size // 32)), dtype=np.int32)
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:  # noqa: ARG002
-        self.latest = bits
+    def set_masks(self, rows: Sequence[int]) -> None:
+        self.latest = self.host_masks[list(rows)]
 
 
 def measure_step_masks() -> list[tuple[Any, ...]]:
@@ -191,7 +190,7 @@ def _waiting_seconds(
         waits.append(time.perf_counter() - start)
         bits = np.unpackbits(state.latest.view(np.uint8), axis=1, bitorder="little")
         token_ids = [int(generator.choice(np.flatnonzero(row))) for row in bits]
-        rows.expect(masks, numbers, lambda token_ids=token_ids: token_ids)
+        rows.expect(masks, lambda token_ids=token_ids: token_ids)
     return waits[NUM_STEPS // 4 :]  # the first ones warm up
 
 
@@ -208,16 +207,10 @@ def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]
 def measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     with LLM(show_progress=False, **options) as llm:
         asked = [None, *ENDLESS.values()]
-        params = [
-            SamplingParams(
-                temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=each
-            )
-            for each in asked
-        ]
-        for each in params:  # graphs, and what is compiled
+        for each in asked:  # graphs, and what is compiled
             _decode_ms(llm, each, arguments.rows)
         runs = [  # by turns: machines have moods
-            [_decode_ms(llm, each, arguments.rows) for each in params] for _ in range(arguments.repeats)
+            [_decode_ms(llm, each, arguments.rows) for each in asked] for _ in range(arguments.repeats)
         ]
     without, *beside = (statistics.median(times) for times in zip(*runs, strict=True))
     return [
@@ -247,8 +240,14 @@ async def _first_token_ms(engine: AsyncEngine, asked: StructuredOutputs | None) 
     return 1e3 * (time.perf_counter() - start)
 
 
-def _decode_ms(llm: LLM, params: SamplingParams, num_rows: int) -> float:
+def _decode_ms(llm: LLM, asked: StructuredOutputs | None, num_rows: int) -> float:
     """The median time between the ends of two steps that only decode."""
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=row, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=asked
+        )
+        for row in range(num_rows)
+    ]
     ends: list[float] = []
 
     def observe(record: StepRecord) -> None:
@@ -271,8 +270,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of the weights of a shape")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["masks"], help="measure only the masks of a step")
+    parser.add_argument(
+        "--only", choices=["masks", "steps"], help="measure only the masks of a step, or steps"
+    )
     arguments = parser.parse_args()
+    step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
+    if arguments.only == "steps":
+        with tempfile.TemporaryDirectory() as folder:
+            steps = measure_steps(engine_options(arguments, folder), arguments)
+        show("a decode step", step_columns, steps, arguments.json, {})
+        return
     step_masks = measure_step_masks()
     mask_columns = ("tokens", "schema", "rows", "all masks µs", "left after 1 ms µs")
     if arguments.only == "masks":
@@ -284,7 +291,6 @@ def main() -> None:
         options = engine_options(arguments, folder)
         steps = measure_steps(options, arguments)
         first = asyncio.run(measure_first_token(options, arguments.repeats))
-    step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
     first_columns = ("first token ms", "with a cold schema ms", "more ms")
     if arguments.json:
         data = {

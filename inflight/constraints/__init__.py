@@ -10,7 +10,7 @@ from inflight.constraints.answer_rules import CONTENT, AnswerRules, RuleSchema
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
 from inflight.constraints.input_lark import bare_input, json_quoted
-from inflight.constraints.matcher import MaskFiller, Matcher
+from inflight.constraints.matcher import MaskBatch, MaskFiller, Matcher
 from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.validator import GrammarValidator
 from inflight.constraints.vocabulary import Vocabulary
@@ -21,6 +21,7 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "GrammarValidator",
+    "MaskBatch",
     "MaskFiller",
     "Matcher",
     "RuleSchema",

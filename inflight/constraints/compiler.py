@@ -11,7 +11,7 @@ import contextlib
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -74,26 +74,32 @@ class Grammar:
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of a text. It takes microseconds and shares a lexer's states."""
         with self._lock:
-            lexer = min(self._lexers, key=lambda lexer: lexer.num_matchers)
-            matcher = lexer.matcher()
-            is_crowded = lexer.num_matchers > MATCHERS_PER_LEXER and len(self._lexers) < MAX_LEXERS
-            repeat = None if self._is_repeating or not is_crowded else self._repeat
-            self._is_repeating |= repeat is not None
-        if repeat is not None:
-            repeat(self)
+            matcher = min(self._lexers, key=lambda lexer: lexer.num_matchers).matcher()
+            begins = self._repeat is not None and not self._is_repeating and self._is_crowded()
+            self._is_repeating |= begins
+        if begins and self._repeat is not None:
+            self._repeat(self)
         return matcher
 
-    def add(self, state: LLMatcher) -> None:
-        """Add a lexer for later matchers."""
-        with self._lock:
-            self._lexers.append(Lexer(state))
-            self._is_repeating = False
+    def _is_crowded(self) -> bool:
+        num_matchers = sum(lexer.num_matchers for lexer in self._lexers)
+        return MATCHERS_PER_LEXER * len(self._lexers) < min(num_matchers, MATCHERS_PER_LEXER * MAX_LEXERS)
 
-    def remove_spare(self) -> None:
-        """Remove a lexer that `add` has added. Its matchers keep it until they are gone."""
+    def add(self, state: LLMatcher | None) -> bool:
+        """Add a lexer for later matchers, or none if there is no room. Return whether to compile another one."""
         with self._lock:
-            if len(self._lexers) > 1:
-                self._lexers.pop()
+            if state is not None:
+                self._lexers.append(Lexer(state))
+            self._is_repeating = state is not None and self._is_crowded()
+            return self._is_repeating
+
+    def remove_spare(self) -> bool:
+        """Remove a lexer other than the first that no matcher uses. Return whether there was one."""
+        with self._lock:
+            unused = [lexer for lexer in self._lexers[1:] if not lexer.num_matchers]
+            if unused:
+                self._lexers.remove(unused[0])
+            return bool(unused)
 
 
 class GrammarCompiler:
@@ -104,7 +110,7 @@ class GrammarCompiler:
         self._cache: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED)
         self._large: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED_LARGE)
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
-        self._spare_lexers: deque[ref[Grammar]] = deque()  # the grammar of each, oldest first
+        self._spare_lexers: list[ref[Grammar]] = []  # the grammar of each, oldest first
 
     def compile(self, constraint: StructuredOutputs) -> Grammar:
         """Return the compiled grammar. Untrusted constraints must be validated first. Raises ParameterError."""
@@ -171,17 +177,25 @@ class GrammarCompiler:
         self._threads.submit(_SPARE_LEXERS, partial(self._add_lexer, text, grammar))
 
     def _add_lexer(self, text: str, grammar: Grammar) -> None:
-        """Compile a grammar again, and let go of the oldest spare lexer if there are too many."""
-        state = self._state(False, text)
+        state = self._state(False, text) if self._has_room() else None
         if isinstance(state, str):
-            return
-        grammar.add(state)
-        spare = [each for each in self._spare_lexers if each() is not None]
-        self._spare_lexers = deque([*spare, ref(grammar)])
-        if len(self._spare_lexers) > MAX_SPARE_LEXERS:
-            oldest = self._spare_lexers.popleft()()
-            if oldest is not None:
-                oldest.remove_spare()
+            state = None
+        if state is not None:
+            self._spare_lexers.append(ref(grammar))
+        if grammar.add(state):
+            self._begin_lexer(text, grammar)
+
+    def _has_room(self) -> bool:
+        """Return whether another spare lexer fits, if need be in the place of the oldest that is not in use."""
+        self._spare_lexers = [each for each in self._spare_lexers if each() is not None]
+        if len(self._spare_lexers) < MAX_SPARE_LEXERS:
+            return True
+        for each in self._spare_lexers:
+            grammar = each()
+            if grammar is not None and grammar.remove_spare():
+                self._spare_lexers.remove(each)
+                return True
+        return False
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

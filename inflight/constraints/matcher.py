@@ -15,8 +15,7 @@ from inflight.errors import clipped
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-MAX_MASK_THREADS = 12  # for the masks of one step
-MIN_THREADS_TO_ADVANCE = 4  # a token takes a few microseconds, so fewer threads gain nothing
+MAX_MASK_THREADS = 4  # more of them slow down the thread that prepares the next step
 # Tokens replayed between two masks: tokens use up some of the lexer's fuel, and computing a mask renews it.
 MAX_TOKENS_PER_MASK = 64
 
@@ -77,52 +76,59 @@ def is_lexer_full(error: str) -> bool:
 
 
 class MaskFiller:
-    """Advances the matchers of a step's rows and fills their masks in parallel, with the GIL released.
-
-    Matchers of the same lexer come one after the other, so that one thread gets them.
-    """
+    """Threads that advance the matchers of a step's rows and fill their masks, with the GIL released."""
 
     def __init__(self) -> None:
-        self._num_threads = min(_num_cores(), MAX_MASK_THREADS)
-        self._executor: LLExecutor | None = None
+        self._max_threads = min(_num_cores(), MAX_MASK_THREADS)
+        self._executors: dict[int, LLExecutor] = {}  # by number of threads
 
-    def advance(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
-        """Consume the next token of each matcher."""
-        if self._num_threads < MIN_THREADS_TO_ADVANCE or len(matchers) == 1:
-            for matcher, token_id in zip(matchers, token_ids, strict=True):
-                matcher.advance([token_id])
-            return
-        pairs = [(matchers[index].state, token_ids[index]) for index in _by_lexer(matchers)]
-        running = [(state, token_id) for state, token_id in pairs if not state.is_stopped()]
-        if running:
-            self._threads().consume_token_par(running)  # a failure becomes the matcher's error
+    def threads(self, count: int) -> LLExecutor:
+        """Return `count` threads, or as many as are allowed."""
+        from llguidance import LLExecutor
 
-    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next in masks [len(matchers), words], lowest bit of a word first.
+        count = min(count, self._max_threads)
+        if count not in self._executors:
+            self._executors[count] = LLExecutor(num_threads=count)
+        return self._executors[count]
 
-        A matcher with an error allows none; a text that must end allows the end-of-text tokens.
+
+class MaskBatch:
+    """Matchers of a step's rows. Most of the work is done in advance: it competes for the GIL with the next step's.
+
+    Masks are filled by as many threads as there are lexers, up to a limit, and matchers of one lexer come one after the
+    other, so that threads seldom wait for each other. A token takes too little time to share.
+    """
+
+    def __init__(self, filler: MaskFiller, matchers: Sequence[Matcher], places: Sequence[int]) -> None:
+        """Prepare to write the mask of matchers[i] to place places[i] of an array of masks."""
+        self._filler = filler
+        self._matchers = matchers
+        self._places = places
+        self._states = [matcher.state for matcher in matchers]
+        lexers = [id(matcher.lexer) for matcher in matchers]
+        order = sorted(range(len(matchers)), key=lexers.__getitem__)
+        self._targets = [(self._states[index], places[index]) for index in order]
+        self._num_lexers = len(set(lexers))
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Consume the next token of each matcher. A failure becomes the matcher's error."""
+        if self._states:
+            self._filler.threads(1).consume_token_par(list(zip(self._states, token_ids, strict=True)))
+
+    def fill(self, masks: NDArray[np.int32]) -> list[int]:
+        """Set the bits of the tokens that may come next, lowest bit of a word first. Return places without any.
+
+        A matcher with an error allows no token; a text that must end allows the end-of-text tokens.
         """
-        if len(matchers) == 1:
-            matchers[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        elif matchers:
-            states = [(matchers[index].state, index) for index in _by_lexer(matchers)]
-            pointer, stride = masks.ctypes.data, masks.strides[0]
-            self._threads().unsafe_compute_mask_ptr(states, pointer, stride, len(matchers))
-        for index, matcher in enumerate(matchers):
-            if matcher.error is not None:
-                masks[index] = 0
-
-    def _threads(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(num_threads=self._num_threads)
-        return self._executor
-
-
-def _by_lexer(matchers: Sequence[Matcher]) -> list[int]:
-    """Return the indices of the matchers, sorted by lexer."""
-    return sorted(range(len(matchers)), key=lambda index: id(matchers[index].lexer))
+        if self._targets:
+            stride = masks.shape[1] * masks.itemsize
+            threads = self._filler.threads(self._num_lexers)
+            threads.unsafe_compute_mask_ptr(self._targets, masks.ctypes.data, stride, len(masks))
+        matchers = zip(self._matchers, self._places, strict=True)
+        failed = [place for matcher, place in matchers if matcher.error is not None]
+        for place in failed:
+            masks[place] = 0
+        return failed
 
 
 def _num_cores() -> int:

@@ -1,14 +1,17 @@
 """Rows with structured outputs: the state of each in its grammar, and the tokens that it may sample next.
 
 A mask depends on the row's last token. As soon as a step is launched, a thread waits for its tokens and computes the
-masks of the same rows for the next step, while the host prepares that step and the device runs its forward pass. Only
-sampling waits for the masks. Rows that sampled nothing in the step before get theirs when the next step starts.
+masks of the same rows for the next step, while the host prepares that step and the device runs its forward pass. The
+first mask of a row is computed when its first step starts.
+
+The thread works through its jobs in order, and writes the mask of a row into that row of a buffer. It writes the next
+one only after the tokens of the step that uses it, so no step ever reads a mask that is being written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -16,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.constraints import Grammar, GrammarCompiler, MaskFiller, Matcher
+from inflight.constraints import Grammar, GrammarCompiler, MaskBatch, MaskFiller, Matcher
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
 from inflight.execution.sampling.interface import first_mask
@@ -30,11 +33,10 @@ class MaskedRows(Protocol):
     """The rows of a sampler, as far as masks are concerned."""
 
     vocab_size: int
+    host_masks: NDArray[np.int32]  # [max_rows, words]: the thread writes here
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None: ...
+    def set_masks(self, rows: Sequence[int]) -> None:
+        """Let these rows sample next what their masks in `host_masks` allow."""
 
 
 class SampledTokens(Protocol):
@@ -43,41 +45,33 @@ class SampledTokens(Protocol):
     def __call__(self) -> Sequence[int]: ...
 
 
-class _PendingToken(NamedTuple):
-    """A token that a launched step samples."""
-
-    tokens: SampledTokens
-    sample: int  # its index in the step
-
-
 @dataclass(eq=False, slots=True)
 class _Constrained:
     """One row. Its grammar is compiled from admission on; its outputs are replayed for its first mask."""
 
+    row: int
     constraint: StructuredOutputs
     compiled: Future[Grammar]
     allowed: NDArray[np.int32] | None  # by allowed_token_ids; None: all
     outputs: list[int]
-    num_matched: int = 0  # outputs that the matcher has consumed
-    pending: _PendingToken | None = None  # the next output, if it has not been read yet
+    job: Future[None] | None = None  # computes the mask of the next token
     grammar: Grammar | None = None
     matcher: Matcher | None = None
     failure: RequestFailure | None = None
 
 
-class _NextMasks(NamedTuple):
-    """The masks of rows for the step after the one that sampled their latest tokens."""
-
-    rows: list[_Constrained]
-    bits: Future[NDArray[np.int32]]  # [len(rows), words]
-
-
 class StepMasks(NamedTuple):
-    """The masks of a step, being computed."""
+    """The masks of a step, which the thread computes."""
 
-    rows: list[int]
-    bits: Future[NDArray[np.int32]]  # [len(rows), words]
+    samples: list[int]  # the constrained samples of the step
+    constrained: list[_Constrained]  # their rows
+    jobs: set[Future[None]]
     any_first: bool  # whether a row gets its first mask, which may have to wait for its grammar
+
+    def failures(self) -> dict[int, RequestFailure]:
+        """Return why rows got no mask, by sample."""
+        rows = zip(self.samples, self.constrained, strict=True)
+        return {sample: row.failure for sample, row in rows if row.failure is not None}
 
 
 @dataclass(slots=True)
@@ -90,7 +84,6 @@ class ConstrainedRows:
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
-    _next: _NextMasks | None = None  # of the rows that sampled last
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         for row, request in admissions:
@@ -102,7 +95,7 @@ class ConstrainedRows:
                     None if params.allowed_token_ids is None else first_mask(params, self.state.vocab_size)
                 )
                 compiled = self._compile(params.structured_outputs)
-                self._rows[row] = _Constrained(params.structured_outputs, compiled, allowed, outputs)
+                self._rows[row] = _Constrained(row, params.structured_outputs, compiled, allowed, outputs)
 
     def _compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
         """Start compiling a grammar while the prompt is computed, unless it is cached."""
@@ -119,118 +112,76 @@ class ConstrainedRows:
         """Start computing the masks of the constrained rows among these; None if there are none."""
         if not self._rows:
             return None
-        chosen = [row for row in rows if row in self._rows]
-        if not chosen:
+        samples = [sample for sample, row in enumerate(rows) if row in self._rows]
+        if not samples:
             return None
-        constrained = [self._rows[row] for row in chosen]
-        any_first = any(row.grammar is None for row in constrained)
-        following, self._next = self._next, None
-        if following is not None and following.rows == constrained:
-            return StepMasks(chosen, following.bits, any_first)
-        return StepMasks(chosen, self._submit(self._compute, constrained, following), any_first)
+        constrained = [self._rows[rows[sample]] for sample in samples]
+        first = [row for row in constrained if row.job is None]
+        if first:
+            self._submit(first)
+        jobs = {row.job for row in constrained if row.job is not None}
+        return StepMasks(samples, constrained, jobs, bool(first))
+
+    def expect(self, masks: StepMasks, tokens: SampledTokens) -> None:
+        """Start computing the next masks of a step's rows. `tokens` waits, in the thread, for what it samples."""
+        self._submit(masks.constrained, tokens, masks.samples)
 
     def finish(self, masks: StepMasks) -> None:
         """Wait for the masks and pass them to the sampler."""
-        self.state.set_masks(masks.rows, masks.bits.result())
-
-    def expect(self, masks: StepMasks, rows: Sequence[int], tokens: SampledTokens) -> None:
-        """Start computing the next masks of a step's rows, for each of which it samples a token.
-
-        `tokens` waits for them in the thread. Failures of this step must be read before.
-        """
-        indices = {row: index for index, row in enumerate(rows)}
-        constrained = [self._rows[row] for row in masks.rows]
-        for row, each in zip(masks.rows, constrained, strict=True):
-            each.pending = _PendingToken(tokens, indices[row])
-        self._next = _NextMasks(constrained, self._submit(self._compute, constrained))
-
-    def _submit(
-        self, compute: Callable[..., NDArray[np.int32]], *arguments: object
-    ) -> Future[NDArray[np.int32]]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "inflight-masks", self.prepare_thread)
-        return self._thread.submit(compute, *arguments)
-
-    def failures(self, masks: StepMasks, rows: Sequence[int]) -> dict[int, RequestFailure]:
-        """Return why rows got no mask, by their index in `rows`."""
-        failed = {row: failure for row in masks.rows if (failure := self._rows[row].failure) is not None}
-        return {index: failed[row] for index, row in enumerate(rows) if row in failed} if failed else {}
+        for job in masks.jobs:
+            job.result()
+        self.state.set_masks([row.row for row in masks.constrained])
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _submit(
+        self, rows: list[_Constrained], tokens: SampledTokens | None = None, samples: Sequence[int] = ()
+    ) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "inflight-masks", self.prepare_thread)
+        job = self._thread.submit(self._run, rows, tokens, samples)
+        for row in rows:
+            row.job = job
+
     # ---- in the thread ----
 
-    def _compute(
-        self, constrained: list[_Constrained], computed: _NextMasks | None = None
-    ) -> NDArray[np.int32]:
-        """Return the masks of some rows; `computed` has those of some of them, and perhaps of others."""
-        if computed is not None:
-            return self._complete(constrained, computed)
-        token_ids: dict[SampledTokens, Sequence[int]] = {}
-        for row in constrained:
-            if row.pending is not None:
-                tokens, sample = row.pending
-                if tokens not in token_ids:
-                    token_ids[tokens] = tokens()
-                row.outputs.append(token_ids[tokens][sample])
-                row.pending = None
-        matchers = self._catch_up(constrained)
-        masks = self.state.mask_buffer(len(constrained))
-        if None in matchers:
-            masks[:] = 0
-            indices = [index for index, matcher in enumerate(matchers) if matcher is not None]
-            filled = masks[indices]
-            self._filler.fill([m for m in matchers if m is not None], filled)
-            masks[indices] = filled
-        else:
-            self._filler.fill([m for m in matchers if m is not None], masks)
-        for row, matcher, mask in zip(constrained, matchers, masks, strict=True):
-            if matcher is not None and matcher.error is not None:
-                self._recover(row, mask)
+    def _run(self, rows: list[_Constrained], tokens: SampledTokens | None, samples: Sequence[int]) -> None:
+        """Compute the next masks of some rows, which first sample these tokens, if any."""
+        masks = self.state.host_masks
+        self._catch_up(rows)
+        matched = [(row, row.matcher) for row in rows if row.matcher is not None]
+        places = [row.row for row, _ in matched]
+        batch = MaskBatch(self._filler, [matcher for _, matcher in matched], places)
+        if tokens is not None:
+            self._append(rows, tokens(), samples)
+            batch.advance([row.outputs[-1] for row, _ in matched])
+        failed = batch.fill(masks)
+        for row in rows:
+            if row.matcher is None:
+                masks[row.row] = 0
+            elif failed and row.row in failed:
+                self._recover(row)
             if row.allowed is not None:
-                mask &= row.allowed
-        return masks
+                masks[row.row] &= row.allowed
 
-    def _complete(self, constrained: list[_Constrained], computed: _NextMasks) -> NDArray[np.int32]:
-        """Return the masks of rows that are not exactly those of the step before."""
-        bits = computed.bits.result()  # computed by this thread before
-        indices = {id(row): index for index, row in enumerate(computed.rows)}
-        missing = [row for row in constrained if id(row) not in indices]
-        indices |= {id(row): len(bits) + index for index, row in enumerate(missing)}
-        masks = self.state.mask_buffer(len(constrained))
-        sources = np.array([indices[id(row)] for row in constrained])
-        is_new = sources >= len(bits)
-        masks[~is_new] = bits[sources[~is_new]]
-        if missing:
-            masks[is_new] = self._compute(missing)
-        return masks
+    def _append(self, rows: list[_Constrained], token_ids: Sequence[int], samples: Sequence[int]) -> None:
+        for row, sample in zip(rows, samples, strict=True):
+            row.outputs.append(token_ids[sample])
 
-    def _catch_up(self, constrained: list[_Constrained]) -> list[Matcher | None]:
-        """Return the rows' matchers after they have consumed all tokens; None if a grammar failed to compile."""
-        matchers: list[Matcher | None] = []
-        decoding: list[tuple[Matcher, int]] = []
-        for row in constrained:
+    def _catch_up(self, rows: Iterable[_Constrained]) -> None:
+        """Let new matchers consume the outputs so far. Rows whose grammar fails to compile have none."""
+        for row in rows:
             if row.matcher is None and row.failure is None:
                 try:
                     row.grammar = row.compiled.result()
                     row.matcher = row.grammar.matcher()
+                    row.matcher.advance(row.outputs)
                 except Exception as error:
                     row.failure = _compile_failure(error)
-            matchers.append(row.matcher)
-            if row.matcher is None:
-                continue
-            if len(row.outputs) == row.num_matched + 1:
-                decoding.append((row.matcher, row.outputs[-1]))
-            else:
-                row.matcher.advance(row.outputs[row.num_matched :])
-            row.num_matched = len(row.outputs)
-        if decoding:
-            self._filler.advance([matcher for matcher, _ in decoding], [token for _, token in decoding])
-        return matchers
 
-    def _recover(self, row: _Constrained, mask: NDArray[np.int32]) -> None:
+    def _recover(self, row: _Constrained) -> None:
         """Replace a matcher that failed because its shared lexer is full, and fill its mask.
 
         Any other failure is the request's own.
@@ -248,7 +199,7 @@ class ConstrainedRows:
                 return
             row.matcher = row.grammar.matcher()
             row.matcher.advance(row.outputs)
-            self._filler.fill([row.matcher], mask[None])
+            MaskBatch(self._filler, [row.matcher], [row.row]).fill(self.state.host_masks)
         if row.matcher.error is not None:
             row.failure = _failure(row.matcher.error)
 

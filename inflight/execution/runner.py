@@ -299,8 +299,8 @@ class ModelRunner:
                     self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
             handle.sampled = self._sample(rows, inputs, logits).fetch()
             if masks is not None:
-                handle.failures = self.constrained.failures(masks, rows)
-                self.constrained.expect(masks, rows, handle.sampled.token_ids.tolist)
+                handle.failures = masks.failures()
+                self.constrained.expect(masks, handle.sampled.token_ids.tolist)
         if states.pooled_entries and self.decoder.pooling_head is not None:
             handle.pooled = StepVectors(states.pooled_entries, self.decoder.pooling_head(states.pooled))
         return handle

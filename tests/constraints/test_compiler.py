@@ -265,10 +265,12 @@ def test_spare_lexers_of_all_grammars_are_limited(
     crowded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "MAX_SPARE_LEXERS", 2)
+    monkeypatch.setattr(compiling, "MAX_LEXERS", 2)
     grammars = [crowded.compile(StructuredOutputs(choice=[f"{number}"])) for number in range(3)]
-    for grammar in grammars:
-        matchers = [grammar.matcher() for _ in range(3)]
-        assert len({matcher.lexer for matcher in matchers}) == 2
+    matchers = [[grammar.matcher() for _ in range(3)] for grammar in grammars]
+    assert [len(grammar._lexers) for grammar in grammars] == [2, 2, 1]  # the spare ones are in use
+    matchers[0].clear()
+    matchers[2].append(grammars[2].matcher())
     assert [len(grammar._lexers) for grammar in grammars] == [1, 2, 2]
 
 

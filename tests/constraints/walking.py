@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler, GrammarValidator, MaskFiller, Matcher, Vocabulary
+from inflight.constraints import GrammarCompiler, GrammarValidator, MaskBatch, MaskFiller, Matcher, Vocabulary
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.models.builtin import checkpoint_folder
 from inflight.structured_outputs import StructuredOutputs
@@ -47,7 +47,7 @@ def validator() -> GrammarValidator:
 def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     size = len(vocabulary().pieces) if vocab_size is None else vocab_size
     mask = np.zeros(-(-size // 32), dtype=np.int32)
-    MaskFiller().fill([matcher], mask[None])
+    MaskBatch(MaskFiller(), [matcher], [0]).fill(mask[None])
     ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     return ids
 

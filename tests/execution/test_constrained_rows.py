@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from inflight.constraints import Grammar, GrammarCompiler
 from inflight.constraints import compiler as compiling
@@ -33,14 +31,11 @@ class Masks:
     vocab_size = len(vocabulary().pieces)
 
     def __init__(self) -> None:
-        self.latest = self.mask_buffer(0)
+        self.host_masks = np.zeros((16, -(-self.vocab_size // 32)), dtype=np.int32)
+        self.latest = self.host_masks[:0]
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        return np.zeros((num_rows, -(-self.vocab_size // 32)), dtype=np.int32)
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        assert len(rows) == len(bits)
-        self.latest = bits.copy()
+    def set_masks(self, rows: Sequence[int]) -> None:
+        self.latest = self.host_masks[list(rows)]
 
 
 def follow(
@@ -56,10 +51,10 @@ def follow(
         assert step is not None
         rows.finish(step)
         masks.append(state.latest.tobytes())
-        failures = rows.failures(step, [0])
+        failures = step.failures()
         if failures:
             return masks, failures
-        rows.expect(step, [0], lambda token_id=token_id: [token_id])
+        rows.expect(step, lambda token_id=token_id: [token_id])
     return masks, {}
 
 
@@ -169,8 +164,8 @@ def step(rows: ConstrainedRows, state: Masks, numbers: list[int], token_ids: lis
     masks = rows.start(numbers)
     assert masks is not None
     rows.finish(masks)
-    assert not rows.failures(masks, numbers)
-    rows.expect(masks, numbers, lambda: token_ids)
+    assert not masks.failures()
+    rows.expect(masks, lambda: token_ids)
     bits = np.unpackbits(state.latest.view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in bits]
 
@@ -185,23 +180,17 @@ def piece(letter: str) -> int:
 
 
 def test_next_masks_are_computed_before_the_next_step_starts() -> None:
-    computed = threading.Event()
-
-    class Watched(Masks):
-        num_buffers = 0
-
-        def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-            self.num_buffers += 1
-            if self.num_buffers == 2:
-                computed.set()
-            return super().mask_buffer(num_rows)
-
-    state = Watched()
+    state = Masks()
     rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
     admit(rows, 0, "xyz")
     step(rows, state, [0], [piece("x")])
-    assert computed.wait(30)
+    (job,) = [row.job for row in rows._rows.values()]
+    assert job is not None
+    job.result(30)
+    allowed = np.unpackbits(state.host_masks[0].view(np.uint8), bitorder="little")
+    assert allowed[piece("y")]
     assert piece("y") in step(rows, state, [0], [piece("y")])[0]
+    assert rows._rows[0].job is not job
     rows.close()
 
 
@@ -238,7 +227,33 @@ def test_forbidden_token_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) ->
     masks = rows.start([0, 1])
     assert masks is not None
     rows.finish(masks)
-    assert list(rows.failures(masks, [0, 1])) == [0]
+    assert list(masks.failures()) == [0]
     assert not state.latest[0].any()
     assert state.latest[1].any()
     rows.close()
+
+
+def test_masks_are_the_same_whichever_lexer_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one constraint use several lexers, and rows that come later other ones than the first."""
+    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: 4)
+    monkeypatch.setattr(compiling, "MATCHERS_PER_LEXER", 2)
+    state, shared = Masks(), GrammarCompiler(vocabulary)
+    shared.compile(CONSTRAINT)
+    monkeypatch.setattr(shared._threads, "submit", lambda _owner, work: work())
+    rows = ConstrainedRows(state, shared)
+    texts = [letters(seed) for seed in range(10)]
+    alone = ConstrainedRows(Masks(), GrammarCompiler(vocabulary))
+    expected = [follow(alone, alone.state, HUNGRY, text)[0] for text in texts]  # type: ignore[arg-type]
+    for number in range(10):
+        params = SamplingParams(structured_outputs=CONSTRAINT, max_tokens=NUM_TOKENS)
+        request = Request.create(f"r{number}", [1], params, NUM_TOKENS)
+        rows.admit([Admission(number, request.current_spec())])
+    actual: list[list[bytes]] = [[] for _ in texts]
+    for token_ids in zip(*texts, strict=True):
+        step(rows, state, list(range(10)), list(token_ids))
+        for masks, mask in zip(actual, state.latest, strict=True):
+            masks.append(mask.tobytes())
+    assert actual == expected
+    assert len(shared.compile(CONSTRAINT)._lexers) > 1
+    rows.close()
+    alone.close()

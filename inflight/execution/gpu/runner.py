@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
 from inflight.execution.gpu.device_step import DeviceStep
-from inflight.execution.gpu.host_step import HostStep, host_step
+from inflight.execution.gpu.host_step import HostStep, Ints, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.gpu.states import DeviceStates
@@ -57,13 +57,13 @@ class GpuStepHandle:
 
     num_entries: int
     sampling_entries: list[int]
-    # [2, S] int32 in host memory, padded: token ids, and 0 or why sampling failed.
-    sampled: Tensor | None
-    logprobs: PendingLogprobs | None  # for `logprob_entries`, in order
-    logprob_entries: list[int]
     prompt_logprobs: list[tuple[int, PendingLogprobs]]  # by entry, in order of position
     pooled: StepVectors | None
-    done: torch.cuda.Event | None  # None where there is nothing to wait for
+    # [2, S] int32 in host memory, padded: token ids, and 0 or why sampling failed.
+    sampled: Tensor | None = None
+    logprobs: PendingLogprobs | None = None  # for `logprob_entries`, in order
+    logprob_entries: list[int] = field(default_factory=list)
+    done: torch.cuda.Event | None = None  # None where there is nothing to wait for
     # By sample, where the constraint failed.
     failures: dict[int, RequestFailure] = field(default_factory=dict)
 
@@ -109,8 +109,9 @@ class GpuStepHandle:
 
 class GpuRunner:
     """Implements `Runner`. `launch` does not wait for the device, unless rows are constrained: their masks depend on
-    the previous step's tokens. A thread computes them as soon as those are known; the forward pass is launched before
-    the wait for that thread, and only sampling after it.
+    the previous step's tokens. A thread computes them as soon as those are known. Such a step is launched in two
+    halves: the forward pass at once, and sampling before the next step is launched, or when the results are read. In
+    between, the host schedules the next step, and hardly ever has to wait for masks.
 
     With `graphs`, each step shape is captured once and replayed. Without (and on a CPU under Triton's interpreter, as
     in tests) every kernel is launched by itself.
@@ -170,6 +171,8 @@ class GpuRunner:
         self.sampling_steps: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
         self.sampling_steps = self.steps.beside(self._sample_last)
         self._last_hidden: Tensor | None = None  # the input of `_sample_last`
+        # The last step and what launches its second half, if that is still to be launched.
+        self._unfinished: tuple[GpuStepHandle, Callable[[], None]] | None = None
         # The hidden states of the previous stage.
         num_received = 0 if decoder.shard.is_first else self.buckets.tokens[-1]
         dtype = decoder.kernels.compute_dtype
@@ -183,6 +186,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> GpuStepHandle:
+        self._finish_last()
         self.rows.admit(batch.admissions)
         if self.samples:
             sampling = [admission for admission in batch.admissions if admission.request.max_tokens]
@@ -203,40 +207,50 @@ class GpuRunner:
         shape = self.step.upload(host, updates, counts, scores, batch.captures)
         if self.links is not None and len(self._received):
             self.links.receive(self._received[: host.num_tokens])
-        hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
+        if masks is None:
+            hidden = self.steps.run(shape)
+        else:
+            self._last_hidden = hidden = self.forward_steps.run(shape)
         if self.links is not None and not is_last:
             self.links.hand_over(hidden[: host.num_tokens])
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
-        sampled = to_host(self.step.results(shape)) if entries else None
-        logprobs, logprob_entries = None, []
-        if counts is not None:
-            logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
-            num_logprobs, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
-            logprobs = PendingLogprobs(
-                to_host(self.step.logprobs(len(num_logprobs), width)), num_logprobs, width
-            )
-        handle = GpuStepHandle(
-            len(batch),
-            entries,
-            sampled,
-            logprobs,
-            logprob_entries,
-            prompt_logprobs,
-            vectors,
-            event_on(self.decoder.device),
-        )
-        if masks is not None:
-            handle.failures = self.constrained.failures(masks, sampling_rows)
-            self.constrained.expect(masks, sampling_rows, handle.token_ids)
+        handle = GpuStepHandle(len(batch), entries, prompt_logprobs, vectors)
+        finish = partial(self._finish, handle, shape, counts, masks)
+        # Ranks sample together, and the others do not know when this one reads its results.
+        if masks is None or self._vocabulary is not None:
+            finish()
+        else:
+            self._unfinished = handle, finish
         return handle
 
-    def _run_constrained(self, shape: StepShape, masks: StepMasks) -> Tensor:
-        """Run a step whose masks are computed while the device works on the previous step or this forward pass."""
-        self._last_hidden = hidden = self.forward_steps.run(shape)
-        self.constrained.finish(masks)
-        self.sampling_steps.run(shape)
-        return hidden
+    def _finish_last(self) -> None:
+        """Launch the second half of the last step, if that was not done yet."""
+        if self._unfinished is not None:
+            (_, finish), self._unfinished = self._unfinished, None
+            finish()
+
+    @torch.inference_mode()
+    def _finish(
+        self, handle: GpuStepHandle, shape: StepShape, counts: Ints | None, masks: StepMasks | None
+    ) -> None:
+        """Launch what follows the forward pass: sampling, if masks had to be waited for, and copies of the results."""
+        entries = handle.sampling_entries
+        if masks is not None:
+            self.constrained.finish(masks)
+            self.sampling_steps.run(shape)
+            handle.failures = masks.failures()
+        if entries:
+            handle.sampled = to_host(self.step.results(shape))
+        if counts is not None:
+            pairs = zip(entries, counts, strict=True)
+            handle.logprob_entries = [entry for entry, count in pairs if count >= 0]
+            num_logprobs, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
+            results = to_host(self.step.logprobs(len(num_logprobs), width))
+            handle.logprobs = PendingLogprobs(results, num_logprobs, width)
+        handle.done = event_on(self.decoder.device)
+        if masks is not None:
+            self.constrained.expect(masks, handle.token_ids)
 
     def _compute(self, shape: StepShape) -> Tensor:
         """Enqueue the device's part of a step and return the hidden states of the samples.
@@ -297,6 +311,8 @@ class GpuRunner:
 
     def collect(self, handle: GpuStepHandle) -> Sampled:
         with watched(self.decoder.device):
+            if self._unfinished is not None and self._unfinished[0] is handle:
+                self._finish_last()
             return handle.read()
 
     # ---- before the first step ----
@@ -340,7 +356,7 @@ class GpuRunner:
         self.constrained.close()
         for graphs in (self.steps, self.forward_steps, self.sampling_steps):
             graphs.clear()
-        self._last_hidden = None
+        self._last_hidden = self._unfinished = None
         self.states.layers.clear()
         self.cache.clear()
         if self.decoder.device.type == "cuda":

@@ -90,6 +90,11 @@ def first_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32]:
     return np.full(-(-vocab_size // WORD) if is_masked else 0, -1, dtype=np.int32)
 
 
+def host_masks(max_rows: int, vocab_size: int) -> NDArray[np.int32]:
+    """Return memory for the masks of constrained rows, [max_rows, words]. What is never written takes no space."""
+    return np.empty((max_rows, -(-vocab_size // WORD)), dtype=np.int32)
+
+
 def signed_word(word: int) -> int:
     """Return the int32 with the bits of an unsigned word."""
     return word - (1 << 32) if word >> 31 else word

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.execution.sampling.interface import (
-    WORD,
     LogprobTensors,
     RowNumbers,
     SampledTensors,
     first_mask,
     has_penalties,
+    host_masks,
 )
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.sampler import Sampler
@@ -46,6 +46,7 @@ class NativeSamplingRows:
         self.vocab_size = vocab_size
         self.num_logprobs: dict[int, int] = {}  # by row, for rows that want logprobs
         self._table = np.zeros(max_rows, ROW)
+        self.host_masks = host_masks(max_rows, vocab_size)
         self._lists: dict[int, tuple[NDArray[np.generic], ...]] = {}  # arrays that the rows point to
 
     def set(self, row: int, request: RequestSpec) -> None:
@@ -74,14 +75,10 @@ class NativeSamplingRows:
             *(part.ctypes.data if part.size else 0 for part in lists),
         )
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
-        return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
-        for row, mask in zip(rows, bits, strict=True):
-            self._lists[row][0][:] = mask
+    def set_masks(self, rows: Sequence[int]) -> None:
+        """Let these rows sample next what their masks in `host_masks` allow."""
+        for row in rows:
+            self._lists[row][0][:] = self.host_masks[row]
 
     def clear(self, row: int) -> None:
         """Free `row`."""

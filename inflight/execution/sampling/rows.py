@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.interface import WORD, RowNumbers, has_penalties, is_greedy
+from inflight.execution.sampling.interface import RowNumbers, has_penalties, host_masks, is_greedy
 from inflight.request import RequestSpec
 
 # A row with top_k sorts the smallest of these numbers of candidates that holds its k. The width depends only
@@ -62,6 +61,7 @@ class SamplingRows:
         self.version = 0  # changes whenever a row does
         self._table = torch.zeros(max_rows, _NUM_FLOATS + _NUM_INTS, dtype=torch.int32, device=self.device)
         self._traits: list[RowTraits | None] = [None] * max_rows
+        self.host_masks = host_masks(max_rows, vocab_size)
         floats = self._table[:, :_NUM_FLOATS].view(torch.float32)
         self.temperature, self.log_min_p, self.top_p = floats[:, :3].unbind(1)
         self.repetition_penalty, self.frequency_penalty, self.presence_penalty = floats[:, 3:].unbind(1)
@@ -82,12 +82,9 @@ class SamplingRows:
         self._traits[row] = None
         self.version += 1
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
-        return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
+    def set_masks(self, rows: Sequence[int]) -> None:
+        """Let these rows sample next what their masks in `host_masks` allow."""
+        bits = self.host_masks[list(rows)]
         chosen = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little")
         for row, tokens in zip(rows, torch.from_numpy(chosen), strict=True):
             mask = self.traits(row).mask

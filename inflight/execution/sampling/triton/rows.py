@@ -48,6 +48,10 @@ class TritonSamplingRows:
         self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.seen = torch.zeros(max_rows, words * WORD, dtype=torch.int16, device=self.device)
+        self._sent_masks = torch.zeros(
+            max_rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        self.host_masks: NDArray[np.int32] = self._sent_masks.numpy()
         # The number of most likely tokens each row reports; -1: no log-probabilities.
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
         self._num_rows_with_logprobs = 0
@@ -110,7 +114,8 @@ class TritonSamplingRows:
         mask = first_mask(params, self.vocab_size)
         if mask.size:
             flags |= MASK.value
-            self.set_masks([row], mask[None])
+            if params.structured_outputs is None:
+                self.mask[row] = self._to_device(mask)
         flags |= BIAS.value * (bias is not None) | FORBID.value * bool(rules)
         flags |= LOGPROBS.value * (params.logprobs is not None)
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
@@ -128,21 +133,16 @@ class TritonSamplingRows:
             0 if lists.rules is None else lists.rules.data_ptr(),
         )
 
-    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
-        on_gpu = self.device.type == "cuda"
-        # Torch caches pinned memory, and reuses none that a copy may still be reading.
-        buffer = torch.empty(num_rows, self.mask.shape[1], dtype=torch.int32, pin_memory=on_gpu)
-        array: NDArray[np.int32] = buffer.numpy()
-        return array
-
-    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
+    def set_masks(self, rows: Sequence[int]) -> None:
+        """Let these rows sample next what their masks in `host_masks` allow."""
+        first, end = min(rows), max(rows) + 1
+        sent = self._sent_masks[first:end]
+        if len(rows) == end - first:
+            self.mask[first:end].copy_(sent, non_blocking=True)
+            return
         indices = self._to_device(np.array(rows, dtype=np.int64))
-        masks = torch.from_numpy(bits)
-        if self.device.type == "cuda" and not masks.is_pinned():
-            masks = masks.pin_memory()
-        self.mask.index_copy_(0, indices, masks.to(self.device, non_blocking=True))
+        received = sent.to(self.device, non_blocking=True)
+        self.mask.index_copy_(0, indices, received[indices - first])
 
     def _bias(self, request: RequestSpec) -> NDArray[np.int32] | None:
         biases = sorted((request.params.logit_bias or {}).items())
