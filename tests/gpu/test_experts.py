@@ -20,8 +20,15 @@ HIDDEN, INNER = 256, 192
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_tokens", [1, 3, 8, 100, 300, 1500])
-def test_experts_match_float64_in_all_sizes_of_steps(dtype: torch.dtype, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "same_experts"),
+    # With the same experts for all tokens: of 8 less than a tile, of 64 whole tiles, of 300 one tile too many, and of
+    # the other experts nothing.
+    [*((size, False) for size in (1, 3, 8, 100, 300, 1500)), *((size, True) for size in (8, 64, 300))],
+)
+def test_experts_match_float64_in_all_sizes_of_steps(
+    dtype: torch.dtype, num_tokens: int, same_experts: bool
+) -> None:
     torch.manual_seed(num_tokens)
     weights = random_weights(ROUTING, HIDDEN, INNER, dtype)
     # Clear winners: rounding must not change which experts are chosen.
@@ -30,7 +37,8 @@ def test_experts_match_float64_in_all_sizes_of_steps(dtype: torch.dtype, num_tok
     weights = replace(weights, router=clear.to(dtype))
     x = torch.randn(num_tokens, HIDDEN)
     for token in range(num_tokens):
-        x[token, : ROUTING.num_experts] = torch.randperm(ROUTING.num_experts) / 4.0
+        order = torch.arange(ROUTING.num_experts) if same_experts else torch.randperm(ROUTING.num_experts)
+        x[token, : ROUTING.num_experts] = order / 4.0
     x = x.to(dtype)
     norm = torch.ones(HIDDEN)
     expected = expected_output(weights, x, norm)

@@ -27,17 +27,20 @@ OPTIONS: dict[str, Any] = {
 
 def planned(**options: Any) -> Fit:
     _, total = torch.cuda.mem_get_info()
-    (fit,) = plan_model(EngineConfig.create("-", **OPTIONS, **options), Devices("cuda", 1, total)).fits
+    config = EngineConfig.create("-", **(OPTIONS | options))
+    (fit,) = plan_model(config, Devices("cuda", 1, total)).fits
     return fit
 
 
-def test_weights_take_the_planned_memory() -> None:
-    with LLM("-", show_progress=False, num_blocks=512, **OPTIONS) as llm:
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_weights_take_the_planned_memory(shape: str) -> None:
+    config = SHAPES[shape] | {"num_hidden_layers": 2}
+    with LLM("-", show_progress=False, num_blocks=512, **(OPTIONS | {"hf_config": config})) as llm:
         decoder = llm._engine.model
         assert isinstance(decoder, Decoder)
         weights = held(decoder) - held(decoder.kernels)  # which have a workspace
         del decoder
-    assert weights == pytest.approx(planned().shares[0].weights, rel=0.02)
+    assert weights == pytest.approx(planned(hf_config=config).shares[0].weights, rel=0.02)
 
 
 @pytest.mark.timeout(300)
