@@ -124,6 +124,19 @@ void prepare(const Job& job, int64_t token) {
     }
 }
 
+// Call body(k, chain) for the features k of a key, which take turns in the chains.
+template <class Body>
+inline __attribute__((always_inline)) void each_key(int64_t key_dim, const Body& body) {
+    int64_t k = 0;
+    for (; k + kChains <= key_dim; k += kChains) {
+#pragma GCC unroll 4
+        for (int chain = 0; chain < kChains; ++chain) body(k + chain, chain);
+    }
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains - 1; ++chain)
+        if (k + chain < key_dim) body(k + chain, chain);
+}
+
 // Take columns of a matrix through the tokens [begin, end). One function for all cases, so that all round alike.
 __attribute__((noinline)) void walk(const Job& job, int64_t head, int64_t column, int64_t begin, int64_t end,
                                     float* matrix, int64_t stride) {
@@ -136,10 +149,10 @@ __attribute__((noinline)) void walk(const Job& job, int64_t head, int64_t column
         const float* gates = job.gates + token * 2 * job.value_heads;
         const float decay = gates[head], update = gates[job.value_heads + head];
         Vec read[kChains][kVecs] = {};
-        for (int64_t k = 0; k < job.key_dim; k += kChains)
-            for (int c = 0; c < kChains && k + c < job.key_dim; ++c)
-                for (int v = 0; v < kVecs; ++v)
-                    read[c][v] += load<Vec>(matrix + (k + c) * stride + v * kWidth) * key[k + c];
+        each_key(job.key_dim, [&](int64_t k, int chain) {
+            for (int v = 0; v < kVecs; ++v)
+                read[chain][v] += load<Vec>(matrix + k * stride + v * kWidth) * key[k];
+        });
         Vec change[kVecs];
         for (int v = 0; v < kVecs; ++v) {
             const Vec stored = ((read[0][v] + read[1][v]) + (read[2][v] + read[3][v])) * decay;
@@ -147,14 +160,14 @@ __attribute__((noinline)) void walk(const Job& job, int64_t head, int64_t column
             change[v] = (load_some(value + v * kWidth, count) - stored) * update;
         }
         Vec result[kChains][kVecs] = {};
-        for (int64_t k = 0; k < job.key_dim; k += kChains)
-            for (int c = 0; c < kChains && k + c < job.key_dim; ++c)
-                for (int v = 0; v < kVecs; ++v) {
-                    float* at = matrix + (k + c) * stride + v * kWidth;
-                    const Vec updated = load<Vec>(at) * decay + change[v] * key[k + c];
-                    store(at, updated);
-                    result[c][v] += updated * query[k + c];
-                }
+        each_key(job.key_dim, [&](int64_t k, int chain) {
+            for (int v = 0; v < kVecs; ++v) {
+                float* at = matrix + k * stride + v * kWidth;
+                const Vec updated = load<Vec>(at) * decay + change[v] * key[k];
+                store(at, updated);
+                result[chain][v] += updated * query[k];
+            }
+        });
         float* out = job.out + (token * job.value_heads + head) * job.value_dim + column;
         for (int v = 0; v < kVecs; ++v) {
             const int64_t count = std::clamp<int64_t>(width - v * kWidth, 0, kWidth);
