@@ -233,7 +233,7 @@ def _split_files(path: Path) -> tuple[Path, ...]:
     return tuple(path.parent / name for name in names)
 
 
-def _check_split(files: tuple[Path, ...], headers: list[_Header]) -> None:
+def _check_split(files: tuple[Path, ...], headers: list[_GgufHeader]) -> None:
     for index, (file, header) in enumerate(zip(files, headers, strict=True)):
         number, count = header.metadata.get("split.no"), header.metadata.get("split.count")
         if (number, count) != (index, len(files)):
@@ -255,7 +255,7 @@ def _check_split(files: tuple[Path, ...], headers: list[_Header]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class _GgufHeader:
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
 
@@ -272,15 +272,15 @@ def _opened(path: Path) -> BinaryIO:
     return open(descriptor, "rb", buffering=1 << 20)
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path) -> _GgufHeader:
     with _opened(path) as file:
         try:
-            return _HeaderReader(path, file).read()
+            return _GgufHeaderReader(path, file).read()
         except OSError as problem:
             raise WeightsError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
-class _HeaderReader:
+class _GgufHeaderReader:
     """Reads a header from its beginning to its end."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -291,7 +291,7 @@ class _HeaderReader:
         self._items_left = MAX_ITEMS
         self._text_left = MAX_HEADER_TEXT
 
-    def read(self) -> _Header:
+    def read(self) -> _GgufHeader:
         if self._take(4) != MAGIC:
             raise self._error("it does not begin with the letters GGUF, so it is not a GGUF file")
         version = self._scalar(_UINT32)
@@ -315,7 +315,7 @@ class _HeaderReader:
                 f"general.alignment is {shown(alignment)}: it must be a power of two from 8 to {MAX_ALIGNMENT}"
             )
         start = -(-self._position // alignment) * alignment
-        return _Header(metadata, self._placed(tensors, start, alignment))
+        return _GgufHeader(metadata, self._placed(tensors, start, alignment))
 
     def _tensor_info(self) -> GgufTensor:
         """Return a tensor whose offset is still relative to the data."""

@@ -17,7 +17,7 @@ _VECTORS = ("ffn_gate_inp_shexp.weight",)  # matrices of one row, from which con
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class _TensorHeader:
     tensor: GgufTensor
 
     def get_shape(self) -> list[int]:
@@ -39,8 +39,8 @@ class GgufTensors:
     def keys(self) -> Iterable[str]:
         return self._file.tensors
 
-    def get_slice(self, name: str) -> _Header:
-        return _Header(self._file.tensors[name])
+    def get_slice(self, name: str) -> _TensorHeader:
+        return _TensorHeader(self._file.tensors[name])
 
     def get_tensor(self, name: str) -> Weight | BlockStack:
         """Return a tensor. Matrices in blocks stay as they are, vectors become float32."""

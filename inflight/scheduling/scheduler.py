@@ -296,7 +296,7 @@ class Scheduler:
         count = self._num_granted(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return "policy" if request.splittable else "budget"
-        capacity = to_admit if policy.allocates_at_once() else num_cached + count
+        capacity = to_admit if self._allocates_at_once(to_admit) else num_cached + count
         pool.admit(request, hit, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables += [TableUpdate(request.row, *new) for new in self.blocks.table_updates(request)]
@@ -318,9 +318,18 @@ class Scheduler:
         if self.pool.counts.num_resident + num_tokens + num_left > limits.max_kv_tokens:
             return False
         num_kept = sum(blocks.blocks_to_finish(other, chunk) for other in prompts)
-        if self.policy.allocates_at_once():
+        if self._allocates_at_once(num_tokens):
             return blocks.fits(hit, num_tokens, num_tokens, 0, num_kept)
         return blocks.fits(hit, request.num_tokens, chunk, num_tokens - request.num_tokens, num_kept)
+
+    def _allocates_at_once(self, num_tokens: int) -> bool:
+        """Return whether a request gets the memory for `num_tokens` on admission.
+
+        Layers with windows hold requests that are longer than what the memory could hold at once: these grow.
+        """
+        if not self.policy.allocates_at_once():
+            return False
+        return self.blocks.layout.blocks_for(num_tokens, num_tokens) <= self.blocks.pool.num_blocks
 
     # ---- results ----
 

@@ -116,7 +116,7 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     types = file.integers("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types")
-    vocabulary = _Vocabulary(tokens, types)
+    vocabulary = _GgufVocabulary(tokens, types)
     backend, adds_bos = builders[kind](file, vocabulary)
     # Longer spellings first: the package prefers tokens that were added earlier.
     for token_type, special in ((CONTROL, True), (USER_DEFINED, False)):
@@ -132,7 +132,7 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     )
 
 
-class _Vocabulary:
+class _GgufVocabulary:
     """Tokens by their text, and their types. Converters fill gaps with [PADn], which stand for nothing."""
 
     def __init__(self, tokens: list[str], types: list[int]) -> None:
@@ -147,7 +147,7 @@ class _Vocabulary:
         return [text for text, index in self.ids.items() if self._types[index] == kind]
 
 
-def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Any, bool]:
+def _byte_level_bpe(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bool]:
     """Return the tokenizer, and whether texts begin with BOS by default."""
     name = file.string("tokenizer.ggml.pre", "")
     split = _PRE_TOKENIZERS.get(name)
@@ -181,7 +181,7 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Any, bool]:
+def _sentencepiece(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bool]:
     """Return a BPE tokenizer whose merges follow from the scores of the pieces, and that BOS comes first."""
     ids = vocabulary.ids
     scores = file.numbers("tokenizer.ggml.scores")

@@ -188,3 +188,11 @@ def test_prompts_that_are_scored_are_computed_in_small_pieces() -> None:
             if slot.num_tokens > 1:
                 sizes[slot.request_id].append(slot.num_tokens)
     assert sizes == {"scored": [256, 256, 188], "plain": [700]}
+
+
+def test_static_batches_hold_requests_longer_than_the_memory_behind_windows() -> None:
+    """Static batching allocates a request's memory on admission, but windowed layers never hold all of it at once."""
+    engine = FakeEngine("static", num_blocks=4, block_size=4, max_num_batched_tokens=4, windows=(6,))
+    request = engine.add(make_request(list(range(10)), 20))
+    engine.run()
+    assert len(engine.outputs[request.request_id]) == 20

@@ -22,7 +22,7 @@ _MXFP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class BlockValues:
     """The contents of blocks."""
 
     codes: Tensor  # [..., num_groups, group size] int8
@@ -30,12 +30,12 @@ class Groups:
     minimums: Tensor | None = None  # [..., num_groups] float32
 
 
-def unpack(data: Tensor, type_name: str) -> Groups:
+def unpack(data: Tensor, type_name: str) -> BlockValues:
     """Return the contents of blocks [rows, bytes] uint8, for each row one group after another."""
     block = BLOCK_TYPES[type_name]
     groups = _UNPACK[type_name](data.view(len(data), -1, block.num_bytes))
     flat = (len(data), -1)
-    return Groups(
+    return BlockValues(
         groups.codes.reshape(*flat, groups.codes.shape[-1]),
         groups.scales.reshape(flat),
         None if groups.minimums is None else groups.minimums.reshape(flat),
@@ -72,34 +72,34 @@ def _fifth_bits(part: Tensor) -> Tensor:
     return (((part[..., None] >> places) & 1) << 4).flatten(-2).to(torch.int8)
 
 
-def _q8_0(blocks: Tensor) -> Groups:
-    return Groups(blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2]))
+def _q8_0(blocks: Tensor) -> BlockValues:
+    return BlockValues(blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2]))
 
 
-def _q4_0(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[..., 2:]) - 8, _halves(blocks[..., :2]))
+def _q4_0(blocks: Tensor) -> BlockValues:
+    return BlockValues(_nibbles(blocks[..., 2:]) - 8, _halves(blocks[..., :2]))
 
 
-def _q4_1(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[..., 4:]), _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]))
+def _q4_1(blocks: Tensor) -> BlockValues:
+    return BlockValues(_nibbles(blocks[..., 4:]), _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]))
 
 
-def _q5_0(blocks: Tensor) -> Groups:
+def _q5_0(blocks: Tensor) -> BlockValues:
     codes = _nibbles(blocks[..., 6:]) + _fifth_bits(blocks[..., 2:6]) - 16
-    return Groups(codes, _halves(blocks[..., :2]))
+    return BlockValues(codes, _halves(blocks[..., :2]))
 
 
-def _q5_1(blocks: Tensor) -> Groups:
+def _q5_1(blocks: Tensor) -> BlockValues:
     codes = _nibbles(blocks[..., 8:]) + _fifth_bits(blocks[..., 4:8])
-    return Groups(codes, _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]))
+    return BlockValues(codes, _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]))
 
 
-def _mxfp4(blocks: Tensor) -> Groups:
+def _mxfp4(blocks: Tensor) -> BlockValues:
     codes = torch.tensor(_MXFP4_CODES, dtype=torch.int8, device=blocks.device)[
         _nibbles(blocks[..., 1:]).long()
     ]
     exponents = blocks[..., :1].int() - 128
-    return Groups(codes, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents))
+    return BlockValues(codes, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents))
 
 
 def _k_scales(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +110,9 @@ def _k_scales(part: Tensor) -> tuple[Tensor, Tensor]:
     return scales, minimums
 
 
-def _k_groups(blocks: Tensor, codes: Tensor) -> Groups:
+def _k_groups(blocks: Tensor, codes: Tensor) -> BlockValues:
     scales, minimums = _k_scales(blocks[..., 4:16])
-    return Groups(codes, _halves(blocks[..., :2]) * scales, _halves(blocks[..., 2:4]) * minimums)
+    return BlockValues(codes, _halves(blocks[..., :2]) * scales, _halves(blocks[..., 2:4]) * minimums)
 
 
 def _k_nibbles(part: Tensor) -> Tensor:
@@ -121,27 +121,27 @@ def _k_nibbles(part: Tensor) -> Tensor:
     return _nibbles(part.reshape(*shape, 4, 32)).view(*shape, 8, 32)
 
 
-def _q4_k(blocks: Tensor) -> Groups:
+def _q4_k(blocks: Tensor) -> BlockValues:
     return _k_groups(blocks, _k_nibbles(blocks[..., 16:]))
 
 
-def _q5_k(blocks: Tensor) -> Groups:
+def _q5_k(blocks: Tensor) -> BlockValues:
     places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[..., None, 16:48] >> places) & 1) << 4  # bit g of all bytes belongs to group g
     return _k_groups(blocks, _k_nibbles(blocks[..., 48:]) + fifth.to(torch.int8))
 
 
-def _q6_k(blocks: Tensor) -> Groups:
+def _q6_k(blocks: Tensor) -> BlockValues:
     shape = blocks.shape[:-1]
     low = _nibbles(blocks[..., :128].reshape(*shape, 2, 64))  # [..., 2, 128]
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = (blocks[..., 128:192].reshape(*shape, 2, 1, 32) >> places) & 3  # [..., 2, 4, 32]
     codes = low + (high << 4).to(torch.int8).flatten(-2) - 32
     scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks[..., 208:])
-    return Groups(codes.view(*shape, 16, 16), scales)
+    return BlockValues(codes.view(*shape, 16, 16), scales)
 
 
-_UNPACK: Mapping[str, Callable[[Tensor], Groups]] = {
+_UNPACK: Mapping[str, Callable[[Tensor], BlockValues]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
