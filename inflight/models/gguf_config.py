@@ -29,7 +29,6 @@ _END_TOKENS = ("eos", "eot", "eom")
 _FIXED = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
-    "attn_logit_softcapping": (0.0,),
     "use_parallel_residual": (False, True),
 }
 
@@ -287,12 +286,34 @@ def _granite_moe(reader: Reader) -> dict[str, Any]:
     return {**_experts(reader), **{field: reader.number(key, 1.0) for field, key in scales.items()}}
 
 
-def _without_windows(reader: Reader) -> dict[str, Any]:
-    if reader.integer("attention.sliding_window", 0):
-        raise reader.error(
-            "attention.sliding_window", "0: this architecture is supported without windows only"
-        )
-    return {}
+def _gemma2(reader: Reader) -> dict[str, Any]:
+    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
+    is_largest = reader.integer("block_count") == 46  # see _gemma3
+    scalar = hidden // max(1, heads) if is_largest else reader.integer("attention.key_length")
+    return {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": reader.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": reader.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _olmo(reader: Reader) -> dict[str, Any]:
+    pattern = reader.value("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return {}
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return {"sliding_window": reader.integer("attention.sliding_window"), "layer_types": kinds}
+
+
+def _gpt_oss(reader: Reader) -> dict[str, Any]:
+    scaling = _rope_scaling(reader)
+    return {
+        **_experts(reader),
+        "intermediate_size": reader.integer("expert_feed_forward_length"),
+        "sliding_window": reader.integer("attention.sliding_window"),
+        "rope_scaling": None if scaling is None else {**scaling, "truncate": False},
+    }
 
 
 def _named(name: str) -> Callable[[Reader], str]:
@@ -312,12 +333,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         lambda reader: {"sliding_window": reader.integer("attention.sliding_window", 0) or None},
     ),
     "gemma3": Architecture(_named("Gemma3ForCausalLM"), _gemma3),
-    "olmo2": Architecture(_named("Olmo2ForCausalLM"), _without_windows),
+    "gemma2": Architecture(_named("Gemma2ForCausalLM"), _gemma2),
+    "olmo2": Architecture(  # OLMo 3, too
+        lambda reader: (
+            "Olmo3ForCausalLM" if "attention.sliding_window_pattern" in reader else "Olmo2ForCausalLM"
+        ),
+        _olmo,
+    ),
+    "smollm3": Architecture(
+        _named("SmolLM3ForCausalLM"), lambda _: {"no_rope_layer_interval": 4}, interleaved=True
+    ),
     "qwen2moe": Architecture(_named("Qwen2MoeForCausalLM"), _qwen_moe),
     "qwen3moe": Architecture(
         _named("Qwen3MoeForCausalLM"), lambda reader: {**_qwen_moe(reader), "norm_topk_prob": True}
     ),
     "olmoe": Architecture(_named("OlmoeForCausalLM"), _experts),
     "glm4moe": Architecture(_named("Glm4MoeForCausalLM"), _glm4_moe),
+    "gpt-oss": Architecture(_named("GptOssForCausalLM"), _gpt_oss),
     "granitemoe": Architecture(_named("GraniteMoeForCausalLM"), _granite_moe, interleaved=True),
 }

@@ -21,6 +21,10 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "phi3": "phi3",
     "gemma3_text": "gemma3",
+    "gemma2": "gemma2",
+    "olmo3": "olmo2",
+    "smollm3": "smollm3",
+    "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
@@ -122,18 +126,29 @@ def _hyperparameters(config: dict[str, Any], architecture: str) -> dict[str, Any
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
     if full.get("rope_type") == "yarn":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+        for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if full.get(name):
+                found[f"rope.scaling.{key}"] = float(full[name])
     share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found["rope.dimension_count"] = int(head_dim * share)
     if "head_dim" in config:
         found["attention.value_length"] = head_dim
-    if config["model_type"] == "gemma3_text":
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name):
+            found[name] = float(config[name])
+    if config["model_type"] in ("gemma2", "gpt_oss"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gpt_oss":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
+    if config["model_type"] in ("gemma3_text", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         found |= {
             "attention.sliding_window": config["sliding_window"],
             "attention.sliding_window_pattern": kinds,
         }
-        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        if "sliding_attention" in rope:
+            found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if config["model_type"] == "phi3":
         found["attention.sliding_window"] = config.get("sliding_window") or 0
         if "long_factor" in full:
@@ -169,9 +184,13 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
 def _split(name: str, tensor: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     model_type, heads = config["model_type"], config["num_attention_heads"]
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-    if model_type == "gemma3_text" and name.endswith("norm.weight"):
+    if model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         tensor = tensor + 1
-    if ARCHITECTURES[model_type] in ("llama", "granitemoe"):
+    if model_type == "gpt_oss" and "experts" in name:
+        return _gpt_oss_experts(name, tensor)
+    if name.endswith("sinks"):
+        return [(f"{name}.weight", tensor)]
+    if ARCHITECTURES[model_type] in ("llama", "granitemoe", "smollm3"):
         if ".q_proj." in name:
             tensor = interleave(tensor, heads)
         if ".k_proj." in name:
@@ -193,6 +212,17 @@ def _split(name: str, tensor: Tensor, config: dict[str, Any]) -> list[tuple[str,
     name = name.replace("block_sparse_moe.router.layer", "block_sparse_moe.gate")
     name = name.replace("block_sparse_moe.output_linear", "block_sparse_moe.experts.w2")
     return [(name if name.endswith((".weight", ".bias")) else f"{name}.weight", tensor)]
+
+
+def _gpt_oss_experts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The rows of gate and up alternate, and all matrices are transposed."""
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    name = name.removesuffix("_bias")
+    rows = tensor if suffix == "bias" else tensor.transpose(1, 2)
+    if name.endswith("down_proj"):
+        return [(f"{name}.{suffix}", rows)]
+    base = name.removesuffix("gate_up_proj")
+    return [(f"{base}{part}_proj.{suffix}", rows[:, index::2]) for index, part in enumerate(("gate", "up"))]
 
 
 def _expert_of(name: str) -> tuple[str, int | None]:

@@ -30,6 +30,9 @@ _STACKED = {
     "ffn_gate_exps.weight": "mlp.experts.gate",
     "ffn_up_exps.weight": "mlp.experts.up",
     "ffn_down_exps.weight": "mlp.experts.down",
+    "ffn_gate_exps.bias": "mlp.experts.gate_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_bias",
 }
 # The layout of the first files with experts.
 _INDEXED = {
@@ -46,6 +49,9 @@ def _without(names: dict[str, str], module: str) -> dict[str, str]:
 
 _OWN_LAYERS = {
     "phi3": _without(_LAYER, "ffn_gate") | {"attn_qkv": "attention.qkv", "ffn_up": "mlp.gate_up"},
+    "gpt-oss": _QKV
+    | _without(_LAYER, "ffn_norm")
+    | {"post_attention_norm": "mlp.in_norm", "attn_sinks.weight": "attention.sinks"},
     "glm4moe": _QKV | _without(_LAYER, "ffn_norm") | {"post_attention_norm": "mlp.in_norm"},
 }
 _IGNORED = (r"^rope_freqs\.weight$", r"^rope_factors_(long|short)\.weight$", r"\.attn_rot_embd\.weight$")

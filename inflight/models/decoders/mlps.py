@@ -193,6 +193,8 @@ class ExpertsMlp:
         if mlp.bias:
             # Where the ranks' products are summed, one of them adds the bias.
             adds_bias = self._spec.expert_parallel or self._shard.rank == 0
+            matrices["experts.gate_bias"] = ExpertBias(up_to_inner("gate"))
+            matrices["experts.up_bias"] = ExpertBias(up_to_inner("up"))
             matrices["experts.gate_up_bias"] = ExpertBias(replace(gate_up, interleaved=True))
             matrices["experts.down_bias"] = ExpertBias(replace(down, held=held if adds_bias else range(0)))
         return matrices

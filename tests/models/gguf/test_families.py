@@ -35,10 +35,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma2": {"query_pre_attn_scalar": 32},
     "qwen3-moe": {"mlp_only_layers": []},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
 }
 # Families that are not read from GGUF files.
-NOT_CONVERTED = ("gemma2", "gemma4", "olmo3", "smollm3", "gpt-oss", *RECURRENT_FAMILIES)
+NOT_CONVERTED = ("gemma4", *RECURRENT_FAMILIES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, OVERRIDES.get(family, {})) for family in FAMILIES if family not in NOT_CONVERTED},
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
