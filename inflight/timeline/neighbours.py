@@ -1,7 +1,8 @@
-"""Which other requests made one slow: their prompts stretched its steps, or they took its memory or its place."""
+"""Which other requests made one slow: their prompts stretched its steps, or they ran while it had to wait."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -11,20 +12,23 @@ from inflight.timeline.chunks import Chunk, RecordedRequest, SlotKind
 MAX_NEIGHBOURS = 8
 
 
+Why = Literal["prompt", "queue", "preemption"]
+
+
 class Neighbour(NamedTuple):
     """A request that cost another one time, and how."""
 
     info: RecordedRequest
     seconds: float
-    why: Literal["prompt", "preemption"]
+    why: Why
 
 
 def neighbours_of(number: int, chunks: Iterable[Chunk]) -> list[Neighbour]:
     """Return the requests that cost a request most time, the most expensive first.
 
     A prompt costs every decode in the same step the time by which that step is longer than the last one without
-    prompts; several prompts share it by their tokens. While a request waits after a preemption, the others that run
-    share the time equally.
+    prompts; several prompts share it by their tokens. While a request waits, in the queue or after a preemption, the
+    others that run share the time equally.
     """
     analysis = _Analysis(number)
     for chunk in chunks:
@@ -40,10 +44,11 @@ def neighbours_of(number: int, chunks: Iterable[Chunk]) -> list[Neighbour]:
 class _Analysis:
     def __init__(self, number: int) -> None:
         self.number = number
-        self.costs: dict[tuple[int, Literal["prompt", "preemption"]], float] = defaultdict(float)
+        self.costs: dict[tuple[int, Why], float] = defaultdict(float)
         self.infos: dict[int, RecordedRequest] = {}
         self._plain_seconds: float | None = None  # duration of the last step without prompts
-        self._is_preempted = False
+        self._waits: Why | None = None  # where it waits
+        self._arrived_at = -math.inf  # unless the recording has its arrival
 
     def read(self, chunk: Chunk) -> None:
         self.infos |= {info.number: info for info in chunk.requests}
@@ -66,16 +71,25 @@ class _Analysis:
                     prompts[step][run.request] = run.tokens_per_step
         preempted = {event.step for event in chunk.events if _is(event, self.number, "preempt")}
         admitted = {event.step for event in chunk.events if _is(event, self.number, "admit")}
-        for index in range(len(times)):
+        for event in chunk.events:
+            if _is(event, self.number, "arrive"):
+                self._waits, self._arrived_at = "queue", event.at
+        for index, at in enumerate(times):
             step, seconds = chunk.first_step + index, durations[index]
             if step in preempted:
-                self._is_preempted = True
+                self._waits = "preemption"
             if step in admitted:
-                self._is_preempted = False
-            self._add_step(own.get(step), seconds, prompts.get(step, {}), present.get(step, []))
+                self._waits = None
+            waits = self._waits if at >= self._arrived_at else None
+            self._add_step(own.get(step), seconds, prompts.get(step, {}), present.get(step, []), waits)
 
     def _add_step(
-        self, kind: int | None, seconds: float, prompts: dict[int, int], present: list[int]
+        self,
+        kind: int | None,
+        seconds: float,
+        prompts: dict[int, int],
+        present: list[int],
+        waits: Why | None,
     ) -> None:
         if not prompts and kind != SlotKind.PREFILL:
             self._plain_seconds = seconds
@@ -84,9 +98,9 @@ class _Analysis:
             num_tokens = sum(prompts.values())
             for other, count in prompts.items():
                 self.costs[other, "prompt"] += delay * count / num_tokens
-        elif kind is None and self._is_preempted and present:
+        elif kind is None and waits and present:
             for other in present:
-                self.costs[other, "preemption"] += seconds / len(present)
+                self.costs[other, waits] += seconds / len(present)
 
 
 def _is(event: object, number: int, kind: str) -> bool:

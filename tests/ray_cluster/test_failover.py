@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.outputs import RequestOutput
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router import Router, start_router
+from inflight.timeline import TimelineQuery, decode_chunk
 from tests.e2e.test_replicas import CASES, PROMPTS, begun, generate, same
 from tests.engine.faulty import BUILD
 from tests.router.replicas import until, until_all_run
@@ -122,8 +124,14 @@ async def test_streams_outlive_actors_and_nodes(cluster: Any) -> None:
             await until_all_run(router)
             assert sum(replica.health.num_restarts for replica in router.replicas.members) == 1
 
+            past = await router.read_timeline(TimelineQuery(-math.inf))
+            assert sum(decode_chunk(data).num_steps for _, data in past.chunks) > 0, "of the survivor"
+            watched: set[str] = set()  # replicas whose steps arrive while they run
+            stop = router.watch_timeline(lambda replica, _: watched.add(replica))
             kill_one = partial(os.kill, max(actors(cluster)), signal.SIGKILL)
             same(await disturbed(engine, router, kill_one), undisturbed)
+            stop()
+            assert watched == {replica.replica_id for replica in router.replicas.members}
             records = [router._history.get(name) for name in router._history._records]
             assert sum(state.record.num_failovers for state in records if state is not None) >= 4
         # Closed while another actor is on its way.

@@ -27,6 +27,10 @@ const QUEUE_CAUSES: Record<string, string> = {
   step: "for the next step", memory: "for KV memory", slots: "for a slot", budget: "for the token budget", policy: "because of the policy",
 };
 
+const NEIGHBOURS: Record<string, string> = {
+  prompt: "its prompt was in the same steps", queue: "it ran while this one waited", preemption: "it ran while this one was preempted",
+};
+
 export class RequestsPage implements Page {
   readonly title = "Requests";
   private readonly notice = make("p", { id: "requests-notice", role: "status" });
@@ -141,5 +145,5 @@ function answerStory(answer: AnswerReport, report: RequestReport): HTMLElement {
 function neighbours({ neighbours: list = [] }: RequestReport): HTMLElement | null {
   if (!list.length) return null;
   return make("div", {}, make("h3", {}, "Requests that slowed it down"), make("ul", {}, ...list.map(({ number, id, seconds, why }) =>
-    make("li", {}, id ? make("a", { href: `requests?id=${encodeURIComponent(id)}`, "data-page": true }, id) : `request ${number}`, `: ${duration(seconds)}, ${why}`))));
+    make("li", {}, id ? make("a", { href: `requests?id=${encodeURIComponent(id)}`, "data-page": true }, id) : `request ${number}`, `: ${duration(seconds)}, ${NEIGHBOURS[why] ?? why}`))));
 }

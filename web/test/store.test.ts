@@ -102,3 +102,25 @@ describe("eachPixel", () => {
     }
   });
 });
+
+describe("summary", () => {
+  it("is that of the rows one by one, wherever it begins and ends", () => {
+    const replica = new Replica("0", 256), all = chunk(0, 200);
+    all.steps.device = all.steps.step.map((step) => (step * 37) % 101);
+    all.steps.output = all.steps.step.map((step) => step % 7);
+    all.steps.waiting = all.steps.step.map((step) => (step * 13) % 17);
+    replica.add(all);
+    for (const [from, to] of [[0, 200], [0, 32], [31, 65], [5, 6], [33, 190]] as const) {
+      const rows = Array.from({ length: to - from }, (_, index) => from + index), summary = replica.summary(from, to);
+      expect(summary.output).toBe(rows.reduce((sum, row) => sum + replica.get("output", row), 0));
+      expect(summary.waiting).toBe(Math.max(...rows.map((row) => replica.get("waiting", row))));
+      expect(replica.microseconds(summary.slowest)).toBe(Math.max(...rows.map((row) => replica.microseconds(row))));
+    }
+  });
+
+  it("forgets steps as the replica does", () => {
+    const replica = new Replica("0", 256);
+    for (let first = 0; first < 2000; first += 10) replica.add(chunk(first, 10));
+    expect(replica.summary(replica.begin, replica.end).longest).toBe(1000);
+  });
+});

@@ -29,7 +29,8 @@ logger = logging.getLogger("inflight.access")
 OPEN = frozenset({"/health", "/ready", "/ping", *PAGES})
 
 ADMIN = "/v1/replicas"  # and below: reading needs an API key, changing needs the admin key
-SHOWING = frozenset({"/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"})  # the admin sees everyone's
+SHOWING = frozenset({"/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"})  # the admin key sees everyone's
+REPORT = "/v1/requests/"  # followed by an id: the admin key sees everyone's, and changes none
 UNLOGGED = frozenset({"/health", "/ready", "/ping", "/metrics"})  # polled all the time
 ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})
 
@@ -97,7 +98,7 @@ class AccessMiddleware:
                 return Caller()
             if self._state.admin_key.matches(headers.get("authorization")):
                 return Caller()
-        if scope["path"] in SHOWING and self._state.keys.is_admin(headers.get("authorization")):
+        if shows(scope) and self._state.keys.is_admin(headers.get("authorization")):
             return Caller(is_admin=True)
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
@@ -132,6 +133,12 @@ class AccessMiddleware:
                     "key": caller.name if caller is not None else None,
                 },
             )
+
+
+def shows(scope: Scope) -> bool:
+    """Return whether an HTTP request only shows requests, which the admin key may see whoever sent them."""
+    is_read = scope["method"] in ("GET", "HEAD")
+    return scope["path"] in SHOWING or (is_read and scope["path"].startswith(REPORT))
 
 
 class Hosts:

@@ -68,7 +68,7 @@ class RemoveResponse(Message, frozen=True):
 class FindRequest(Message, frozen=True):
     """Returns the number of the API worker that has the request, or None."""
 
-    caller: str
+    caller: str | None  # None: any
     request_id: str
     only_running: bool  # ignore requests that have ended
 

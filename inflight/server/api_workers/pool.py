@@ -344,6 +344,9 @@ class ApiWorkerPool:
                 if request_id is not None:
                     self._remember(caller, request_id, worker)
             case FindRequest(caller, request_id, only_running):
+                if caller is None:  # the latest one of any caller
+                    names = (name for name, known_id in reversed(self._locations) if known_id == request_id)
+                    caller = next(names, "")
                 location = self._locations.get((caller, request_id))
                 if location is None or (only_running and not location.has_running(caller, request_id)):
                     return None

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
-from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
+from inflight.server.access.middleware import ADMIN, ADMIN_ALONE, shows
 from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
 from inflight.server.errors import ApiError, error_response, of_exception
 from inflight.server.http.bodies import PacedSend
@@ -22,7 +22,8 @@ REQUESTS = "/v1/requests/"  # followed by an id; answered by the worker that has
 RESPONSES = "/v1/responses/"
 
 Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
-Find = Callable[[str, str, bool], Awaitable[int | None]]  # caller, request id, whether it must be running
+# Called with the caller, or None for any, the request's id, and whether it must be running.
+Find = Callable[[str | None, str, bool], Awaitable[int | None]]
 
 
 class RelayMiddleware:
@@ -65,11 +66,14 @@ class RelayMiddleware:
         if own is None:
             return self._number
         headers = Headers(scope=scope)
+        request_id = path.removeprefix(own).partition("/")[0]
+        if shows(scope) and self._state.keys.is_admin(headers.get("authorization")):
+            number = await self._find(None, request_id, False)
+            return self._number if number is None else number
         try:
             caller = self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
         except ApiError:  # this process rejects it as well as any other
             return self._number
-        request_id = path.removeprefix(own).partition("/")[0]
         scope["inflight.caller"] = caller
         number = await self._find(caller.name, request_id, own == RESPONSES)
         return self._number if number is None else number

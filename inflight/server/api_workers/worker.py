@@ -289,7 +289,7 @@ class ApiWorker:
         self._app = create_app(state)
         return engine, state
 
-    async def _find(self, caller: str, request_id: str, only_running: bool) -> int | None:
+    async def _find(self, caller: str | None, request_id: str, only_running: bool) -> int | None:
         return await self._rpc.call(FindRequest(caller, request_id, only_running), int | None)
 
     async def _relay(self, request: RelayedRequest) -> RelayedResponse:

@@ -168,8 +168,13 @@ class RequestLog:
         return self._running.get((caller.name, request_id))
 
     def find(self, caller: Caller, request_id: str) -> LoggedRequest:
-        """Return a caller's request. Raises ApiError 404 for any other, whether it exists or not."""
+        """Return a caller's request; an administrator finds the latest one of any caller.
+
+        Raises ApiError 404 for any other, whether it exists or not.
+        """
         logged = self.find_running(caller, request_id) or self._finished.get((caller.name, request_id))
+        if caller.is_admin:
+            logged = next((each for each in self.seen_by(caller) if each.request_id == request_id), None)
         if logged is None:
             raise ApiError(404, f"request {shown(request_id, 200)} does not exist", code="request_not_found")
         return logged
@@ -191,9 +196,9 @@ class RequestLog:
         return await logged.abort()
 
     def ids_of(self, caller: Caller, engine_ids: tuple[str, ...]) -> list[str]:
-        """Return the ids, as the caller sees them, of its own requests among these."""
-        all_logged = (self._by_engine_id.get(engine_id) for engine_id in engine_ids)
-        names = [logged.request_id for logged in all_logged if logged is not None and logged.caller is caller]
+        """Return the ids, as clients see them, of those requests among these that the caller may see."""
+        found = filter(None, map(self._by_engine_id.get, engine_ids))
+        names = [logged.request_id for logged in found if caller.is_admin or logged.caller is caller]
         return list(dict.fromkeys(names))
 
     def retry_after(self) -> int:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from inflight.engine import RequestState
 from inflight.errors import EngineError, shown
 from inflight.events import RequestRecord
+from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.openapi import documented, query_parameters, respond
@@ -66,7 +67,7 @@ async def list_requests(request: Request) -> Response:
             continue
         if status in ("waiting", "running") and logged.outcome is not None:
             continue
-        report = await _report(state, logged)
+        report = await _report(state, logged, caller)
         if status is None or report.status in _SELECTED[status]:
             reports.append(report)
         if len(reports) == int(text):
@@ -80,11 +81,11 @@ async def list_requests(request: Request) -> Response:
 
 @router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
 async def request_report(request: Request) -> Response:
-    """Report what happened to a request of yours and why it took so long."""
-    state = state_of(request)
-    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
-    report = await _report(state, logged)
-    report.neighbours = await _neighbours(state, logged, report)
+    """Report what happened to a request of yours and why it took so long. The admin key sees everyone's."""
+    state, caller = state_of(request), caller_of(request)
+    logged = state.request_log.find(caller, request.path_params["request_id"])
+    report = await _report(state, logged, caller)
+    report.neighbours = await _neighbours(state, logged, report, caller)
     return respond(report)
 
 
@@ -97,14 +98,15 @@ async def cancel_request(request: Request) -> Response:
     return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))
 
 
-async def _report(state: ServerState, logged: LoggedRequest) -> RequestReport:
+async def _report(state: ServerState, logged: LoggedRequest, caller: Caller) -> RequestReport:
+    """Return a report for a caller, who sees the ids of other requests only if they are its own."""
     states = [await _describe(state, logged, engine_id) for engine_id in logged.engine_ids]
     answers = [_answer(index, item) for index, item in enumerate(states) if item is not None]
     engine_ids = tuple(name for item in states if item is not None for name in item.waited_for)
     own = set(logged.engine_ids)
     waited = Waited(
         num_requests=max((item.num_waited_for for item in states if item is not None), default=0),
-        ids=state.request_log.ids_of(logged.caller, tuple(name for name in engine_ids if name not in own)),
+        ids=state.request_log.ids_of(caller, tuple(name for name in engine_ids if name not in own)),
     )
     ended_at = logged.ended_at or time.perf_counter()
     first = logged.first_token_at
@@ -152,7 +154,7 @@ async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -
 
 
 async def _neighbours(
-    state: ServerState, logged: LoggedRequest, report: RequestReport
+    state: ServerState, logged: LoggedRequest, report: RequestReport, caller: Caller
 ) -> list[NeighbourReport]:
     """Return the requests that cost the slowest answer most, as far as the recording reaches back."""
     answers = [answer for answer in report.answers if answer.number is not None]
@@ -178,7 +180,7 @@ async def _neighbours(
         return neighbours_of(number, map(decode_chunk, encoded))
 
     own = {answer.number for answer in report.answers}
-    sees = seen_by(state, logged.caller)
+    sees = seen_by(state, caller)
     return [
         NeighbourReport(
             number=info.number,

@@ -158,12 +158,12 @@ class Waited(BaseModel):
 
 
 class NeighbourReport(BaseModel):
-    """A request that cost another one time: by its prompt, or by running while the other was preempted."""
+    """A request that cost another one time: by its prompt, or by running while the other waited or was preempted."""
 
     number: int  # on the timeline
     id: str | None  # null: it belongs to another key
     seconds: float
-    why: Literal["prompt", "preemption"]
+    why: Literal["prompt", "queue", "preemption"]
 
 
 Status = Literal["queued", "running", "finished", "failed", "cancelled"]

@@ -206,7 +206,11 @@ def test_both_workers_show_the_same_timeline_and_requests(server: TwoWorkers) ->
     admin = server.connect("the-admin-key")
     assert names <= shown_ids(admin, "shown-1")
     assert names <= {item["id"] for item in admin.get("/v1/requests").json()["data"]}
+    for name in names:  # whichever worker has it
+        assert admin.get(f"/v1/requests/{name}").json()["id"] == name
+    assert admin.get("/v1/requests/unknown").status_code == 404
     other = server.connect("one-key")
+    assert other.get("/v1/requests/shown-0").status_code == 404
     assert names.isdisjoint(item["id"] for item in other.get("/v1/requests").json()["data"])
 
 

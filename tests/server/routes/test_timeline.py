@@ -162,8 +162,11 @@ def test_keys_see_their_own_requests_and_numbers_of_others(backend: Backend, tmp
         assert "hidden-one" not in anonymous
         assert "Once upon" not in anonymous
         assert "second" in anonymous
-        for path in ("/v1/steps", "/v1/requests", "/v1/memory", "/v1/trace"):
+        for path in ("/v1/steps", "/v1/requests", "/v1/requests/second", "/v1/memory", "/v1/trace"):
             assert live.http.get(path).status_code == 401
+        for headers, status in ((admin, 200), (one, 200), (two, 404)):
+            assert live.http.get("/v1/requests/hidden-one", headers=headers).status_code == status
+        assert live.http.delete("/v1/requests/hidden-one", headers=admin).status_code == 401
         assert live.http.get("/v1/memory", headers=admin).status_code == 200
 
 
@@ -228,6 +231,26 @@ def test_trace_of_a_server_has_its_requests(live: Live) -> None:
     recording = live.http.get("/v1/trace", params={"seconds": 60, "format": "recording"}).json()
     assert recording["object"] == "recording"
     assert recording["chunks"]
+
+
+def test_neighbours_have_ids_only_for_their_owner_and_the_admin(backend: Backend, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    with live_server(backend, keys=str(keys), admin_key="the-admin") as live:
+        one, two, admin = ({"authorization": f"Bearer {key}"} for key in ("one-key", "two-key", "the-admin"))
+        long = {**BODY, "max_tokens": 400, "request_id": "victim"}
+        victim = threading.Thread(target=live.post, args=("/v1/completions", long), kwargs={"headers": one})
+        victim.start()
+        live.wait_until("a running victim", lambda: len(live.state.request_log) == 1)
+        time.sleep(0.3)
+        prompt = {**BODY, "prompt": list(range(1, 900)), "max_tokens": 1, "request_id": "culprit"}
+        live.post("/v1/completions", prompt, headers=two)
+        victim.join()
+        named = {
+            name: live.http.get("/v1/requests/victim", headers=headers).json()["neighbours"][0]["id"]
+            for name, headers in (("owner", one), ("admin", admin))
+        }
+        assert named == {"owner": None, "admin": "culprit"}
 
 
 def test_neighbour_with_a_long_prompt_is_named(live: Live) -> None:

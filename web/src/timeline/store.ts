@@ -26,6 +26,11 @@ export interface Chunk {
 const COLUMNS = ["step", "at", "schedule", "launch", "device", "update", "tokens", "output", "running", "waiting", "used", "cached"] as const;
 export type ColumnName = (typeof COLUMNS)[number];
 
+/** Several steps together: the row of the slowest one, the sum of their outputs, and the highest of the other values. */
+export interface Summary { slowest: number; longest: number; output: number; running: number; tokens: number; waiting: number }
+
+const BLOCK_BITS = 5;  // steps are summarized in blocks of 32, so that a long time can be drawn without looking at each
+
 /** Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step. */
 export interface Run { slot: number; request: number; kind: Kind; first: number; end: number; tokens: number; firstToken: number }
 
@@ -74,6 +79,7 @@ export class Replica {
   private readonly columns: Record<ColumnName, Column>;
   private readonly began: Column;
   private readonly ended: Column;
+  private readonly blocks = new Map<number, Summary>();  // by row >> BLOCK_BITS; complete ones only
   private numRuns = 0;
 
   /** `maxSteps` is a power of two. */
@@ -94,6 +100,32 @@ export class Replica {
 
   endedAt(row: number): number {
     return this.ended.get(row);
+  }
+
+  /** How long the step of a row took. */
+  microseconds(row: number): number {
+    return this.get("schedule", row) + this.get("launch", row) + this.get("device", row) + this.get("update", row);
+  }
+
+  /** Summarize rows [from, to). */
+  summary(from: number, to: number): Summary {
+    const all: Summary = { slowest: from, longest: -1, output: 0, running: 0, tokens: 0, waiting: 0 };
+    for (let row = from; row < to;) {
+      const block = row % (1 << BLOCK_BITS) === 0 && row + (1 << BLOCK_BITS) <= to ? this.blocks.get(row >> BLOCK_BITS) : undefined;
+      if (block) merge(all, block);
+      else this.addRow(all, row);
+      row += block ? 1 << BLOCK_BITS : 1;
+    }
+    return all;
+  }
+
+  private addRow(summary: Summary, row: number) {
+    const time = this.microseconds(row);
+    if (time > summary.longest) [summary.slowest, summary.longest] = [row, time];
+    summary.output += this.get("output", row);
+    summary.running = Math.max(summary.running, this.get("running", row));
+    summary.tokens = Math.max(summary.tokens, this.get("tokens", row));
+    summary.waiting = Math.max(summary.waiting, this.get("waiting", row));
   }
 
   /** The first row whose step ended after the moment; `end` if there is none. */
@@ -137,6 +169,10 @@ export class Replica {
       this.began.set(this.end, began);
       this.ended.set(this.end, began + steps.device[index]! / 1e6);
       this.end++;
+      if (this.end % (1 << BLOCK_BITS) === 0) {
+        this.blocks.set((this.end - 1) >> BLOCK_BITS, this.summary(this.end - (1 << BLOCK_BITS), this.end));
+        this.blocks.delete((this.end - this.maxSteps - 1) >> BLOCK_BITS);
+      }
     }
     for (const [step, message] of Object.entries(chunk.failed ?? {})) this.failed.set(Number(step), message);
     for (const [slot, request, kind, first, number, tokens, firstToken] of chunk.runs)
@@ -223,6 +259,14 @@ export class Replica {
     }
     return slowest;
   }
+}
+
+function merge(summary: Summary, block: Summary) {
+  if (block.longest > summary.longest) [summary.slowest, summary.longest] = [block.slowest, block.longest];
+  summary.output += block.output;
+  summary.running = Math.max(summary.running, block.running);
+  summary.tokens = Math.max(summary.tokens, block.tokens);
+  summary.waiting = Math.max(summary.waiting, block.waiting);
 }
 
 /** The index of the first run that ends after a step. */
