@@ -189,6 +189,7 @@ class DecoderExpertCounts:
     """Implements `ExpertCounts` for the layers of this rank. A GPU is never waited for unless it is idle: a copy that
     one call starts is read by the next."""
 
+    @torch.inference_mode()
     def __init__(self, tokens: Sequence[Tensor]) -> None:
         """Read `Decoder.expert_tokens` from now on: the tokens of warm-up steps do not count."""
         self._tokens = list(tokens)
