@@ -6,8 +6,10 @@ import ctypes
 import logging
 import os
 import tempfile
+from array import array
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ class Library:
         self._dll = ctypes.CDLL(str(path))
         self.threads = num_threads()  # may be changed at any time
         self.panel = int(self._bind("panel", result=_L)())  # output features of one weight panel
+        self._place_team(numa_nodes())
         self.instructions = _allowed(int(self._bind("instructions", result=_L)()))
         self.depth_bf16 = self._bind("depth_bf16", _L, result=_L)
         self.advise = self._bind("advise", _P, _L)
@@ -128,6 +131,15 @@ class Library:
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)
 
+    def _place_team(self, nodes: dict[int, list[int]]) -> None:
+        """Divide threads and weights between the machine's NUMA nodes."""
+        if len(nodes) < 2:
+            return
+        starts = accumulate(map(len, nodes.values()), initial=0)
+        place = self._bind("place_team", _P, _P, _P, _L)
+        lists = [array("i", values) for values in (nodes, starts, chain.from_iterable(nodes.values()))]
+        place(*(values.buffer_info()[0] for values in lists), len(nodes))
+
     def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:
         function = getattr(self._dll, f"inflight_{name}", None)
         if function is None:
@@ -148,6 +160,22 @@ def _allowed(available: int) -> frozenset[str]:
 def best_method(kind: str, instructions: frozenset[str]) -> int:
     """Return the number of the best method for weights of this kind among those that need only these instructions."""
     return next(number for name, number in METHODS[kind] if not name or name in instructions)
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[int, list[int]]:
+    """Return the processors that this process may use by NUMA node, or nothing where that is not known."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    usable, nodes = os.sched_getaffinity(0), {}
+    for file in folder.glob("node[0-9]*/cpulist"):
+        try:
+            ranges = [part.split("-") for part in file.read_text().strip().split(",") if part]
+        except OSError:
+            return {}
+        listed = {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
+        if processors := sorted(listed & usable):
+            nodes[int(file.parent.name.removeprefix("node"))] = processors
+    return dict(sorted(nodes.items()))
 
 
 def num_threads() -> int:

@@ -8,6 +8,8 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -70,6 +72,23 @@ bool spin_while(const Word& word, uint32_t value) {
     return false;
 }
 
+std::vector<Node>& nodes() {
+    static auto* const all = new std::vector<Node>;
+    return *all;
+}
+
+// Keep the calling thread on a node. Where that is not allowed, it may run anywhere.
+void stay_on(const Node& node) {
+#if defined(__linux__)
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int processor : node.processors) CPU_SET(processor, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+#else
+    (void)node;
+#endif
+}
+
 struct Job {
     Work work;
     const void* context;
@@ -115,7 +134,11 @@ class Team {
     void hire(int helpers) {
         for (; hired_ < helpers; ++hired_) {
             const int index = hired_ + 1;
-            std::thread([this, index] { help(index); }).detach();
+            const size_t node = nodes().size() * index / (helpers + 1);
+            std::thread([this, index, node] {
+                if (nodes().size() > 1) stay_on(nodes()[node]);
+                help(index);
+            }).detach();
         }
     }
 
@@ -173,6 +196,10 @@ class Team {
 
 }  // namespace
 
+void place_team(std::vector<Node> all) { nodes() = std::move(all); }
+
+const std::vector<Node>& team_nodes() { return nodes(); }
+
 void run_team(int threads, int64_t units, int64_t chunk, Work work, const void* context) {
     // Never destroyed: helpers may outlive every other static object.
     static Team* const team = new Team;
@@ -182,3 +209,12 @@ void run_team(int threads, int64_t units, int64_t chunk, Work work, const void* 
 }
 
 }  // namespace inflight
+
+// Node i has the identifier ids[i] and processors[starts[i]] to processors[starts[i + 1] - 1].
+extern "C" void inflight_place_team(const int32_t* ids, const int32_t* starts, const int32_t* processors,
+                                    int64_t count) {
+    std::vector<inflight::Node> all;
+    for (int64_t i = 0; i < count; ++i)
+        all.push_back({ids[i], std::vector<int>(processors + starts[i], processors + starts[i + 1])});
+    inflight::place_team(std::move(all));
+}

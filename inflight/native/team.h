@@ -3,12 +3,27 @@
 // Each thread has a share of the units, always the same one for the same number of units, and takes it in chunks. A
 // thread that is done takes chunks from the shares of others: a helper that the system has preempted is not waited for,
 // unless it has already begun a chunk. Helpers spin for some microseconds before they sleep.
+//
+// Helpers and memory of a machine with several NUMA nodes are divided in the same proportions, so that a thread finds
+// its share of a weight in its own node's memory.
 
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace inflight {
+
+// The processors of one NUMA node that this process may use.
+struct Node {
+    int id;
+    std::vector<int> processors;
+};
+
+// Divide helpers hired from now on, and weights, between these nodes. Without a call, or with a single node, the system
+// places both.
+void place_team(std::vector<Node> nodes);
+const std::vector<Node>& team_nodes();
 
 using Work = void (*)(const void* context, int64_t begin, int64_t end);
 

@@ -7,6 +7,8 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace inflight {
@@ -57,6 +59,18 @@ void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count,
     });
 }
 
+#if defined(MADV_HUGEPAGE)
+// Take memory that is not yet in use from this node, if it has some left and the system allows it.
+void prefer_node(int node, uintptr_t begin, uintptr_t end) {
+    constexpr long preferred = 1;  // MPOL_PREFERRED
+    constexpr int kMostNodes = 1024, kBits = 8 * sizeof(unsigned long);
+    unsigned long mask[kMostNodes / kBits] = {};
+    if (node < 0 || node >= kMostNodes || begin >= end) return;
+    mask[node / kBits] = 1ul << (node % kBits);
+    syscall(SYS_mbind, begin, end - begin, preferred, mask, kMostNodes, 0);
+}
+#endif
+
 }  // namespace
 }  // namespace inflight
 
@@ -68,13 +82,19 @@ int64_t inflight_panel() { return kPanel; }
 
 int64_t inflight_depth_bf16(int64_t k) { return panel_depth<uint16_t>(k); }
 
-// Ask for huge pages: weights are read from end to end in each step, and page walks are expensive.
+// Ask for huge pages: weights are read from end to end in each step, and page walks are expensive. Each NUMA node gets
+// the part that its threads multiply.
 void inflight_advise(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 2 << 20;
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    if (begin >= end) return;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    const std::vector<Node>& nodes = team_nodes();
+    const uintptr_t pages = (end - begin) / page;
+    for (size_t i = 0; nodes.size() > 1 && i < nodes.size(); ++i)
+        prefer_node(nodes[i].id, begin + i * pages / nodes.size() * page, begin + (i + 1) * pages / nodes.size() * page);
 #else
     (void)data;
     (void)bytes;
