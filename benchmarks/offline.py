@@ -215,6 +215,7 @@ def parse() -> argparse.Namespace:
         "--dtype",
         help="how weights are held (default: bfloat16 on a GPU, float32 on a CPU, which computes in it)",
     )
+    add("--quantization", choices=("fp8", "int8", "int4"))
     add("--device", default="auto")
     add("--workload", nargs="+", choices=names, default=["decode", "ragged"])
     add("--requests", type=int, help="ragged: how many")
@@ -296,6 +297,7 @@ def main() -> None:
         return LLM(
             **source,
             dtype=dtype,
+            quantization=options.quantization,
             device=options.device,
             max_model_len=sizes.longest + 1,
             max_num_seqs=options.max_num_seqs or max(batches),

@@ -48,6 +48,17 @@ class ModelConfig:
         "auto, safetensors, or dummy for random weights.",
         choices=("auto", "safetensors", "dummy"),
     )
+    quantization: str | None = option(
+        None,
+        MODEL,
+        "Quantize the weights of a plain checkpoint while loading: fp8, int8 or int4. Quantized checkpoints need no "
+        "option; for them, only the method in their config.json is accepted.",
+        choices=("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4"),
+        unset="weights are held as the checkpoint has them",
+    )
+    quantize_head: bool = option(
+        False, MODEL, "With quantization, also quantize the LM head (and embeddings that are tied to it)."
+    )
     device: str = option("auto", MODEL, "auto, cpu, cuda or cuda:<index>; auto uses a GPU if there is one.")
     enforce_eager: bool = option(False, MODEL, "Do not use CUDA graphs.")
     max_model_len: int | None = option(

@@ -23,6 +23,7 @@ NAV: dict[str, tuple[str, ...]] = {
         "agents.md",
         "structured-outputs.md",
         "scoring.md",
+        "quantization.md",
         "replicas.md",
         "scaling.md",
     ),

@@ -16,6 +16,7 @@ from inflight.cli import interrupts_end_at_once
 from inflight.cli.bench import app as bench_app
 from inflight.cli.command import Command, InflightCommand, InflightGroup
 from inflight.cli.compare import CompareCommand, compare
+from inflight.cli.evaluate import evaluate, quantize
 from inflight.cli.option_sources import argument, with_flags
 from inflight.cli.plan import plan
 from inflight.cli.replicas import app as replicas_app
@@ -145,8 +146,9 @@ def _answer(
     return llm.generate(prompts, params)
 
 
-for command in (embed, rerank, plan):
+for command in (embed, rerank, plan, quantize):
     app.command(cls=InflightCommand)(command)
+app.command("eval", cls=InflightCommand)(evaluate)
 app.command(cls=CompareCommand)(compare)
 app.command(cls=ServeCommand)(serve)
 app.add_typer(bench_app, name="bench")

@@ -15,7 +15,16 @@ from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
 
 PLAN_OPTIONS = (
-    *("revision", "dtype", "max_model_len", "block_size", "kv_cache_memory", "gpu_memory_utilization"),
+    *(
+        "revision",
+        "dtype",
+        "quantization",
+        "quantize_head",
+        "max_model_len",
+        "block_size",
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+    ),
     *("max_num_seqs", "max_num_batched_tokens"),
 )
 MAX_CPU_RANKS = 8  # shown in the table

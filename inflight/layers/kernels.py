@@ -241,15 +241,22 @@ def copy_weight(linear: Linear, to: Tensor, weight: Weight, first_row: int, firs
 
 def copy_quantized(to: QuantizedMatrix, weight: Weight, first_row: int, first_column: int) -> None:
     """Copy whole rows of a quantized matrix into `to`."""
-    check_fits(weight, first_row, first_column, *to.shape)
+    to.copy_rows(taken_as(to.scheme, weight, first_row, first_column, to.shape), first_row)
+
+
+def taken_as(
+    scheme: Scheme, weight: Weight, first_row: int, first_column: int, shape: tuple[int, int]
+) -> QuantizedMatrix:
+    """Return whole rows of a matrix of this shape in a scheme; plain ones are quantized."""
+    check_fits(weight, first_row, first_column, *shape)
     if isinstance(weight, Tensor):
-        weight = to.scheme.quantize(weight)
-    if weight.scheme != to.scheme or weight.shape[1] != to.shape[1]:
+        weight = scheme.quantize(weight)
+    if weight.scheme != scheme or weight.shape[1] != shape[1]:
         raise ConfigError(
             f"a weight of shape {list(weight.shape)} held as {weight.scheme.name} cannot be loaded into a layer "
-            f"of {to.shape[1]} columns held as {to.scheme.name}"
+            f"of {shape[1]} columns held as {scheme.name}"
         )
-    to.copy_rows(weight, first_row)
+    return weight
 
 
 def copy_bias(linear: Linear, to: Tensor | None, bias: Tensor, first_row: int) -> None:
@@ -559,13 +566,14 @@ class TorchExperts:
 
 
 class TorchKernels:
-    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time."""
+    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time: all, or
+    those for which it returns True, given the scheme and whether the layer is one of experts."""
 
     def __init__(
         self,
         compute_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        quantized: bool = False,
+        quantized: bool | Callable[[Scheme, bool], bool] = False,
     ) -> None:
         self.compute_dtype = compute_dtype
         self.recurrent = TorchRecurrent()
@@ -587,7 +595,7 @@ class TorchKernels:
         reduce: Reduce | None = None,
         scheme: Scheme | None = None,
     ) -> Linear:
-        if scheme is not None and self._quantized:
+        if scheme is not None and self._holds(scheme, experts=False):
             return QuantizedTorchLinear(self, in_features, out_features, scheme, bias, reduce, self._device)
         return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
 
@@ -604,11 +612,15 @@ class TorchKernels:
         held: range | None = None,
         scheme: Scheme | None = None,
     ) -> Experts:
-        if not self._quantized:
+        if scheme is not None and not self._holds(scheme, experts=True):
             scheme = None
         return TorchExperts(
             self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device, scheme
         )
+
+    def _holds(self, scheme: Scheme, experts: bool) -> bool:
+        quantized = self._quantized
+        return quantized if isinstance(quantized, bool) else quantized(scheme, experts)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)

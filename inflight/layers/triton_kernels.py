@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers.formats import Scheme, Weight
+from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
+from inflight.layers.formats.schemes import held_on_gpu, unpack_nibbles
 from inflight.layers.kernels import (
     ExpertRouting,
     Experts,
@@ -18,7 +19,9 @@ from inflight.layers.kernels import (
     check_activation,
     check_gate,
     copy_bias,
+    copy_quantized,
     copy_weight,
+    taken_as,
 )
 from inflight.layers.triton.elementwise import (
     activate_in_place,
@@ -31,11 +34,28 @@ from inflight.layers.triton.elementwise import (
 )
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.quantized import (
+    FP8,
+    FP8_BYTES,
+    INT4,
+    QuantizedWeight,
+    dequantize_int4,
+    pack_int4,
+    quantize_rows,
+)
 from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
+from inflight.layers.triton.tuning import (
+    MAX_FP8_SMALL,
+    MAX_INT4_SMALL,
+    MAX_TOKENS,
+    pays_medium,
+    pays_small,
+)
 from inflight.layers.triton_experts import TritonExperts
 from inflight.triton_utils.pdl import supports_pdl
+
+_ROW_GROUP = 128  # columns of the groups into which rows of 4-bit codes with a single scale are cut
 
 
 @runtime_checkable
@@ -65,6 +85,7 @@ class TritonKernels:
         self.pdl = supports_pdl(self.device)
         # Only measured with Hopper's copy engine: older chips use cuBLAS.
         self.medium = self.pdl or self.device.type != "cuda"
+        self.fp8_products = has_fp8_products(self.device)
         self.workspace = SplitKWorkspace(self.device)
         self.recurrent = TritonRecurrent(self.pdl)
 
@@ -82,8 +103,10 @@ class TritonKernels:
         dtype: torch.dtype,  # noqa: ARG002
         bias: bool,
         reduce: Reduce | None = None,
-        scheme: Scheme | None = None,  # noqa: ARG002
+        scheme: Scheme | None = None,
     ) -> Linear:
+        if isinstance(scheme, GroupScheme) and held_on_gpu(scheme):
+            return QuantizedTritonLinear(self, in_features, out_features, bias, reduce, scheme)
         return TritonLinear(self, in_features, out_features, bias, reduce)
 
     def experts(
@@ -146,13 +169,21 @@ class TritonLinear:
         self._reduce = reduce
         self._adding = reduce if isinstance(reduce, AddingReduce) else None
         dtype, device = kernels.compute_dtype, kernels.device
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = self._allocate(dtype, device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
 
     # ---- loading ----
 
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor | QuantizedWeight:
+        return torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
+
+    @property
+    def _plain(self) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return self.weight
+
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_weight(self, self.weight, weight, first_row, first_column)
+        copy_weight(self, self._plain, weight, first_row, first_column)
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
         copy_bias(self, self.bias, bias, first_row)
@@ -160,7 +191,7 @@ class TritonLinear:
     # ---- the operations of models ----
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._kernels.embed(self.weight, ids)
+        return self._kernels.embed(self._plain, ids)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.normed(Residual(x, None), 0.0)
@@ -173,7 +204,7 @@ class TritonLinear:
     def normed(self, residual: Residual, eps: float) -> Tensor:
         if self._is_fused(residual.x):
             return self._fused(residual, eps)
-        return F.linear(self._norm(residual, eps), self.weight, self.bias)
+        return self._large(residual, eps)
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         check_gate(activation)
@@ -210,10 +241,24 @@ class TritonLinear:
         if self._is_fused(x):
             out = torch.empty(len(x), self.out_features, dtype=torch.float32, device=x.device)
             return self._fused(residual, eps, out=out)
+        return self._large_wide(residual, eps)
+
+    # ---- many tokens ----
+
+    def _large(self, residual: Residual, eps: float) -> Tensor:
+        return F.linear(self._norm(residual, eps), self._plain, self.bias)
+
+    def _large_wide(self, residual: Residual, eps: float) -> Tensor:
         x = self._norm(residual, eps)
         if self.bias is None and x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, self.weight.T, out_dtype=torch.float32)
-        return F.linear(x, self.weight, self.bias).float()
+            return torch.mm(x, self._plain.T, out_dtype=torch.float32)
+        return F.linear(x, self._plain, self.bias).float()
+
+    def _add_large(self, hidden: Tensor, x: Tensor) -> None:
+        if self.bias is not None:
+            hidden.add_(F.linear(x, self._plain, self.bias))
+        else:
+            hidden.addmm_(x, self._plain.T)
 
     # ---- choosing the kernel ----
 
@@ -235,10 +280,7 @@ class TritonLinear:
     def _add_product(self, hidden: Tensor, x: Tensor, eps: float, next_norm: Tensor | None) -> Residual:
         """Do product and sum in one kernel, and half of the next norm with them where that is safe."""
         if not self._is_fused(x):
-            if self.bias is not None:
-                hidden.add_(F.linear(x, self.weight, self.bias))
-            else:
-                hidden.addmm_(x, self.weight.T)
+            self._add_large(hidden, x)
             return Residual(hidden, next_norm)
         left = self.left_for(next_norm, x, hidden)
         self._fused(Residual(x, None), eps, residual=hidden, next_norm=left, out=hidden)
@@ -270,3 +312,135 @@ def _read_through(hidden: Tensor, norm: Tensor | None, left: NextNorm | None) ->
     if left is None:
         return Residual(hidden, norm)
     return Residual(hidden, norm, left.scaled, left.squares)
+
+
+class QuantizedTritonLinear(TritonLinear):
+    """A linear layer over fp8 or 4-bit weights.
+
+    On chips with fp8 products, inputs of fp8 weights are quantized as well, if the model expects that: in the kernel
+    for few tokens, otherwise where the norm is read. All other weights are converted in the kernel for few tokens;
+    for many, they are dequantized first, which takes little beside the product.
+    """
+
+    def __init__(
+        self,
+        kernels: TritonKernels,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        reduce: Reduce | None,
+        scheme: GroupScheme,
+    ) -> None:
+        self._scheme = scheme
+        self._products = scheme.codes == "fp8" and scheme.inputs == "fp8" and kernels.fp8_products
+        super().__init__(kernels, in_features, out_features, bias, reduce)
+
+    # ---- loading ----
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:  # noqa: ARG002
+        num_rows, num_columns, scheme = self.out_features, self.in_features, self._scheme
+        if scheme.codes == "fp8":
+            self._matrix = scheme.empty(num_rows, num_columns, device)
+            codes, scales = self._matrix.codes, self._matrix.scales
+            kind = FP8 if self._products else FP8_BYTES
+            return QuantizedWeight(
+                codes if self._products else codes.view(torch.uint8), kind, scheme.group, scales
+            )
+        group = scheme.group or _ROW_GROUP
+        num_pairs = -(-num_columns // (2 * group))
+        return QuantizedWeight(
+            torch.empty(num_rows, num_pairs * group, dtype=torch.uint8, device=device),
+            INT4,
+            group,
+            torch.zeros(num_rows, 2 * num_pairs, device=device),
+            torch.zeros(num_rows, 2 * num_pairs, device=device) if scheme.zeros else None,
+        )
+
+    @property
+    def _quantized(self) -> QuantizedWeight:
+        assert isinstance(self.weight, QuantizedWeight)
+        return self.weight
+
+    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        if self._scheme.codes == "fp8":
+            copy_quantized(self._matrix, weight, first_row, first_column)
+            return
+        shape = self.out_features, self.in_features
+        matrix = taken_as(self._scheme, weight, first_row, first_column, shape)
+        assert isinstance(matrix, GroupedMatrix)
+        own, rows = self._quantized, slice(first_row, first_row + len(matrix))
+        assert own.scales is not None
+        codes = unpack_nibbles(matrix.codes.to(own.codes.device))
+        own.codes[rows] = pack_int4(codes, own.group)
+        num_groups = -(-self.in_features // own.group)
+        own.scales[rows, :num_groups] = matrix.scales  # one scale of a whole row is repeated
+        if own.zeros is not None and matrix.zeros is not None:
+            own.zeros[rows, :num_groups] = matrix.zeros.float() - 8
+
+    def embed(self, ids: Tensor) -> Tensor:
+        dtype = self._kernels.compute_dtype
+        if self._scheme.codes == "fp8":
+            return self._matrix[ids.long()].dequantize(dtype)
+        own = self._quantized
+        assert own.scales is not None
+        zeros = None if own.zeros is None else own.zeros[ids]
+        rows = QuantizedWeight(own.codes[ids], own.kind, own.group, own.scales[ids], zeros)
+        return dequantize_int4(rows, self.in_features, dtype)
+
+    # ---- many tokens ----
+
+    def _large(self, residual: Residual, eps: float) -> Tensor:
+        if not self._products:
+            return F.linear(self._norm(residual, eps), self._dequantized(), self.bias)
+        own, kernels = self._quantized, self._kernels
+        inputs = quantize_rows(residual.x, residual.norm, eps, own.group, kernels.pdl)
+        aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
+        if own.group or not aligned or inputs.dtype != torch.bfloat16 or not residual.x.is_cuda:
+            return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl)
+        assert own.scales is not None
+        return torch._scaled_mm(
+            inputs.codes,
+            own.codes.T,
+            inputs.scales,
+            own.scales.T,
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,  # which would keep too few bits of long sums
+        )
+
+    def _large_wide(self, residual: Residual, eps: float) -> Tensor:
+        return self._large(residual, eps).float()
+
+    def _add_large(self, hidden: Tensor, x: Tensor) -> None:
+        hidden.add_(self._large(Residual(x, None), 0.0))
+
+    def _dequantized(self) -> Tensor:
+        dtype = self._kernels.compute_dtype
+        if self._scheme.codes == "fp8":
+            return self._matrix.dequantize(dtype)
+        return dequantize_int4(self._quantized, self.in_features, dtype)
+
+    # ---- choosing the kernel ----
+
+    def _is_fused(self, x: Tensor, gated: bool = False) -> bool:  # noqa: ARG002
+        return len(x) <= self._kernels.few_tokens and (self._is_small(x) or self._products)
+
+    def _is_small(self, x: Tensor) -> bool:
+        return len(x) <= (MAX_FP8_SMALL if self._products else MAX_INT4_SMALL)
+
+    def left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
+        """Return what to fill in for the next norm. Where inputs are quantized in a kernel of their own, that does all
+        of the norm."""
+        return super().left_for(next_norm, x, hidden) if self._is_small(x) else None
+
+    def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
+        if self._is_small(read.x):
+            return super()._fused(read, eps, **after)
+        own, kernels = self._quantized, self._kernels
+        inputs = quantize_rows(read.x, read.norm, eps, own.group, kernels.pdl)
+        return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl, **after)
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """Return whether the chip multiplies fp8: Ada, Hopper and later."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ModelConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoders.heads import Encode
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.hf_config import Fields
+from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
 
@@ -90,6 +92,24 @@ def resolve_context(spec: DecoderSpec, max_model_len: int | None) -> int:
             f"max_model_len is {max_model_len}: the checkpoint supports at most {spec.max_position} positions"
         )
     return max_model_len
+
+
+def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
+    """Return the decoder with its weights quantized while loading, if the configuration says so."""
+    asked, own = model.quantization, spec.quantization.method
+    if asked is None or asked == own:
+        if model.quantize_head and asked is None:
+            raise ConfigError(
+                "quantize_head is True, but quantization is not set: set it to fp8, int8 or int4"
+            )
+        return spec
+    if own is not None:
+        raise ConfigError(f"quantization is {asked!r}: the checkpoint is already quantized, as {own}")
+    if asked not in ON_LOADING:
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint is not quantized: it must be one of {', '.join(ON_LOADING)}"
+        )
+    return replace(spec, quantization=QuantizedOnLoading(ON_LOADING[asked], model.quantize_head))
 
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:

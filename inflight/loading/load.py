@@ -32,6 +32,7 @@ from inflight.loading.checkpoint import (
     model_name,
     open_configured,
     plain_ids,
+    quantized_spec,
     resolve_context,
     resolve_dtype,
     resolve_text_length,
@@ -75,6 +76,7 @@ def load_decoder_engine(
     model = config.model
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
+    plan = replace(plan, spec=quantized_spec(plan.spec, config.model))
     spec = plan.spec
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_ids(checkpoint, tokenizer)
@@ -189,6 +191,7 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     tokenizer = load_tokenizer(config, checkpoint)
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
+    plan = replace(plan, spec=quantized_spec(plan.spec, config.model))
     context = resolve_context(plan.spec, model.max_model_len)
     eos = eos_ids(checkpoint, tokenizer)
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
@@ -223,6 +226,8 @@ def load_encoder_engine(
     model, folder = config.model, checkpoint.folder
     if config.parallel.num_ranks > 1:
         raise ConfigError(f"{config.parallel}: an encoder runs on one rank")
+    if model.quantization is not None:
+        raise ConfigError(f"quantization is {model.quantization!r}: encoders are not quantized")
     spec = encoder_spec(checkpoint.config)
     files = None if folder is None else read_sentence_files(folder)
     head = encoder_head(checkpoint.config, files, spec.hidden_size)
@@ -272,7 +277,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     tokenizer = load_tokenizer(config, checkpoint)
     load = load_decoder_engine if encoder_architecture(checkpoint.config) is None else load_encoder_engine
     model_fingerprint = fingerprint(
-        checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None
+        checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None, model
     )
     loaded = load(config, policy, platform, checkpoint, tokenizer, progress)
     loaded.fingerprint = model_fingerprint

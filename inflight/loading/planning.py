@@ -15,7 +15,7 @@ from inflight.kv import KVLayout
 from inflight.kv.budget import CONTEXT_MEMORY, most_blocks
 from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
-from inflight.loading.checkpoint import resolve_context, resolve_dtype
+from inflight.loading.checkpoint import quantized_spec, resolve_context, resolve_dtype
 from inflight.models.decoders.footprint import (
     META,
     RankShare,
@@ -85,6 +85,7 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
         )
     expert_parallel = config.parallel.enable_expert_parallel
     spec = plan_decoder(name, checkpoint, lambda _: [0], expert_parallel).spec
+    spec = quantized_spec(spec, config.model)
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_context(spec, config.model.max_model_len)
     fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]

@@ -94,15 +94,19 @@ def _open_gguf(path: Path, dummy: bool, hf_config: Mapping[str, Any] | None) -> 
     return Checkpoint(None, config, gguf_generation_config(file), () if dummy else file.files, file)
 
 
-def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) -> str:
+def fingerprint(
+    checkpoint: Checkpoint, tokenizer_folder: Path | None = None, model: ModelConfig | None = None
+) -> str:
     """Return a digest that is equal for equal files on any machine, and differs for other weights, another tokenizer
     or another chat template. Pass `tokenizer_folder`, which may be a GGUF file, if the tokenizer is not the
-    checkpoint's own.
+    checkpoint's own, and the configuration, which may change weights while they are loaded.
 
     Weights are sampled: the digest covers the headers and some bytes of every tensor, since training changes a tensor
     everywhere. This takes milliseconds; reading all bytes would take as long as loading.
     """
     digest = sha256(json.dumps([checkpoint.config, checkpoint.generation_config], sort_keys=True).encode())
+    if model is not None and model.quantization is not None:
+        digest.update(f"quantization {model.quantization} {model.quantize_head}\n".encode())
     sources = [source for source in (checkpoint.tokenizer_path, tokenizer_folder) if source is not None]
     for folder in sources:
         if is_gguf(folder):
@@ -125,7 +129,7 @@ def fingerprint_now(config: ModelConfig) -> str | None:
     if not all(folder.is_dir() or (is_gguf(folder) and folder.is_file()) for folder in folders):
         return None
     opened = open_checkpoint(str(folders[0]), load_format=config.load_format, hf_config=config.hf_config)
-    return fingerprint(opened, *folders[1:])
+    return fingerprint(opened, folders[1] if len(folders) > 1 else None, config)
 
 
 class _Digest(Protocol):

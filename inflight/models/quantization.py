@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -36,6 +36,7 @@ class Quantization(ABC):
 
     ignored: tuple[str, ...] = _UNUSED  # patterns of tensors that are not needed
     embeddings: bool = False  # whether embeddings have a format, too
+    method: str | None = None  # as the checkpoint's config names it
 
     @abstractmethod
     def format_of(self, *modules: str) -> WeightFormat:
@@ -52,6 +53,14 @@ class Unquantized(Quantization):
 
 
 UNQUANTIZED = Unquantized()
+
+
+# What `--quantization` can do while loading.
+ON_LOADING: Mapping[str, Scheme] = {
+    "fp8": GroupScheme("fp8", inputs="fp8"),
+    "int8": GroupScheme("int8", inputs="int8"),
+    "int4": GroupScheme("int4", 128, zeros=True),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class GgufTypes(Quantization):
     types: Mapping[str, str] = field(hash=False)  # tensor -> type
     ignored: tuple[str, ...] = ()
     embeddings: bool = True
+    method: str | None = "gguf"
 
     def format_of(self, *modules: str) -> WeightFormat:
         names = [name for module in modules for name in (module, f"{module}.weight") if name in self.types]
@@ -88,6 +98,7 @@ class Rules(Quantization):
     """The first rule that matches decides; modules that none matches are plain."""
 
     rules: tuple[Rule, ...]
+    method: str | None = None
 
     def format_of(self, *modules: str) -> WeightFormat:
         for matches, weights in self.rules:
@@ -96,7 +107,7 @@ class Rules(Quantization):
         return PLAIN
 
 
-def _all_but(excluded: Matches, weights: WeightFormat) -> Quantization:
+def _all_but(excluded: Matches, weights: WeightFormat) -> Rules:
     return Rules(((excluded, PLAIN), (_always, weights)))
 
 
@@ -112,13 +123,14 @@ def read_quantization(config: Fields) -> Quantization:
     method = part.string("quant_method")
     if method not in _METHODS:
         raise part.error("quant_method", f"one of {', '.join(_METHODS)}")
-    return _METHODS[method](part)
+    quantization = _METHODS[method](part)
+    return replace(quantization, method=method) if isinstance(quantization, Rules) else quantization
 
 
 # ---- the methods ----
 
 
-def _fp8(config: Fields) -> Quantization:
+def _fp8(config: Fields) -> Rules:
     config.check_supported({"fmt": (None, "e4m3"), "activation_scheme": ("dynamic", "static", None)})
     if "weight_block_size" in config:
         rows, columns = _block(config, "weight_block_size")
@@ -130,7 +142,7 @@ def _fp8(config: Fields) -> Quantization:
     return _all_but(_listed(config, "modules_to_not_convert", "ignored_layers"), weights)
 
 
-def _awq(config: Fields) -> Quantization:
+def _awq(config: Fields) -> Rules:
     config.check_supported({"version": (None, "gemm", "GEMM"), "zero_point": (None, True)})
     bits = config.integer("w_bit" if "w_bit" in config else "bits")
     if bits != 4:
@@ -142,7 +154,7 @@ def _awq(config: Fields) -> Quantization:
     )
 
 
-def _gptq(config: Fields) -> Quantization:
+def _gptq(config: Fields) -> Rules:
     weights = _gptq_format(config)
     rules: list[Rule] = []
     if not config.boolean("lm_head", False):
@@ -183,7 +195,7 @@ def _gptq_format(config: Fields) -> WeightFormat:
     )
 
 
-def _auto_round(config: Fields) -> Quantization:
+def _auto_round(config: Fields) -> Rules:
     packing = config.string("packing_format", "auto_round:auto_gptq")
     if packing not in ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq"):
         raise config.error("packing_format", "auto_round:auto_gptq")
@@ -192,14 +204,14 @@ def _auto_round(config: Fields) -> Quantization:
     return _gptq(config)
 
 
-def _mxfp4(config: Fields) -> Quantization:
+def _mxfp4(config: Fields) -> Rules:
     return _all_but(_listed(config, "modules_to_not_convert"), Mxfp4Format())
 
 
 # ---- compressed-tensors ----
 
 
-def _compressed_tensors(config: Fields) -> Quantization:
+def _compressed_tensors(config: Fields) -> Rules:
     sparsity = config.part("sparsity_config") if "sparsity_config" in config else Fields({})
     sparsity.check_supported({"format": (None, "dense")})
     ignored = [_target(config, name) for name in _strings(config, "ignore")]

@@ -26,6 +26,7 @@ SERVE_RULES = CompatRules(
     (
         *ENGINE_RULES,
         # ---- different name ----
+        CompatRule("-q METHOD", {ANY: "--quantization {}"}),
         CompatRule("data_parallel_size N, -dp N", {"1": "", ANY: "--replicas {}"}),
         CompatRule("api_server_count N, -asc N", {ANY: "--api-workers {}"}),
         CompatRule("disable_frontend_multiprocessing", {"true": "--in-process", "false": "--no-in-process"}),

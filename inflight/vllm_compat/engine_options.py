@@ -134,9 +134,7 @@ ENGINE_RULES = (
         off_matters=True,
     ),
     CompatRule(
-        "quantization METHOD, -q METHOD, quantization_param_path FILE",
-        {},
-        "quantized weights are not supported yet: use a bf16, fp16 or fp32 checkpoint",
+        "quantization_param_path FILE", {}, "scales are read from the checkpoint, and computed if it has none"
     ),
     CompatRule(
         "kv_cache_dtype TYPE, calculate_kv_scales",

@@ -40,7 +40,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "--dtype half": {"dtype": "float16"},
     "--dtype bf16 --kv-cache-memory 4GiB": {"dtype": "bfloat16", "kv_cache_memory": 4 << 30},
     "--tensor-parallel-size 1 -pp 1": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-    "--quantization None --kv-cache-dtype auto --speculative-config null --cpu-offload-gb 0": {},
+    "--kv-cache-dtype auto --speculative-config null --cpu-offload-gb 0": {},
     "--enable-chunked-prefill --enable-prefix-caching": {"enable_prefix_caching": True},
     "--enable-chunked-prefill True -O3 -O 2": {},
     "--no-enable-prefix-caching --no-enable-log-requests": {
@@ -58,13 +58,13 @@ def test_command_line_is_accepted(line: str) -> None:
 
 REJECTED = {
     "--enable-lora": "LoRA adapters are not supported yet",
-    "--quantization=fp8": "--quantization fp8: quantized weights are not supported yet",
+    "--kv-cache-dtype=fp8": "--kv-cache-dtype fp8: the KV cache uses the model's dtype",
     "--no-enable-chunked-prefill": "--enable-chunked-prefill false: chunked prefill is always on",
     "--speculative-config.method ngram": "--speculative-config.method ngram: speculative decoding is not",
     "--max-num-seq 3": "there is no option --max-num-seq (did you mean --max-num-seqs?)",
     "--qwerty": "there is no option --qwerty: `inflight serve --help` lists all of them",
     "--scheduling-policy lifo": "--scheduling-policy lifo: fcfs and priority are supported",
-    "--quantization": "--quantization needs a value",
+    "--kv-cache-dtype": "--kv-cache-dtype needs a value",
     "--hf-token hf_abcdefghijklmnopqrstuvwxyz": "--hf-token: use the environment variable HF_TOKEN",
 }
 
@@ -75,9 +75,7 @@ def test_command_line_is_rejected_with_a_reason(line: str) -> None:
 
 
 def test_all_unsupported_flags_are_reported_at_once(tmp_path: Path) -> None:
-    line = (
-        "m --enable-lora --lora-modules a=x b=y --port 9 --qwerty 1 2 --quantization fp8 --scheduling-policy"
-    )
+    line = "m --enable-lora --lora-modules a=x b=y --port 9 --qwerty 1 2 --kv-cache-dtype fp8 --scheduling-policy"
     with pytest.raises(ConfigError) as caught:
         parsed(SERVE, *line.split())
     title, *reasons = str(caught.value).splitlines()
@@ -86,15 +84,17 @@ def test_all_unsupported_flags_are_reported_at_once(tmp_path: Path) -> None:
         "--enable-lora:",
         "--lora-modules",
         "there",
-        "--quantization",
+        "--kv-cache-dtype",
         "--scheduling-policy",
     ]
     file = tmp_path / "config.yaml"
-    file.write_text("enable-lora: true\nquantization: fp8\nqwerty: 1\n")
-    with pytest.raises(ConfigError, match=r"(?s)3 options .*--enable-lora: .*--quantization fp8: .*'qwerty'"):
+    file.write_text("enable-lora: true\nkv-cache-dtype: fp8\nqwerty: 1\n")
+    with pytest.raises(
+        ConfigError, match=r"(?s)3 options .*--enable-lora: .*--kv-cache-dtype fp8: .*'qwerty'"
+    ):
         gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_RULES)
-    with pytest.raises(ConfigError, match=r"(?s)2 options .*enable_lora is True.*quantization is 'fp8'"):
-        EngineConfig.create("m", enable_lora=True, quantization="fp8")
+    with pytest.raises(ConfigError, match=r"(?s)2 options .*enable_lora is True.*kv_cache_dtype is 'fp8'"):
+        EngineConfig.create("m", enable_lora=True, kv_cache_dtype="fp8")
 
 
 def test_several_prompts_may_follow_one_flag_once_the_model_is_known() -> None:
@@ -163,7 +163,7 @@ def test_sizes_are_converted(text: str, size: str) -> None:
 def test_config_file_may_contain_vllm_options(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "uvicorn-log-level: trace\nquantization: null\nenable_log_requests: false\ndtype: half\n"
+        "uvicorn-log-level: trace\nkv_cache_dtype: null\nenable_log_requests: false\ndtype: half\n"
         "data-parallel-size: 2\nmax-model-len: 4k\n"
     )
     assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_RULES) == {

@@ -39,6 +39,7 @@ USER = {"role": "user", "content": "Hello"}
 OPTION_VALUES: dict[str, Any] = {
     "dtype": "half",
     "load_format": "dummy",
+    "quantization": "fp8",
     "enforce_eager": True,
     "skip_tokenizer_init": True,
     "enable_prefix_caching": False,

@@ -161,6 +161,16 @@ class GptqFormat(_IntegerFormat):
         return self._build(codes, tensors["scales"].T, own_zeros, tensors["g_idx"], "scales")
 
 
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """[n, m] int32 -> [n, m * bits / 32] int32, lowest bits first; missing codes are 0."""
+    per_word = 32 // bits
+    words = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
+    packed = torch.zeros_like(words[..., 0])
+    for place in range(per_word):
+        packed |= words[..., place] << (bits * place)
+    return packed
+
+
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """[n, m] int32 -> [n, m * 32 / bits] int32, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)

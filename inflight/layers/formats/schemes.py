@@ -176,10 +176,11 @@ class GroupScheme:
         for share in _RANGES:
             if self.zeros:
                 low, high = groups.amin(-1).clamp(max=0) * share, groups.amax(-1).clamp(min=0) * share
-                scales = ((high - low) / (highest - lowest)).clamp(min=_LEAST_SCALE)
+                scales = _narrow(((high - low) / (highest - lowest)).clamp(min=_LEAST_SCALE))
                 zeros = (lowest - low / scales).round().clamp(lowest, highest)
             else:
-                scales = (groups.abs().amax(-1) * share / (highest - middle + 0.5)).clamp(min=_LEAST_SCALE)
+                scales = groups.abs().amax(-1) * share / (highest - middle + 0.5)
+                scales = _narrow(scales.clamp(min=_LEAST_SCALE))
                 zeros = torch.full_like(scales, middle)
             codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(lowest, highest)
             errors = ((codes - zeros[..., None]) * scales[..., None] - groups).square().sum(-1)
@@ -282,6 +283,18 @@ class GroupedMatrix(QuantizedMatrix):
         self.scales[rows].copy_(other.scales)
         if self.zeros is not None and other.zeros is not None:
             self.zeros[rows].copy_(other.zeros)
+
+
+def _narrow(scales: Tensor) -> Tensor:
+    """Return scales that bfloat16 can hold: checkpoints store those of groups in 16 bits."""
+    return scales.bfloat16().float()
+
+
+def held_on_gpu(scheme: Scheme, experts: bool = False) -> bool:
+    """Return whether layers on a GPU hold this scheme; if not, they hold plain weights, as all experts do."""
+    if experts or not isinstance(scheme, GroupScheme):
+        return False
+    return scheme.group in {"fp8": (0, 128), "int4": (0, 32, 64, 128)}.get(scheme.codes, ())
 
 
 def check_cut(scheme: Scheme, columns: range, num_columns: int) -> None:

@@ -195,6 +195,7 @@ def launch_linear(
     residual: Tensor | None,
     next_norm: NextNorm | None,
     pdl: bool,
+    **constants: Any,
 ) -> None:
     """Launch `small_linear` or `medium_linear` over `token_tiles` tiles of tokens and all tiles of weight rows."""
     x, weight, *_ = operands
@@ -229,17 +230,20 @@ def launch_linear(
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
         SQUARES=triton.next_power_of_2(num_squares),
-        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
+        **constants,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )
 
 
-def empty_result(x: Tensor, weight: Tensor, activation: str | None) -> Tensor:
-    """Return memory for the product of x and weight, of which a gate leaves half."""
+def empty_result(
+    x: Tensor, weight: Tensor, activation: str | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return memory for the product of x and weight, of which a gate leaves half; by default of x's type."""
     num_out = len(weight) if activation is None else len(weight) // 2
-    return padded_empty(len(x), num_out, x.dtype, x.device)
+    return padded_empty(len(x), num_out, dtype or x.dtype, x.device)
 
 
 def allocate_next_norm(

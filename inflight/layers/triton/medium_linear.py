@@ -30,6 +30,7 @@ from inflight.layers.triton.linear_parts import (
     leave_for_norm,
     load_squares,
 )
+from inflight.layers.triton.quantized import QuantizedInputs, QuantizedWeight, as_quantized, dot_fp8
 from inflight.layers.triton.tuning import LinearTile, can_describe, choose_medium, num_multiprocessors
 from inflight.triton_utils.padding import readable_rows
 from inflight.triton_utils.pdl import launch_dependents_then_wait
@@ -49,6 +50,8 @@ def _multiply(
     weight,
     x_tiles,  # descriptor of x, tiles [BLOCK_M, BLOCK_K]; None: by pointers
     weight_tiles,  # of weight, [BLOCK_N, BLOCK_K]; with a gate [BLOCK_N // 2, 2, BLOCK_K]
+    x_scales,  # of quantized inputs [num_tokens, groups] and weights [rows, groups], or None
+    scales,
     token,  # first of the tile
     tile,
     first,
@@ -63,12 +66,14 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Return the products [BLOCK_M, BLOCK_N] over features [first, last)."""
     k = tl.arange(0, BLOCK_K)
     m = tl.minimum(token + tl.arange(0, BLOCK_M), num_tokens - 1)
     x_rows = x + m.to(tl.int64) * K
-    rows = weight + _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE).to(tl.int64) * K
+    row = _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE)
+    rows = weight + row.to(tl.int64) * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         inside = k < (BLOCK_K if EVEN_K else last - start)
@@ -82,7 +87,19 @@ def _multiply(
             else:
                 pairs = weight_tiles.load([tile * (BLOCK_N // 2), 0, start])
                 w = tl.reshape(pairs, [BLOCK_N, BLOCK_K])
-        acc = dot(features, tl.trans(w), acc, PRECISION)
+        if scales is None:
+            acc = dot(features, tl.trans(w), acc, PRECISION)
+        elif GROUP == 0:
+            acc = dot_fp8(features, tl.trans(w), acc)
+        else:
+            num_groups = tl.cdiv(K, GROUP)
+            x_scale = tl.load(x_scales + m * num_groups + start // GROUP)
+            scale = tl.load(scales + row * num_groups + start // GROUP)
+            part = dot_fp8(features, tl.trans(w), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            acc += part * (x_scale[:, None] * scale[None, :])
+    if scales is not None:
+        if GROUP == 0:
+            acc *= tl.load(x_scales + m)[:, None] * tl.load(scales + row)[None, :]
     return acc
 
 
@@ -141,6 +158,8 @@ def _medium_linear_kernel(
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     x_tiles,
     weight_tiles,
+    x_scales,
+    scales,
     squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
@@ -167,6 +186,7 @@ def _medium_linear_kernel(
     SQUARES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     # Programs that read the same weights are neighbours, so they run at the same time.
     token_tiles = tl.cdiv(num_tokens, BLOCK_M)
@@ -193,8 +213,8 @@ def _medium_linear_kernel(
         place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
         before = tl.load(residual + place, mask=live, other=0.0)
     acc = _multiply(
-        x, weight, x_tiles, weight_tiles, token, tile, first, last, num_tokens, num_out, K,
-        GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
+        x, weight, x_tiles, weight_tiles, x_scales, scales, token, tile, first, last, num_tokens, num_out, K,
+        GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION, GROUP,
     )  # fmt: skip
     if SPLIT_K == 1:
         _finish(
@@ -222,8 +242,8 @@ def _medium_linear_kernel(
 
 
 def medium_linear(
-    x: Tensor,  # [T, K]
-    weight: Tensor,  # [N, K]
+    x: Tensor | QuantizedInputs,  # [T, K]
+    weight: Tensor | QuantizedWeight,  # [N, K], quantized to fp8 if the inputs are
     workspace: SplitKWorkspace,
     *,
     squares: Tensor | None = None,  # [n, T], where x is already scaled for its norm: see `NextNorm`
@@ -237,17 +257,23 @@ def medium_linear(
     tile: LinearTile | None = None,
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
+    quantized = as_quantized(weight)
+    codes = quantized.codes
+    x_scales = dtype = None
+    if isinstance(x, QuantizedInputs):
+        x_scales, dtype = x.scales, x.dtype
+        x = x.codes
     num_tokens = len(x)
     if out is None:
-        out = empty_result(x, weight, activation)
+        out = empty_result(x, codes, activation, dtype)
     if num_tokens == 0:
         return out
     if tile is None:
-        sizes = num_tokens, *weight.shape, x.element_size()
+        sizes = num_tokens, *codes.shape, x.element_size()
         tile = choose_medium(*sizes, num_multiprocessors(x.device))
     launch_linear(
         _medium_linear_kernel,
-        (x, weight, *_describe(x, weight, tile, activation is not None)),
+        (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, quantized.scales),
         workspace,
         tile,
         triton.cdiv(num_tokens, tile.block_m),
@@ -259,6 +285,7 @@ def medium_linear(
         residual=residual,
         next_norm=next_norm,
         pdl=pdl,
+        GROUP=quantized.group,
     )
     return out
 

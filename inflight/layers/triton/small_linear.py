@@ -31,9 +31,11 @@ from inflight.layers.triton.linear_parts import (
     multiply_tensor_cores,
     weight_rows,
 )
+from inflight.layers.triton.quantized import QuantizedWeight, as_quantized, multiply_fp8, multiply_int4
 from inflight.layers.triton.tuning import (
     LinearTile,
     choose_small,
+    choose_small_quantized,
     num_multiprocessors,
     shared_memory,
     token_bucket,
@@ -95,6 +97,8 @@ def _small_linear_kernel(
     x,  # [num_tokens, K]
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     norm,  # [K] float32, or None
+    scales,  # of quantized weights, and their zero points: see `quantized.py`
+    zeros,
     squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
@@ -121,9 +125,15 @@ def _small_linear_kernel(
     SQUARES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
+    # 4-bit codes are read as bytes that hold two features each.
+    PER_ITEM: tl.constexpr = 2 if CODES == 3 else 1
+    STEP: tl.constexpr = BLOCK_K * PER_ITEM
+    row_size = K if CODES != 3 else tl.cdiv(K, STEP) * BLOCK_K
     split, tile = tl.program_id(0) % SPLIT_K, tl.program_id(0) // SPLIT_K
-    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    share = tl.cdiv(tl.cdiv(K, STEP), SPLIT_K) * STEP
     first = split * share
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
@@ -134,7 +144,9 @@ def _small_linear_kernel(
         n = tile * WIDTH + tl.arange(0, WIDTH)
         next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
     if PDL:
-        fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
+        fetch_tile(
+            weight, tile, num_out, row_size, first // PER_ITEM, last // PER_ITEM, ahead, GATE, BLOCK_N, LANES
+        )
     launch_dependents_then_wait(PDL)
     loaded_squares = squares
     if squares is not None:
@@ -143,8 +155,32 @@ def _small_linear_kernel(
     if residual is not None:
         place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
         before = tl.load(residual + place, mask=live, other=0.0)
-    rows = weight + weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N).to(tl.int64) * K
-    if BLOCK_M <= 4:
+    row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
+    rows = weight + row.to(tl.int64) * row_size
+    if CODES == 3:
+        acc, sums = multiply_int4(
+            x,
+            rows,
+            row,
+            norm,
+            scales,
+            zeros,
+            first,
+            last,
+            num_tokens,
+            K,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+        )
+    elif CODES != 0:
+        acc, sums = multiply_fp8(
+            x, rows, row, norm, scales, first, last, num_tokens, K, GROUP, CODES == 1, BLOCK_M, BLOCK_N, BLOCK_K,
+            STAGES, PRECISION,
+        )  # fmt: skip
+    elif BLOCK_M <= 4:
         acc, sums = multiply_plain(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
         )
@@ -187,7 +223,7 @@ def _small_linear_kernel(
 
 def small_linear(
     x: Tensor,  # [T, K]
-    weight: Tensor,  # [N, K]
+    weight: Tensor | QuantizedWeight,  # [N, K]
     workspace: SplitKWorkspace,
     *,
     norm: Tensor | None = None,  # [K] float32
@@ -203,17 +239,24 @@ def small_linear(
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens = len(x)
+    quantized = as_quantized(weight)
     if out is None:
-        out = empty_result(x, weight, activation)
+        out = empty_result(x, quantized.codes, activation)
     if num_tokens == 0:
         return out
     if tile is None:
-        sizes = token_bucket(num_tokens), *weight.shape, weight.itemsize
-        tile = choose_small(*sizes, num_multiprocessors(x.device), shared_memory(x.device))
+        chip = num_multiprocessors(x.device), shared_memory(x.device)
+        bucket, num_rows = token_bucket(num_tokens), len(quantized.codes)
+        if quantized.kind == 0:
+            tile = choose_small(bucket, num_rows, x.shape[1], quantized.codes.itemsize, *chip)
+        else:
+            tile = choose_small_quantized(
+                bucket, num_rows, x.shape[1], quantized.kind, quantized.group, *chip
+            )
     assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     launch_linear(
         _small_linear_kernel,
-        (x, weight, norm),
+        (x, quantized.codes, norm, quantized.scales, quantized.zeros),
         workspace,
         tile,
         1,
@@ -225,5 +268,7 @@ def small_linear(
         residual=residual,
         next_norm=next_norm,
         pdl=pdl,
+        CODES=quantized.kind,
+        GROUP=quantized.group,
     )
     return out

@@ -13,6 +13,8 @@ MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
+MAX_FP8_SMALL = 32  # tokens up to which `small_linear` multiplies fp8 weights with fp8 inputs
+MAX_INT4_SMALL = 128  # and weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
 _MODERATE = 24 << 20  # bytes of weights of which one or two tokens are multiplied without tensor cores
@@ -121,7 +123,7 @@ def can_describe(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (9, 0):
         return False
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return aligned and x.element_size() == 2 and x.shape[1] % 8 == 0
+    return aligned and x.element_size() <= 2 and x.shape[1] * x.element_size() % 16 == 0
 
 
 @functools.cache
@@ -173,12 +175,34 @@ def choose_small(
 
 
 @functools.cache
+def choose_small_quantized(
+    num_tokens: int, num_rows: int, num_features: int, codes: int, group: int, num_sms: int, shared_bytes: int
+) -> LinearTile:
+    """Return the tile of `small_linear` for quantized weights; `codes` and `group` are those of its kernel."""
+    block_m = max(16, num_tokens)
+    four_bits = codes == 3
+    block_k = group if four_bits or group else 256
+    step = 2 * block_k if four_bits else block_k
+    split_k = _split_k(2 * num_sms, -(-num_rows // 64), num_features // (2 * step))
+    stages = 6 if block_k <= 128 else 4
+    needed = stages * (64 * block_k + 2 * block_m * step)
+    while needed > shared_bytes and stages > 2:
+        stages -= 1
+        needed = stages * (64 * block_k + 2 * block_m * step)
+    return LinearTile(
+        block_m=block_m, block_n=64, block_k=block_k, split_k=split_k, num_warps=4, stages=stages
+    )
+
+
+@functools.cache
 def choose_medium(
     num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int
 ) -> LinearTile:
     """Return the tile of `medium_linear`, with about one program per multiprocessor over all tiles of tokens."""
     if itemsize == 4:
         return LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2)
+    if itemsize == 1:
+        return _choose_medium_fp8(num_tokens, num_rows, num_features, num_sms)
     if num_rows >= 128 * num_sms:
         if num_tokens <= 64:
             return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
@@ -196,6 +220,16 @@ def choose_medium(
                 block_m=block_m, block_n=block_n, block_k=128, split_k=split_k, num_warps=4, stages=stages
             )
     return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
+
+
+def _choose_medium_fp8(num_tokens: int, num_rows: int, num_features: int, num_sms: int) -> LinearTile:
+    block_m = 64 if num_tokens <= 64 else 128
+    for block_n, stages in ((64, 6), (128, 4)):
+        num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
+        if num_tiles <= num_sms:
+            split_k = _split_k(num_sms, num_tiles, num_features // 512)
+            return LinearTile(block_m, block_n, 128, 4 if block_m == 64 else 8, stages, split_k)
+    return LinearTile(block_m, 128, 128, 4 if block_m == 64 else 8, 5)
 
 
 def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile]:

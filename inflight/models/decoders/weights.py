@@ -101,8 +101,7 @@ def load_decoder(
     variant = layout = 0
     if load_format != "dummy":
         stored = read_headers(checkpoint.weight_files)
-        variant = _variant(shard.whole, stored)
-        layout = _check_files(shard, variant, stored)
+        variant, layout = check_files(shard, stored)
     decoder = Decoder(shard.whole, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
         fill_random(placements(decoder, dummy=True), dtype, device, seed)
@@ -129,14 +128,14 @@ def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> 
     return max(range(len(decoder.spec.names.experts)), key=agreement)
 
 
-def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) -> int:
-    """Raise unless the files hold exactly the tensors of the whole decoder, each in its shape. Return the layout of its
-    experts.
+def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int]:
+    """Raise unless the files hold exactly the tensors of the whole decoder, each in its shape. Return which of its name
+    prefixes and layouts of experts they use.
 
     This runs before any memory is allocated: a config may claim anything, but the headers show what is there.
     """
     spec = shard.whole
-    names = spec.names
+    names, variant = spec.names, _variant(spec, stored)
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
     copies = set(names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))
@@ -148,7 +147,7 @@ def _check_files(shard: Shard, variant: int, stored: dict[str, StoredTensor]) ->
         deque(placements(own, variant, layout), maxlen=0)
     for name in copies & stored.keys() if shard.is_last else ():
         _check_copy(names.prefixes[variant] + names.embedding, name, stored)
-    return layout
+    return variant, layout
 
 
 def _check_copy(embedding: str, head: str, stored: dict[str, StoredTensor]) -> None:

@@ -1,0 +1,139 @@
+"""Quantized linear layers on a GPU, or in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.layers.formats import GroupScheme
+from inflight.layers.formats.schemes import held_on_gpu
+from inflight.layers.kernels import Residual
+from inflight.layers.triton.linear_parts import SplitKWorkspace
+from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.quantized import FP8, QuantizedWeight, quantize_rows
+from inflight.layers.triton.tuning import LinearTile
+from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels, TritonLinear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+ROWS, COLUMNS = 48, 416
+SCHEMES = [
+    GroupScheme("fp8", inputs="fp8"),
+    GroupScheme("fp8", 128, inputs="fp8"),
+    GroupScheme("fp8"),
+    GroupScheme("fp8", 128),
+    GroupScheme("int4", 32),
+    GroupScheme("int4", 128),
+    GroupScheme("int4", 64, zeros=True),
+    GroupScheme("int4"),
+]
+
+
+def tolerance(scheme: GroupScheme) -> float:
+    """The relative error of a product: of bfloat16, or of inputs in fp8, which the interpreter rounds towards zero."""
+    return 0.09 if scheme.inputs else 0.012
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def normed(x: Tensor, norm: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+
+
+def make(scheme: GroupScheme, few_tokens: int = 256) -> tuple[QuantizedTritonLinear, Tensor, Tensor]:
+    """Return a layer, its weights in float64 and its bias."""
+    torch.manual_seed(0)
+    kernels = TritonKernels(torch.bfloat16, DEVICE, few_tokens)
+    linear = kernels.linear(COLUMNS, ROWS, torch.bfloat16, True, scheme=scheme)
+    assert isinstance(linear, QuantizedTritonLinear)
+    matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
+    linear.load(matrix[16:], 16)
+    linear.load(matrix[:16])
+    bias = torch.randn(ROWS, device=DEVICE).bfloat16()
+    linear.load_bias(bias)
+    return linear, matrix.dequantize(torch.float64), bias.double()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}, {s.inputs}")
+@pytest.mark.parametrize(("num_tokens", "few_tokens"), [(3, 256), (33, 256), (5, 4)])
+def test_operations_match_float64(scheme: GroupScheme, num_tokens: int, few_tokens: int) -> None:
+    linear, weight, bias = make(scheme, few_tokens)
+    x = torch.randn(num_tokens, COLUMNS, device=DEVICE).bfloat16()
+    norm = torch.rand(COLUMNS, device=DEVICE) + 0.5
+    plain = x.double() @ weight.T + bias
+    scaled = normed(x, norm) @ weight.T + bias
+    limit = tolerance(scheme)
+    assert error(linear(x), plain) < limit
+    assert error(linear.normed(Residual(x, norm), EPS), scaled) < limit
+    assert error(linear.logits(x, norm, EPS), scaled) < limit
+    gate, up = scaled.chunk(2, dim=-1)
+    gated = linear.gated(Residual(x, norm), EPS, "silu")
+    assert error(gated, torch.nn.functional.silu(gate) * up) < 2 * limit
+    hidden, next_norm = torch.randn(num_tokens, ROWS, device=DEVICE).bfloat16(), torch.rand(ROWS) + 0.5
+    expected = hidden.double() + plain
+    residual = linear.add_to(Residual(hidden, None), x, None, EPS, next_norm.to(DEVICE))
+    assert error(residual.x, expected) < limit
+    if residual.scaled is not None:
+        assert error(residual.scaled, expected * next_norm.to(DEVICE)) < limit
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}, {s.inputs}")
+def test_rows_are_looked_up(scheme: GroupScheme) -> None:
+    linear, weight, _ = make(scheme)
+    ids = torch.tensor([5, 47, 5], device=DEVICE)
+    torch.testing.assert_close(linear.embed(ids).double(), weight[ids], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_products_of_fp8_match_their_inputs(group: int, split_k: int) -> None:
+    """With inputs as they were quantized, only the result is rounded."""
+    torch.manual_seed(0)
+    scheme = GroupScheme("fp8", group)
+    matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
+    weight = QuantizedWeight(matrix.codes, FP8, group, matrix.scales)
+    x, norm = torch.randn(70, COLUMNS, device=DEVICE).bfloat16(), torch.rand(COLUMNS, device=DEVICE) + 0.5
+    inputs = quantize_rows(x, norm, EPS, group)
+    scales = inputs.scales.double().repeat_interleave(group or COLUMNS, 1)[:, :COLUMNS]
+    quantized = inputs.codes.double() * scales
+    assert error(quantized, normed(x, norm)) < 0.09
+    workspace = SplitKWorkspace(torch.device(DEVICE))
+    tile = LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2, split_k=split_k)
+    product = quantized @ matrix.dequantize(torch.float64).T
+    assert error(medium_linear(inputs, weight, workspace, tile=tile), product) < 5e-3
+    gate, up = product.chunk(2, dim=-1)
+    gated = medium_linear(inputs, weight, workspace, activation="silu", tile=tile)
+    assert error(gated, torch.nn.functional.silu(gate) * up) < 1e-2
+
+
+def test_sums_of_many_products_keep_their_precision() -> None:
+    """8,192 products of equal sign: a sum that lost bits on the way would be off by more than the result's rounding."""
+    scheme = GroupScheme("fp8", inputs="fp8")
+    linear = TritonKernels(torch.bfloat16, DEVICE).linear(8192, 16, torch.bfloat16, False, scheme=scheme)
+    linear.load(torch.ones(16, 8192, device=DEVICE))
+    for num_tokens in (1, 40):
+        x = torch.ones(num_tokens, 8192, device=DEVICE).bfloat16()
+        assert torch.equal(linear(x), torch.full((num_tokens, 16), 8192.0, device=DEVICE).bfloat16())
+
+
+def test_other_schemes_are_held_as_plain_weights() -> None:
+    kernels = TritonKernels(torch.bfloat16, DEVICE)
+    for scheme in (GroupScheme("int8"), GroupScheme("fp4", 32), GroupScheme("int4", 48)):
+        assert not held_on_gpu(scheme)
+        linear = kernels.linear(96, 16, torch.bfloat16, False, scheme=scheme)
+        assert type(linear) is TritonLinear
+        matrix = scheme.quantize(torch.randn(16, 96, device=DEVICE))
+        linear.load(matrix)
+        ids = torch.arange(16, device=DEVICE)
+        torch.testing.assert_close(linear.embed(ids).float(), matrix.dequantize(), rtol=1e-2, atol=1e-2)
+
+
+def test_part_of_a_row_is_rejected() -> None:
+    linear = make(GroupScheme("int4", 128))[0]
+    with pytest.raises(ConfigError, match="cannot be loaded into a layer of 416 columns"):
+        linear.load(GroupScheme("int4", 128).quantize(torch.randn(ROWS, 128, device=DEVICE)))

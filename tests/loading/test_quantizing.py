@@ -1,0 +1,202 @@
+"""Quantizing plain checkpoints: while loading, into files of compressed-tensors, and what it costs in quality."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError
+from inflight.layers.formats import GroupScheme, PlainFormat
+from inflight.loading.checkpoint import quantized_spec
+from inflight.loading.evaluation import evaluate, unquantized
+from inflight.loading.planning import Devices, plan_model
+from inflight.loading.quantizing import FORMATS, quantize_checkpoint
+from inflight.models.checkpoint import fingerprint, open_checkpoint
+from inflight.models.decoders.families import decoder_spec
+from tests.models.running import load, logprobs, prompt
+from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
+
+TEXT = "The quick brown fox jumps over the lazy dog, and a batch is a set of requests. " * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tie_word_embeddings=False)
+    write_tokenizer(path)
+    return path
+
+
+def config(model: Path | str, **options: Any) -> EngineConfig:
+    return EngineConfig.create(str(model), device="cpu", **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_written_checkpoint_is_what_its_library_reads(name: str, folder: Path, tmp_path: Path) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    out = tmp_path / "out"
+    quantize_checkpoint(config(folder), out, name)
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    described = json.loads((out / "config.json").read_text())["quantization_config"]
+    parsed = QuantizationConfig.model_validate(described)
+    scheme = parsed.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(described["format"])
+    tensors, original = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    plain = dict(original)
+    modules = [
+        key.removesuffix(".weight")
+        for key in original
+        if f"{key.removesuffix('.weight')}.weight_scale" in tensors
+    ]
+    assert len(modules) == 7 * 3
+    assert not set(modules) & set(described["ignore"])
+    for module in modules:
+        state = {
+            key.removeprefix(f"{module}."): value
+            for key, value in tensors.items()
+            if key.startswith(f"{module}.")
+        }
+        plain[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"].float()
+        error = (plain[f"{module}.weight"] - original[f"{module}.weight"]).norm()
+        assert error / original[f"{module}.weight"].norm() < {"fp8": 0.03, "int8": 0.01, "int4": 0.11}[name]
+    # The copy computes what a plain checkpoint with these weights does.
+    expected = _with_weights(folder, tmp_path / "plain", plain)
+    torch.testing.assert_close(
+        logprobs(load(out), prompt()), logprobs(load(expected), prompt()), rtol=2e-2, atol=2e-2
+    )
+
+
+def _with_weights(folder: Path, to: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+    return to
+
+
+def test_sharded_checkpoint_keeps_its_files(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "llama", max_shard_size="100KB")
+    quantize_checkpoint(config(source), tmp_path / "out", "int8")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert logprobs(load(tmp_path / "out"), prompt()).shape == (40, 320)
+
+
+def test_what_cannot_be_quantized_is_rejected(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize_checkpoint(config(folder), out, "fp8")
+    with pytest.raises(ConfigError, match="exists: pass a new folder"):
+        quantize_checkpoint(config(folder), out, "fp8")
+    with pytest.raises(ConfigError, match="already quantized, as compressed-tensors"):
+        quantize_checkpoint(config(out), tmp_path / "again", "fp8")
+    experts = write_checkpoint(tmp_path / "experts", "granite-moe")
+    with pytest.raises(ConfigError, match=r"holds the matrices of all experts of a layer"):
+        quantize_checkpoint(config(experts), tmp_path / "other", "fp8")
+    odd = write_checkpoint(tmp_path / "odd", "llama", intermediate_size=90)
+    with pytest.raises(ConfigError, match="have 64, 90 inputs: for int4, all must be multiples of 32"):
+        quantize_checkpoint(config(odd), tmp_path / "other", "int4")
+
+
+def test_options_choose_what_is_quantized_while_loading(folder: Path) -> None:
+    spec = decoder_spec(FAMILIES["llama"]().to_dict())
+    layer = "layers.0.mlp.down_proj"
+    quantized = quantized_spec(spec, config(folder, quantization="int4").model)
+    assert quantized.format_of(layer).scheme == GroupScheme("int4", 128, zeros=True)
+    assert quantized.scheme(0, "attention.qkv") == GroupScheme("int4", 128, zeros=True)
+    assert quantized.head_format.scheme is None
+    with_head = quantized_spec(spec, config(folder, quantization="fp8", quantize_head=True).model)
+    assert with_head.head_format.scheme == GroupScheme("fp8", inputs="fp8")
+    assert isinstance(with_head.head_format, PlainFormat), "the checkpoint stores it as it is"
+    assert quantized_spec(spec, config(folder).model) is spec
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    own = decoder_spec(FAMILIES["llama"]().to_dict() | {"quantization_config": awq})
+    assert quantized_spec(own, config(folder, quantization="awq").model) is own
+    with pytest.raises(
+        ConfigError, match="quantization is 'fp8': the checkpoint is already quantized, as awq"
+    ):
+        quantized_spec(own, config(folder, quantization="fp8").model)
+    with pytest.raises(ConfigError, match="quantization is 'gptq', but the checkpoint is not quantized"):
+        quantized_spec(spec, config(folder, quantization="gptq").model)
+    with pytest.raises(ConfigError, match="quantize_head is True, but quantization is not set"):
+        quantized_spec(spec, config(folder, quantize_head=True).model)
+
+
+def test_quantization_changes_the_fingerprint(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    models = [
+        None,
+        config(folder).model,
+        config(folder, quantization="fp8").model,
+        config(folder, quantization="int8").model,
+        config(folder, quantization="int8", quantize_head=True).model,
+    ]
+    digests = [fingerprint(checkpoint, None, model) for model in models]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
+
+
+def test_plan_counts_quantized_weights() -> None:
+    shape = FAMILIES["llama"](hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to_dict()
+    gpus, weights = Devices("cuda", 1, 80 << 30), []
+    for name in (None, "fp8", "int4"):
+        plan = plan_model(
+            EngineConfig.create("shape", hf_config=shape, dtype="bfloat16", quantization=name), gpus
+        )
+        weights.append(plan.fits[0].shares[0].weights)
+        assert (
+            plan.parameters
+            == plan_model(EngineConfig.create("shape", hf_config=shape, dtype="bfloat16"), gpus).parameters
+        )
+    assert weights[1] < 0.6 * weights[0]
+    assert weights[2] < 0.4 * weights[0]
+
+
+def test_evaluation_scores_every_token_but_the_first(folder: Path) -> None:
+    whole = evaluate(config(folder), TEXT)
+    # Each token's probability, computed by hand.
+    decoder = load(folder)
+    from inflight.text import Tokenizer
+
+    ids = list(Tokenizer.load(folder).encode(TEXT))
+    scores = logprobs(decoder, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+    assert whole.num_tokens == len(ids) - 1
+    assert whole.perplexity == pytest.approx(math.exp(-scores.double().mean().item()), rel=1e-3)
+    assert whole.agreement is None
+    windows = evaluate(config(folder), TEXT, window=16)
+    assert windows.num_tokens == whole.num_tokens
+    assert windows.perplexity != pytest.approx(whole.perplexity, rel=1e-6)
+    assert evaluate(config(folder), TEXT, max_tokens=9).num_tokens == 8
+
+
+def test_evaluation_compares_with_the_unquantized_model(folder: Path) -> None:
+    def divergence(name: str) -> float:
+        quantized = config(folder, quantization=name)
+        agreement = evaluate(quantized, TEXT, unquantized(quantized)).agreement
+        assert agreement is not None
+        assert 0.5 < agreement.top_1 <= 1
+        assert agreement.perplexity == pytest.approx(evaluate(config(folder), TEXT).perplexity, rel=1e-6)
+        return agreement.divergence
+
+    int8, fp8, int4 = (divergence(name) for name in ("int8", "fp8", "int4"))
+    assert 0 < int8 < fp8 < int4
+    same = evaluate(config(folder), TEXT, config(folder)).agreement
+    assert same is not None
+    assert (same.divergence, same.top_1) == (0, 1)
+
+
+def test_text_that_cannot_be_scored_is_rejected(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the text has 1 tokens: at least 2 are needed"):
+        evaluate(config(folder), "a")
+    other = write_checkpoint(tmp_path / "other", "qwen3")
+    write_tokenizer(other, 300)
+    with pytest.raises(ConfigError, match="the reference has another tokenizer"):
+        evaluate(config(folder), TEXT, config(other))
