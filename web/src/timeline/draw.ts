@@ -10,7 +10,7 @@ export interface View { from: number; seconds: number }
 export interface Focus { request: number | null; replica: string | null; key: string | null; slot: number | null; step: number | null }
 export interface Theme { back: string; ink: string; soft: string; line: string; bad: string; accent: string; isDark: boolean }
 
-export interface Lanes { top: number; slotHeight: number; chartsTop: number; queueTop: number; hasCharts: boolean; height: number }
+export interface Lanes { slots: number; top: number; slotHeight: number; chartsTop: number; queueTop: number; hasCharts: boolean; height: number }
 
 // Told apart also by people who confuse red and green (after Okabe and Ito), and as light or dark as the theme needs.
 const LIGHT = ["#0072b2", "#d98a00", "#009e73", "#b8578c", "#3d9bd6", "#c44e00", "#7a6fbe"];
@@ -20,13 +20,15 @@ export const CHARTS = ["Step time", "Tokens/s", "Slots in use", "Batch tokens"] 
 const CHART_HEIGHT = 40, CHART_GAP = 6, QUEUE_HEIGHT = 26, TITLE_HEIGHT = 22, GAP = 8;
 const LABEL_WIDTH = 34;  // pixels from which a cell has room for a label
 
-/** Divide the height of a replica; with `slotsOnly`, there are no charts and no queue. */
+const MIN_SLOTS = 8;
+
+/** Divide the height of a replica among charts, queue and the slots that have been used; with `slotsOnly`, there are all slots and nothing else. */
 export function layOut(replica: Replica, top: number, available: number, slotsOnly = false): Lanes {
   const chartsTop = top + TITLE_HEIGHT, queueTop = chartsTop + CHARTS.length * (CHART_HEIGHT + CHART_GAP);
   const slotsTop = slotsOnly ? chartsTop : queueTop + QUEUE_HEIGHT + GAP;
-  const slots = Math.max(1, replica.slots);
+  const slots = slotsOnly ? replica.slots : Math.min(replica.slots, Math.max(MIN_SLOTS, replica.runs.length));
   const slotHeight = Math.max(2, Math.min(20, Math.floor((available - (slotsTop - top)) / slots)));
-  return { top: slotsTop, slotHeight, chartsTop, queueTop, hasCharts: !slotsOnly, height: slotsTop - top + slots * slotHeight + GAP };
+  return { slots, top: slotsTop, slotHeight, chartsTop, queueTop, hasCharts: !slotsOnly, height: slotsTop - top + slots * slotHeight + GAP };
 }
 
 export class Painter {
@@ -75,7 +77,7 @@ export class Painter {
 
   private paintSlots(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number,
     width: number, theme: Theme, focus: Focus) {
-    const slots = Math.max(1, replica.slots), pixels = Math.max(1, Math.floor(width));
+    const slots = Math.max(1, lanes.slots), pixels = Math.max(1, Math.floor(width));
     if (this.image?.width !== pixels || this.image.height !== slots) {
       this.image = this.context.createImageData(pixels, slots);
       [this.buffer.width, this.buffer.height] = [pixels, slots];
@@ -121,7 +123,7 @@ export class Painter {
   /** What shows only when there is room: borders of steps, sizes of chunks, cached prefixes, preemptions, the cursor. */
   private paintDetails(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number,
     width: number, theme: Theme, focus: Focus, view: View) {
-    const context = this.context, bottom = lanes.top + replica.slots * lanes.slotHeight;
+    const context = this.context, bottom = lanes.top + lanes.slots * lanes.slotHeight;
     const pixelsPerStep = last > first ? width / (last - first) : 0;
     for (const [step, message] of replica.failed) {
       const row = replica.rowOf(step);
@@ -195,7 +197,7 @@ export class Painter {
       const step = replica.get("step", row), left = x(replica.beganAt(row)), right = x(replica.endedAt(row));
       if (right - left < LABEL_WIDTH) continue;
       const middle = (left + right) / 2;
-      for (let slot = 0; slot < replica.slots; slot++) {
+      for (let slot = 0; slot < lanes.slots; slot++) {
         const run = replica.runAt(slot, step);
         if (!run || run.kind === Kind.Held) continue;
         context.fillStyle = "#fff";

@@ -304,7 +304,7 @@ export class TimelinePage implements Page {
   private onClick(x: number, y: number) {
     for (const replica of this.replicas()) {
       const lanes = this.lanes.get(replica.id), slot = lanes ? Math.floor((y - lanes.top) / lanes.slotHeight) : -1;
-      if (!lanes || slot < 0 || slot >= replica.slots) continue;
+      if (!lanes || slot < 0 || slot >= lanes.slots) continue;
       const row = replica.rowAt(this.view.from + (x / this.canvas.clientWidth) * this.view.seconds);
       if (row >= replica.end) return;
       this.setLive(false);
@@ -334,7 +334,7 @@ export class TimelinePage implements Page {
     const middle = replica.rowAt(this.view.from + this.view.seconds / 2);
     const row = this.focus.step === null ? Math.min(middle, replica.end - 1) : replica.rowOf(this.focus.step) + steps;
     const known = Math.min(Math.max(row, replica.begin), replica.end - 1);
-    this.select(replica, Math.min(Math.max((this.focus.slot ?? 0) + slots, 0), replica.slots - 1), replica.get("step", known));
+    this.select(replica, Math.min(Math.max((this.focus.slot ?? 0) + slots, 0), (this.lanes.get(replica.id)?.slots ?? replica.slots) - 1), replica.get("step", known));
     const at = replica.beganAt(known), { from, seconds } = this.view;
     if (at < from || at > from + seconds) this.view.from = at - seconds / 2;
   }
