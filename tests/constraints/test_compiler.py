@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,23 @@ def test_spare_lexers_of_all_grammars_are_limited(
     matchers[0].clear()
     matchers[2].append(grammars[2].matcher())
     assert [len(grammar._lexers) for grammar in grammars] == [1, 2, 2]
+
+
+def test_first_grammar_gets_further_lexers_though_the_vocabulary_takes_long(
+    crowded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    tokenizer = Vocabulary.tokenizer
+
+    def build_slowly(words: Vocabulary) -> Any:
+        now[0] += 10
+        return tokenizer(words)
+
+    monkeypatch.setattr(Vocabulary, "tokenizer", build_slowly)
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("inflight.constraints.compiler.time", clock)
+    grammar = crowded.compile(StructuredOutputs(choice=["abc"]))
+    assert len({matcher.lexer for matcher in [grammar.matcher() for _ in range(4)]}) > 1
 
 
 def test_grammar_that_compiles_slowly_keeps_one_lexer(
