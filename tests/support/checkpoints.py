@@ -196,7 +196,12 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     if family == "gemma3" and "num_hidden_layers" not in overrides:
         overrides = _GEMMA3_LAYERS | overrides
     config = FAMILIES[family](**overrides)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+    with torch.random.fork_rng(devices=[]):
+        # `randomise` adds to the start values of some parameters, which are random as well.
+        torch.manual_seed(seed + 2)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention_of(config)
+        )
     randomise(model, seed)
     return model.eval()
 

@@ -282,6 +282,45 @@ def test_experts_of_gpt_oss_agree_with_transformers(fast: bool, ranks: int, expe
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+MXFP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+MXFP4_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_gpt_oss_with_mxfp4_experts_equals_their_values(fast: bool, tmp_path: Path) -> None:
+    """The experts as the released checkpoints hold them: 16 bytes for 32 values along the inputs, and a power of 2."""
+    plain = write_checkpoint(tmp_path / "plain", "gpt-oss")
+    packed = write_checkpoint(tmp_path / "packed", "gpt-oss")
+    edit_config(packed, quantization_config=MXFP4_CONFIG)
+    generator = torch.Generator().manual_seed(0)
+    values: Tensors = {}
+
+    def pack(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, num_columns, num_rows = tensors.pop(name).shape
+            size = num_experts, num_rows, num_columns // 32
+            blocks = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(119, 124, size, generator=generator, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+            matrix = MXFP4_VALUES[codes.long()] * torch.exp2(scales.float() - 127)[..., None]
+            values[name] = matrix.flatten(-2).mT.contiguous()
+
+    edit(packed, pack)
+    edit(plain, lambda tensors: tensors.update(values))
+    expected = logprobs(load(plain, fast=fast), prompt())
+    actual = logprobs(load(packed, fast=fast), prompt())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
 def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[Tensor] = []
 
