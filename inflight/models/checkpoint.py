@@ -22,11 +22,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files in sub-folders and consolidated ones repeat the weights in other formats. Folders that begin with a number are
 # modules of sentence-transformers.
 REPEATED_FILES = ("[!0-9]*/*", "consolidated*")
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # -> the method
 # The files, besides the weights, that a fingerprint covers: every file that is read from a checkpoint. Other files that
 # training leaves in the folder do not affect the output.
 FINGERPRINT_FILES = (
     CONFIG,
     GENERATION_CONFIG,
+    *QUANTIZATION_FILES,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -82,8 +84,19 @@ def open_checkpoint(
     config = dict(hf_config) if hf_config is not None else read_object(folder, CONFIG)
     if config is None:
         raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
+    if hf_config is None and config.get("quantization_config") is None:
+        config |= _separate_quantization(folder)
     generation_config = read_object(folder, GENERATION_CONFIG) or {}
     return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
+
+
+def _separate_quantization(folder: Path) -> dict[str, Any]:
+    """Return the quantization that older checkpoints describe in a file of its own, as config.json would."""
+    for name, method in QUANTIZATION_FILES.items():
+        described = read_object(folder, name)
+        if described is not None:
+            return {"quantization_config": {"quant_method": method, **described}}
+    return {}
 
 
 def _open_gguf(path: Path, dummy: bool, hf_config: Mapping[str, Any] | None) -> Checkpoint:

@@ -226,6 +226,36 @@ def test_quantized_experts_load(tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(load(quantized, fast=True), prompt()), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder = write_checkpoint(tmp_path / "plain", "gpt-oss", intermediate_size=32)
+    tensors = load_file(folder / "model.safetensors")
+    quantized = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_columns, num_rows = tensors[name].shape
+        generator = torch.Generator().manual_seed(num_rows)
+        shape = num_experts, num_rows, num_columns // 32
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+        del quantized[name]
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    excluded = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": excluded}
+    (tmp_path / "mxfp4").mkdir()
+    (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(config))
+    save_file(quantized, tmp_path / "mxfp4" / "model.safetensors")
+    expected = logprobs(load(folder), prompt())
+    for decoder in (load(tmp_path / "mxfp4"), keeping(tmp_path / "mxfp4")):
+        torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=1e-4, atol=1e-4)
+    edited(tmp_path / "mxfp4", "model.layers.1.mlp.experts.down_proj_scales", lambda t: t | 255)
+    with pytest.raises(WeightsError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj of expert 0: scales"):
+        load(tmp_path / "mxfp4")
+
+
 def edited(folder: Path, name: str, change: Any) -> None:
     tensors = {key: value.clone() for key, value in load_file(folder / "model.safetensors").items()}
     value = change(tensors.pop(name))
@@ -386,3 +416,18 @@ def test_dummy_weights_are_quantized_as_the_checkpoint_would_be(original: Path) 
         if not kept:
             expected = values
     torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("case", "name"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_quantization_may_be_described_in_its_own_file(
+    case: str, name: str, original: Path, tmp_path: Path
+) -> None:
+    write, quantization = CASES[case]
+    folder = rewrite(original, tmp_path / "quantized", {"_proj": write}, quantization)
+    config = json.loads((folder / "config.json").read_text())
+    described = config.pop("quantization_config")
+    del described["quant_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(json.dumps(described))
+    expected = logprobs(load(folder / "plain"), prompt())
+    torch.testing.assert_close(logprobs(load(folder), prompt()), expected, rtol=1e-4, atol=1e-4)
