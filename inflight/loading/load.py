@@ -47,8 +47,9 @@ from inflight.loading.engine import (
 )
 from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.footprint import MAX_STATES
 from inflight.models.decoders.heads import DecoderPlan, plan_decoder
-from inflight.models.decoders.spec import whole_shard
+from inflight.models.decoders.spec import DecoderSpec, whole_shard
 from inflight.models.decoders.weights import load_decoder
 from inflight.models.encoders.encoder import load_encoder
 from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
@@ -78,6 +79,7 @@ def load_decoder_engine(
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
     plan = replace(plan, spec=quantized_spec(plan.spec, config.model))
     spec = plan.spec
+    config = _with_few_states(config, spec, platform)
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_ids(checkpoint, tokenizer)
     context = resolve_context(spec, model.max_model_len)
@@ -130,6 +132,15 @@ def load_decoder_engine(
             loaded.end_ranks = weakref.finalize(decoder, ranks.close)
         undo.pop_all()
     return loaded
+
+
+def _with_few_states(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
+    """Limit the default number of rows if each of them has recurrent states, which take some megabytes."""
+    options = config.scheduler
+    if options.max_num_seqs is not None or not spec.has_states:
+        return config
+    max_num_seqs = min(platform.max_num_seqs, MAX_STATES)
+    return replace(config, scheduler=replace(options, max_num_seqs=max_num_seqs))
 
 
 class _SharedProgress:
@@ -196,6 +207,7 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     eos = eos_ids(checkpoint, tokenizer)
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
     platform = platforms.platform(model.device)
+    config = _with_few_states(config, plan.spec, platform)
     decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint

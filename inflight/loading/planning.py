@@ -17,6 +17,7 @@ from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
 from inflight.loading.checkpoint import quantized_spec, resolve_context, resolve_dtype
 from inflight.models.decoders.footprint import (
+    MAX_STATES,
     META,
     RankShare,
     common_layout,
@@ -120,7 +121,7 @@ def _fit(
     if devices.kind == "cuda":
         utilization = config.cache.gpu_memory_utilization
         overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, dtype, tensor)
-        rows = config.scheduler.max_num_seqs or GPU_ROWS
+        rows = config.scheduler.max_num_seqs or min(GPU_ROWS, MAX_STATES)
         available = [
             int(devices.memory * utilization) - overhead - share.weights - rows * share.state
             for share in shares

@@ -25,6 +25,7 @@ from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
+MAX_STATES = 256  # requests that run at once unless configured, if each has recurrent states
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,11 @@ class DecoderSpec:
         return len(self.mixers)
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return len(self.attentions) < self.num_layers
+
+    @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of each layer that has a KV cache."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
