@@ -3,7 +3,7 @@
     python -m benchmarks.scheduler [--json]
 
 Rows vary the batch, the length of the queue behind it and the context: the cost of a request should depend on
-neither of the last two.
+neither of the last two. The last ones have several KV groups: all tokens, a window, and a recurrent state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
 BLOCK_SIZE = 16
 
 
-def step_seconds(policy: str, num_running: int, num_waiting: int, context: int, steps: int) -> float:
+LAYOUTS = {
+    "all tokens": KVLayout(BLOCK_SIZE),
+    "and a window": KVLayout(BLOCK_SIZE, (None, 128)),
+    "and a state": KVLayout(BLOCK_SIZE, (None,), 8),
+    "and both": KVLayout(BLOCK_SIZE, (None, 128), 8),
+    "and 5 windows": KVLayout(BLOCK_SIZE, (None, *[128] * 5)),  # as Gemma 3 12B
+}
+
+
+def step_seconds(
+    policy: str, num_running: int, num_waiting: int, context: int, steps: int, layout: KVLayout
+) -> float:
     """Mean time of schedule + update while `num_running` requests decode and `num_waiting` more queue."""
-    per_request = -(-(context + steps + 64) // BLOCK_SIZE)
-    blocks = BlockManager(
-        num_running * per_request, KVLayout(BLOCK_SIZE), ChainHashCache(KVLayout(BLOCK_SIZE))
-    )
+    per_request = layout.blocks_for(context + steps + 64, context) + 5 * layout.snapshot_blocks
+    blocks = BlockManager(num_running * per_request, layout, ChainHashCache(layout))
     limits = Limits(num_running, max(num_running * context, 8192), 1 << 60)
     scheduler = Scheduler(limits, make_policy(policy), blocks)
     params = SamplingParams(max_tokens=steps + 32, temperature=0)
@@ -57,14 +66,17 @@ def main() -> None:
     cases = [(running, 0, 300) for running in (1, 16, 64, 256, 1024)]
     cases += [(256, waiting, 300) for waiting in (100, 10_000)]
     cases += [(256, 0, context) for context in (32, 4_000)]
+    plain = LAYOUTS["all tokens"]
+    measured = [("continuous", *case, "all tokens", plain) for case in cases]
+    measured += [(policy, 256, 10_000, 300, "all tokens", plain) for policy in ("priority", "fair")]
+    measured += [("continuous", 256, 0, 300, name, layout) for name, layout in LAYOUTS.items()]
     rows, data = [], []
-    for policy in ("continuous", "priority", "fair"):
-        for running, waiting, context in cases if policy == "continuous" else [(256, 10_000, 300)]:
-            seconds = step_seconds(policy, running, waiting, context, arguments.steps)
-            rows.append((policy, running, waiting, context, seconds * 1e6, seconds * 1e6 / running))
-            keys = ("policy", "running", "waiting", "context", "step_us", "request_us")
-            data.append(dict(zip(keys, rows[-1], strict=True)))
-    columns = ("policy", "decoding", "waiting", "context", "step µs", "µs a request")
+    for policy, running, waiting, context, name, layout in measured:
+        seconds = step_seconds(policy, running, waiting, context, arguments.steps, layout)
+        rows.append((policy, running, waiting, context, name, seconds * 1e6, seconds * 1e6 / running))
+        keys = ("policy", "running", "waiting", "context", "layers_keep", "step_us", "request_us")
+        data.append(dict(zip(keys, rows[-1], strict=True)))
+    columns = ("policy", "decoding", "waiting", "context", "layers keep", "step µs", "µs a request")
     show("schedule() + update()", columns, rows, arguments.json, {"benchmark": "scheduler", "rows": data})
 
 

@@ -133,6 +133,8 @@ class KVUsage:
     num_used: int  # referenced by a running request
     block_size: int
     num_tokens: int  # tokens in used blocks, counting shared blocks once
+    # Used blocks of each KV group, and blocks that hold snapshots; empty if the model has one group and no such state.
+    groups: dict[str, int] = field(default_factory=dict)
 
     @property
     def waste(self) -> float:

@@ -13,6 +13,7 @@ from inflight.cli import interrupts_end_at_once
 from inflight.cli.option_sources import argument, with_flags
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
+from inflight.kv import KVLayout
 
 PLAN_OPTIONS = (
     *(
@@ -80,12 +81,24 @@ def plan(
         )
         table.add_row(f"{fit.tensor} x {fit.pipeline}", weights, *cells)
     Console().print(table)
+    print(f"Block tables: {described(layout.fits[0].layout)}")
     fitting = [fit for fit in layout.fits if fit.num_requests]
     if not fitting:
         raise ConfigError("no number of ranks has room for one request of full length")
     best = min(fitting, key=lambda fit: (len(fit.shares), fit.pipeline))
     sizes = f"--tensor-parallel-size {best.tensor} --pipeline-parallel-size {best.pipeline}"
     print(f"Fewest ranks with room for a request of full length: {sizes}")
+
+
+def described(layout: KVLayout) -> str:
+    """Return what the layers of a model keep, such as "1 of all tokens, 5 of the last 1,024"."""
+    groups = [
+        f"{len(group.tables)} of " + ("all tokens" if group.window is None else f"the last {group.window:,}")
+        for group in layout.groups
+    ]
+    if layout.snapshot_blocks:
+        groups.append(f"and snapshots of {layout.snapshot_blocks:,} blocks each")
+    return ", ".join(groups)
 
 
 def parse_gpus(text: str) -> tuple[int, int]:

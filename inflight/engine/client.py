@@ -60,8 +60,9 @@ class ModelFacts:
     @property
     def num_full_requests(self) -> int:
         """The number of full-length requests that fit into KV memory at once."""
-        blocks_each = self.kv_layout.blocks_for(self.max_model_len, self.max_num_batched_tokens)
-        return min(self.num_blocks // blocks_each, self.max_num_seqs)
+        chunk = self.max_num_batched_tokens
+        num_fitting = self.kv_layout.max_requests(self.num_blocks, self.max_model_len, chunk)
+        return min(num_fitting, self.max_num_seqs)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -40,6 +40,8 @@ class BlockManager:
             (index, group) for index, group in enumerate(self._groups) if group.window is not None
         ]
         self._num_tables = len(layout.windows)
+        self._names = [group.name for group in self._groups]
+        self._num_used = [0] * len(self._groups)  # blocks
         self._total_capacity = 0  # tokens that fit into all block tables, counting shared blocks in each
         self.snapshots: Snapshots | None = None
         if layout.snapshot_blocks:
@@ -105,8 +107,8 @@ class BlockManager:
         request.tables = [list(bundles) for bundles in hit.tables] or [[] for _ in self._groups]
         request.first_blocks = [group.first_needed(num_cached, self.block_size) for group in self._groups]
         request.branch = hit.num_present if hit.num_present > hit.num_blocks else 0
-        for table, first in zip(request.tables, request.first_blocks, strict=True):
-            self.pool.acquire(table[first:] if first else table)
+        for index, (table, first) in enumerate(zip(request.tables, request.first_blocks, strict=True)):
+            self._num_used[index] += self.pool.acquire(table[first:] if first else table)
         if self.snapshots is not None:
             self.snapshots.attach(request, hit)
         request.num_published = hit.num_blocks
@@ -139,8 +141,9 @@ class BlockManager:
 
     def _extend(self, request: Request, first: int, count: int, new_blocks: list[NewBlocks]) -> None:
         pool = self.pool
-        for group, table in zip(self._groups, request.tables, strict=True):
+        for index, (group, table) in enumerate(zip(self._groups, request.tables, strict=True)):
             size = len(group.tables)
+            self._num_used[index] += size * count
             bundles = [self._take(size) for _ in range(count)]
             table += bundles
             if size == 1:
@@ -183,13 +186,19 @@ class BlockManager:
         """
         table, begin = request.tables[index], request.first_blocks[index]
         request.first_blocks[index] = first
-        group, size = self._groups[index], self.block_size
-        ends = request.num_cached // size, request.branch, (request.num_prompt_tokens - 1) // size
-        keep = self.cache.knows
-        for block in range(begin, min(first, len(table))):
-            is_useful = any(group.first_needed(end * size, size) <= block < end for end in ends)
-            self.pool.release((table[block],), keep, soon=not is_useful)
+        end, size = min(first, len(table)), self.block_size
+        reach = -(-(self._groups[index].window or 0) // size)  # blocks of a window
+        cached, branch, last = request.num_cached // size, request.branch, request.num_prompt_tokens // size
+        useful: list[int] = []
+        others: list[int] = []
+        for block in range(begin, end):
+            near = cached - reach <= block < cached or branch - reach <= block < branch
+            (useful if near or last - reach <= block < last else others).append(table[block])
             table[block] = -1
+        if useful:
+            self._num_used[index] -= self.pool.release(useful, self.cache.knows)
+        if others:
+            self._num_used[index] -= self.pool.release(others, self.cache.knows, soon=True)
 
     def table_updates(self, request: Request) -> Iterator[NewBlocks]:
         """Yield all blocks of a request."""
@@ -216,6 +225,10 @@ class BlockManager:
 
     def free(self, request: Request) -> int:
         """Release the request's blocks. Return how many have no other holder."""
+        refs = self.pool.refs
+        for index, group in enumerate(self._groups if request.tables else ()):
+            held = request.tables[index][request.first_blocks[index] :]
+            self._num_used[index] -= len(group.tables) * sum(refs(bundle) == 1 for bundle in held)
         num_freed = self.pool.release(self._bundles(request), self.cache.knows)
         if self.snapshots is not None:
             self.snapshots.leave(request)
@@ -255,7 +268,16 @@ class BlockManager:
             num_used=pool.num_used,
             block_size=self.block_size,
             num_tokens=pool.num_used * self.block_size - unused,
+            groups=self._group_usage(),
         )
+
+    def _group_usage(self) -> dict[str, int]:
+        if len(self._groups) == 1 and self.snapshots is None:
+            return {}
+        usage = dict(zip(self._names, self._num_used, strict=True))
+        if self.snapshots is not None:
+            usage["snapshots"] = self.snapshots.count * self.layout.snapshot_blocks
+        return usage
 
     def drop_cache(self) -> None:
         """Forget all content. Blocks in use stay with their holders, but get no more prefix hits."""
@@ -271,3 +293,5 @@ class BlockManager:
         if self.snapshots is not None:
             held += self.snapshots.held()
         self.pool.check(held)
+        num_planned = 0 if self.snapshots is None else self.snapshots.num_planned_blocks
+        assert sum(self._num_used) + num_planned == self.pool.num_used, "the groups' blocks do not add up"

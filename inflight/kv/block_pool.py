@@ -64,7 +64,8 @@ class BlockPool:
         bundle = self._empty.pop()
         self._refs[bundle] = 1
         if size > 1:
-            self._bundles[bundle] = [bundle, *(self._empty.pop() for _ in range(size - 1))]
+            self._bundles[bundle] = [bundle, *self._empty[:-size:-1]]
+            del self._empty[1 - size :]
         return bundle
 
     def evict(self) -> int:
@@ -79,14 +80,15 @@ class BlockPool:
         self.num_cached -= self._size(bundle)
         self._clear(bundle)
 
-    def acquire(self, bundles: Iterable[int]) -> None:
-        """Add a holder to each of these used or cached bundles."""
-        refs, cached = self._refs, self._cached
+    def acquire(self, bundles: Iterable[int]) -> int:
+        """Add a holder to each of these used or cached bundles, and return how many blocks had none."""
+        refs, cached, before = self._refs, self._cached, self.num_cached
         for bundle in bundles:
             if refs[bundle] == 0:
                 del cached[bundle]
                 self.num_cached -= self._size(bundle)
             refs[bundle] += 1
+        return before - self.num_cached
 
     def release(self, bundles: Iterable[int], keep: Callable[[int], bool], soon: bool = False) -> int:
         """Remove a holder from each of these bundles, and return how many blocks have no other.

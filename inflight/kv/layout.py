@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _NO_LIMIT = 1 << 40  # tokens: a request whose layers all have windows may be this long
 # A context of this many tokens decides how many slots waste too much memory.
@@ -33,6 +34,10 @@ class KVGroup:
 
     window: int | None  # a token is needed by the next window - 1 tokens; None: by all
     tables: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "all tokens" if self.window is None else f"window {self.window}"
 
     def first_needed(self, position: int, block_size: int) -> int:
         """Return the first block that a token at this position, or any later one, can see."""
@@ -58,23 +63,37 @@ class KVLayout:
     @property
     def groups(self) -> tuple[KVGroup, ...]:
         """The groups of tables, those that keep every token first."""
-        tables: dict[int | None, list[int]] = {}
-        for table, window in enumerate(self.windows):
-            tables.setdefault(window, []).append(table)
-        ordered = sorted(tables, key=lambda window: (window is not None, window))
-        return tuple(KVGroup(window, tuple(tables[window])) for window in ordered)
+        return _groups(self.windows)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds, computed `chunk` tokens at a time."""
         size = self.block_size
         return sum(len(group.tables) * group.most_held(num_tokens, chunk, size) for group in self.groups)
 
+    def max_requests(self, num_blocks: int, num_tokens: int, chunk: int) -> int:
+        """Return how many requests of `num_tokens` fit at once, one of which is computed `chunk` tokens at a time."""
+        left = num_blocks - self.blocks_for(num_tokens, chunk)
+        return 0 if left < 0 else 1 + left // self.blocks_for(num_tokens, 1)
+
     def max_tokens(self, num_blocks: int, chunk: int) -> int:
         """Return the length of the longest request that fits into `num_blocks`, computed `chunk` tokens at a time."""
-        most = _NO_LIMIT
-        if self.blocks_for(most, chunk) <= num_blocks:
-            return most
-        return bisect_right(range(most), num_blocks, key=lambda count: self.blocks_for(count, chunk)) - 1
+        return _max_tokens(self, num_blocks, chunk)
+
+
+@lru_cache
+def _groups(windows: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
+    tables: dict[int | None, list[int]] = {}
+    for table, window in enumerate(windows):
+        tables.setdefault(window, []).append(table)
+    ordered = sorted(tables, key=lambda window: (window is not None, window))
+    return tuple(KVGroup(window, tuple(tables[window])) for window in ordered)
+
+
+@lru_cache
+def _max_tokens(layout: KVLayout, num_blocks: int, chunk: int) -> int:
+    if layout.blocks_for(_NO_LIMIT, chunk) <= num_blocks:
+        return _NO_LIMIT
+    return bisect_right(range(_NO_LIMIT), num_blocks, key=lambda count: layout.blocks_for(count, chunk)) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ prefix can be shared only where a copy of the state was made. Snapshots are take
 - at the last boundary of a prompt, for requests with the same prompt or a continuation of it,
 - every few blocks of a prompt,
 - where an earlier request's tokens began to differ (`Request.branch`), for the next requests that branch off there,
-- at every boundary that a decoding request passes, in place of its previous one, for the next turn of a conversation.
+- at every boundary that a decoding request passes, in the blocks of its previous one, for the next turn of a
+  conversation.
 
 A state at the start of an entry is copied by the step before it computes anything (a save), one inside an entry by the
 recurrent layers (a capture). Snapshots are bundles of blocks, found by the hash of their prefix from the next step on,
@@ -103,11 +104,11 @@ class Snapshots:
         """Note that an entry of the step begins at `request.num_computed`, and save the state there if it is wanted."""
         start = self._starts[request] = request.num_computed
         num_blocks, rest = divmod(start, self._block_size)
-        if (
-            start
-            and not rest
-            and (start >= request.num_prompt_tokens or self._is_wanted(request, num_blocks))
-        ):
+        if not start or rest:
+            return
+        if start >= request.num_prompt_tokens and request in self._latest:
+            self._replace_latest(request, num_blocks)
+        elif start >= request.num_prompt_tokens or self._is_wanted(request, num_blocks):
             self._plan(request, num_blocks)
 
     def end_entry(self, request: Request) -> None:
@@ -141,6 +142,18 @@ class Snapshots:
         position = num_blocks * self._block_size
         self._planned[prefix_hash] = _Planned(request, position, prefix_hash, self._take(self._size))
 
+    def _replace_latest(self, request: Request, num_blocks: int) -> None:
+        """Plan to overwrite the latest snapshot of a decoding request. Nobody can hit it any more."""
+        prefix_hash = self._cache.prefix_hash(request, num_blocks)
+        if prefix_hash is None or prefix_hash in self._planned or self._cache.has_snapshot(prefix_hash):
+            return
+        bundle = self._latest[request]
+        self._cache.forget(bundle)
+        self.forget(bundle)
+        self._pool.acquire((bundle,))
+        position = num_blocks * self._block_size
+        self._planned[prefix_hash] = _Planned(request, position, prefix_hash, bundle)
+
     def take_copies(self) -> StateCopies:
         """Return the copies of the step that has been formed. Its snapshots can be hit from now on."""
         copies = StateCopies(self._restores)
@@ -152,9 +165,6 @@ class Snapshots:
             self._pool.release((bundle,), self._cache.knows)
             self._kept[bundle] = None
             if is_save and position >= request.num_prompt_tokens:
-                previous = self._latest.get(request)
-                if previous is not None:
-                    self._drop(previous)
                 self._latest[request] = bundle
                 self._owners[bundle] = request
         self._restores = []

@@ -59,12 +59,12 @@ class Fit:
     @property
     def num_tokens(self) -> int:
         """The number of tokens that requests of full length can have in all."""
-        return self.num_blocks * self.context // self.layout.blocks_for(self.context, self.chunk)
+        return self.num_blocks * self.context // self.layout.blocks_for(self.context, 1)
 
     @property
     def num_requests(self) -> int:
         """The number of concurrent requests of full length."""
-        return self.num_blocks // self.layout.blocks_for(self.context, self.chunk)
+        return self.layout.max_requests(self.num_blocks, self.context, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

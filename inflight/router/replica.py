@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
 from inflight.engine.stats import ExpertStats
@@ -141,13 +142,16 @@ class Replica:
 
 
 _TOTALS = [item.name for item in fields(EngineStats) if item.type == "int"]
-_BLOCKS = [item.name for item in fields(KVUsage) if item.name != "block_size"]
+_BLOCKS = [item.name for item in fields(KVUsage) if item.name not in ("block_size", "groups")]
 
 
 def summed(all_stats: Sequence[EngineStats]) -> EngineStats:
     """Return the totals of at least one engine."""
+    groups: Counter[str] = sum((Counter(stats.kv.groups) for stats in all_stats), Counter())
     kv = replace(
-        all_stats[0].kv, **{name: sum(getattr(stats.kv, name) for stats in all_stats) for name in _BLOCKS}
+        all_stats[0].kv,
+        groups=dict(groups),
+        **{name: sum(getattr(stats.kv, name) for stats in all_stats) for name in _BLOCKS},
     )
     totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in _TOTALS}
     step_sizes = tuple(map(sum, zip(*(stats.step_sizes for stats in all_stats), strict=True)))
@@ -168,7 +172,7 @@ def _summed_experts(experts: Sequence[ExpertStats]) -> ExpertStats | None:
 
 def work_done(stats: EngineStats) -> EngineStats:
     """Return the part of a lost engine's stats that still counts: the work it did."""
-    nothing = dict.fromkeys(_BLOCKS, 0)
+    nothing: dict[str, Any] = dict.fromkeys(_BLOCKS, 0)
     return replace(stats, num_running=0, num_waiting=0, is_sleeping=True, kv=replace(stats.kv, **nothing))
 
 

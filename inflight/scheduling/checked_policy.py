@@ -188,7 +188,7 @@ class CheckedPolicy(Policy):
         return super().memory_to_admit(request, running)
 
     def allocates_at_once(self) -> bool:
-        return self._call_bool("allocates_at_once", False)
+        return not self._overruled and self._call_bool("allocates_at_once", False)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         result = self._call("victim", candidates)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.shapes import SHAPES
 from inflight import LLM
 from inflight.cli.main import app
-from inflight.cli.plan import parse_gpus, parse_size
+from inflight.cli.plan import described, parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
@@ -95,6 +95,20 @@ def test_experts_are_planned_for_every_rank(expert_parallel: bool) -> None:
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.02)
     fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
     assert fits[4, 1].shares[3].weights == pytest.approx(actual.parameters / 2, rel=0.02)
+
+
+def test_plan_reports_groups_and_counts_only_windows() -> None:
+    config = EngineConfig.create(
+        "-", hf_config=SHAPES["gemma-3-12b"], dtype="bfloat16", load_format="dummy", max_model_len=32_768
+    )
+    (fit,) = plan_model(config, Devices("cuda", 1, 141 * 10**9)).fits
+    assert described(fit.layout) == "1 of all tokens, 5 of the last 1,024"
+    in_full = 6 * 32_768 // 16  # blocks of a request if all layers kept all tokens
+    assert fit.num_requests >= 5 * (fit.num_blocks // in_full)
+    assert fit.layout.blocks_for(32_768, 1) < 0.2 * in_full
+    hybrid = EngineConfig.create("-", hf_config=SHAPES["qwen3.5-9b"], dtype="bfloat16", load_format="dummy")
+    (fit,) = plan_model(hybrid, Devices("cuda", 1, 141 * 10**9)).fits
+    assert "snapshots of" in described(fit.layout)
 
 
 def test_gpu_stores_weights_in_their_dtype() -> None:

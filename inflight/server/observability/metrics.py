@@ -275,6 +275,15 @@ class Metrics:
             for state, count in counts.items():
                 states.add_metric([self._model, state], count)
             yield states
+            if kv.groups:
+                groups = GaugeMetricFamily(
+                    "inflight:kv_group_blocks",
+                    "Used KV blocks by what the layers of a group keep, and blocks of cached snapshots",
+                    labels=["model_name", "group"],
+                )
+                for group, count in kv.groups.items():
+                    groups.add_metric([self._model, group], count)
+                yield groups
             if stats.experts is not None:
                 yield from self._expert_families(stats.experts)
 

@@ -14,7 +14,12 @@ from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.support.checkpoints import write_checkpoint
 
 PROMPTS = [[*range(40, 53)], [*range(40, 49), 9, 8]]
-LAYERS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+}
 
 
 def answers(folder: Path, **options: Any) -> list[list[int]]:
