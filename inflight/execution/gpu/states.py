@@ -25,7 +25,9 @@ class DeviceStates:
     """The states of a model's recurrent layers; without such layers, every method does nothing."""
 
     def __init__(self, layers: list[LayerStates], snapshot_blocks: int, capture_interval: int) -> None:
-        """`capture_interval`: tokens between the captures of an entry, which may have three more."""
+        """`snapshot_blocks`: blocks of a snapshot that this rank's layers need; other ranks may need more.
+
+        `capture_interval`: tokens between the captures of an entry, which may have three more."""
         self.layers = layers
         self._snapshot_blocks = snapshot_blocks
         self._capture_interval = capture_interval
@@ -43,7 +45,7 @@ class DeviceStates:
         width = 1 + self._snapshot_blocks
         pinned, table = staging(len(copies) * width, device)
         for row, copy in zip(table.reshape(-1, width), copies, strict=True):
-            row[0], row[1:] = copy.row, copy.block_ids
+            row[0], row[1:] = copy.row, copy.block_ids[: self._snapshot_blocks]
         on_device = pinned.to(device, non_blocking=True).view(-1, width)
         rows, block_ids = on_device[:, 0].contiguous(), on_device[:, 1:].contiguous()
         for layer in self.layers:
@@ -82,7 +84,8 @@ class DeviceStates:
         plan = plan_pieces(starts, contexts - np.diff(starts), host.rows[num_decodes:], wanted)
         part["num_pieces"][0] = put_items(part["pieces"], plan.pieces)
         part["num_state_entries"][0] = put_items(part["state_entries"], plan.entries)
-        block_ids = [block_id for capture in ordered for block_id in capture.block_ids]
+        size = self._snapshot_blocks
+        block_ids = [block_id for capture in ordered for block_id in capture.block_ids[:size]]
         put(part["captures"], np.array(block_ids, dtype=np.int32), 0)
 
     def step(self, shape: StepShape, part: dict[str, Tensor]) -> RecurrentStep | None:
