@@ -38,13 +38,13 @@ def evaluated() -> Any:
 
 @pytest.fixture(scope="module")
 def reranker() -> Iterator[LLM]:
-    with LLM(builtin_folder("reranker"), show_progress=False) as llm:
+    with LLM(builtin_folder("reranker"), dtype="float32", show_progress=False) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[LLM]:
-    with LLM(builtin_folder("embedder"), show_progress=False) as llm:
+    with LLM(builtin_folder("embedder"), dtype="float32", show_progress=False) as llm:
         yield llm
 
 
