@@ -98,7 +98,7 @@ def _max_tokens(layout: KVLayout, num_blocks: int, chunk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What an attention layer keeps of each token, and for how long."""
+    """The memory that an attention layer needs for each token, and how long it keeps the token."""
 
     num_kv_heads: int
     head_dim: int
