@@ -7,6 +7,10 @@ known; sampling waits for what is left of them a millisecond later. The decode s
 of random weights of a `--shape` with the large vocabulary, with `--rows` rows: all constrained by a schema whose
 answers do not end, against none, in turns in one process. Every row has its own seed, so they are in different states
 of the grammar. The first token is that of a short prompt.
+
+With `--breakdown`, `--only steps` also prints where the time of a step's masks goes, in medians: from the tokens of the
+last step to the masks, how long the host waits for these, and how long it takes to pass them to the sampler. With
+INFLIGHT_NATIVE=0, masks are computed by a thread in Python.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskBatch, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
-from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.execution.constrained_rows import ConstrainedRows, MaskTimes
 from inflight.execution.sampling.interface import host_masks
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.models.builtin import checkpoint_folder
@@ -204,7 +208,31 @@ def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]
     return {**options, "model": str(model), "load_format": "dummy", "dtype": arguments.dtype}
 
 
-def measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+def breakdown(llm: LLM, num_rows: int) -> list[tuple[Any, ...]]:
+    """Return medians in µs of what happens to the masks of a step."""
+    runner: Any = llm._engine.core.runner
+    rows: ConstrainedRows = runner.constrained
+    results: list[tuple[Any, ...]] = []
+    for name, constraint in ENDLESS.items():
+        times: list[MaskTimes] = []
+        rows.times = times
+        _decode_ms(llm, constraint, num_rows)
+        rows.times = None
+        known = [each for each in times if each.tokens_at][NUM_STEPS // 4 :]
+        phases = (
+            [each.filled_at - each.tokens_at for each in known],
+            [each.wanted_at - each.tokens_at for each in known],
+            [each.ready_at - each.wanted_at for each in known],
+            [each.passed_at - each.ready_at for each in known],
+        )
+        results.append((name, num_rows, *(1e6 * statistics.median(phase) for phase in phases)))
+    return results
+
+
+def measure_steps(
+    options: dict[str, Any], arguments: argparse.Namespace
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Return the times of steps, and where those of masks go if that is wanted."""
     with LLM(show_progress=False, **options) as llm:
         asked = [None, *ENDLESS.values()]
         for each in asked:  # graphs, and what is compiled
@@ -212,11 +240,13 @@ def measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> lis
         runs = [  # by turns: machines have moods
             [_decode_ms(llm, each, arguments.rows) for each in asked] for _ in range(arguments.repeats)
         ]
+        phases = breakdown(llm, arguments.rows) if arguments.breakdown else []
     without, *beside = (statistics.median(times) for times in zip(*runs, strict=True))
-    return [
+    steps = [
         (name, arguments.rows, without, took, 100 * (took / without - 1))
         for name, took in zip(ENDLESS, beside, strict=True)
     ]
+    return steps, phases
 
 
 async def measure_first_token(options: dict[str, Any], repeats: int) -> list[tuple[Any, ...]]:
@@ -273,12 +303,23 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["masks", "steps"], help="measure only the masks of a step, or steps"
     )
+    parser.add_argument("--breakdown", action="store_true", help="with --only steps: where masks spend time")
     arguments = parser.parse_args()
     step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
     if arguments.only == "steps":
         with tempfile.TemporaryDirectory() as folder:
-            steps = measure_steps(engine_options(arguments, folder), arguments)
+            steps, phases = measure_steps(engine_options(arguments, folder), arguments)
         show("a decode step", step_columns, steps, arguments.json, {})
+        if phases:
+            phase_columns = (
+                "schema",
+                "rows",
+                "tokens to masks µs",
+                "tokens to host wants µs",
+                "wait µs",
+                "upload µs",
+            )
+            show("masks of a step", phase_columns, phases, arguments.json, {})
         return
     step_masks = measure_step_masks()
     mask_columns = ("tokens", "schema", "rows", "all masks µs", "left after 1 ms µs")
@@ -289,7 +330,7 @@ def main() -> None:
     columns = ("constraint", "compile ms", "mask µs", "p99 µs", "worst µs", "cold µs", "cold worst µs")
     with tempfile.TemporaryDirectory() as folder:
         options = engine_options(arguments, folder)
-        steps = measure_steps(options, arguments)
+        steps, _ = measure_steps(options, arguments)
         first = asyncio.run(measure_first_token(options, arguments.repeats))
     first_columns = ("first token ms", "with a cold schema ms", "more ms")
     if arguments.json:

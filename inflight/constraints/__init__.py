@@ -11,12 +11,14 @@ from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
 from inflight.constraints.input_lark import bare_input, json_quoted
 from inflight.constraints.matcher import MaskBatch, MaskFiller, Matcher
+from inflight.constraints.native_matcher import UNKNOWN
 from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.validator import GrammarValidator
 from inflight.constraints.vocabulary import Vocabulary
 
 __all__ = [
     "CONTENT",
+    "UNKNOWN",
     "AnswerRules",
     "Grammar",
     "GrammarCompiler",

@@ -21,6 +21,7 @@ from weakref import ref
 from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
 from inflight.constraints.matcher import Lexer, Matcher, is_lexer_full
+from inflight.constraints.native_matcher import NativeState, NativeTokenizer, native_functions
 from inflight.constraints.schema_document import UnsupportedKeywordError
 from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
@@ -64,7 +65,9 @@ T = TypeVar("T")
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
-    def __init__(self, state: LLMatcher, is_large: bool, repeat: Callable[[Grammar], None] | None) -> None:
+    def __init__(
+        self, state: LLMatcher | NativeState, is_large: bool, repeat: Callable[[Grammar], None] | None
+    ) -> None:
         self.is_large = is_large  # its lexer may have MAX_LARGE_STATES states
         self._repeat = repeat  # starts to compile it again and calls `add`
         self._lock = threading.Lock()
@@ -85,7 +88,7 @@ class Grammar:
         num_matchers = sum(lexer.num_matchers for lexer in self._lexers)
         return MATCHERS_PER_LEXER * len(self._lexers) < min(num_matchers, MATCHERS_PER_LEXER * MAX_LEXERS)
 
-    def add(self, state: LLMatcher | None) -> bool:
+    def add(self, state: LLMatcher | NativeState | None) -> bool:
         """Add a lexer for later matchers, or none if there is no room. Return whether to compile another one."""
         with self._lock:
             if state is not None:
@@ -105,8 +108,10 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Any thread may use it; compiling releases the GIL."""
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], native: bool = False) -> None:
+        """`native`: compile for threads that need no GIL, where that is possible."""
         self._make_vocabulary = make_vocabulary
+        self._wants_native = native
         self._cache: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED)
         self._large: OutcomeCache[Grammar] = OutcomeCache(MAX_CACHED_LARGE)
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
@@ -139,6 +144,11 @@ class GrammarCompiler:
         """Whether `compile` would return at once."""
         return self._cache.outcome(constraint) is not None
 
+    @property
+    def is_native(self) -> bool:
+        """Whether its matchers need no GIL, except those of grammars that only Python can pass on."""
+        return self._native_tokenizer is not None
+
     def warm_up(self) -> None:
         """Prepare what the first constraint would wait for, if constraints are available at all.
 
@@ -151,7 +161,7 @@ class GrammarCompiler:
         return first_success(constraint, self._special_texts, partial(self._attempt, is_large))
 
     def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
-        _ = self._tokenizer  # built now, as it would count as compiling
+        _ = self._tokenizer, self._native_tokenizer  # built now, as that would count as compiling
         start = time.perf_counter()
         state = self._state(is_large, grammar)
         if isinstance(state, str):
@@ -159,14 +169,25 @@ class GrammarCompiler:
         is_repeatable = not is_large and time.perf_counter() - start < MAX_SECONDS_TO_REPEAT
         return Grammar(state, is_large, partial(self._begin_lexer, grammar) if is_repeatable else None)
 
-    def _state(self, is_large: bool, grammar: str) -> LLMatcher | str:
+    def _state(self, is_large: bool, grammar: str) -> LLMatcher | NativeState | str:
         """Compile a grammar and take its first steps, as `trial_worker.py` does. Return why that fails, if it does."""
+        limits = {**LIMITS, "max_lexer_states": MAX_LARGE_STATES if is_large else MAX_STATES}
+        state = self._python_state(is_large, grammar, limits)
+        native = self._native_tokenizer
+        if isinstance(state, str) or native is None or "\0" in grammar:  # C strings end there
+            return state
+        native_state = native.state(grammar, limits)
+        if native_state.is_error():
+            return state
+        first_error(native_state.deep_copy(), self._tokenizer.eos_token)  # caches the first masks
+        return native_state
+
+    def _python_state(self, is_large: bool, grammar: str, limits: dict[str, Any]) -> LLMatcher | str:
         from llguidance import LLMatcher, LLParserLimits
 
-        max_states = MAX_LARGE_STATES if is_large else MAX_STATES
-        limits = LLParserLimits(**{**LIMITS, "max_lexer_states": max_states}, verbose_errors=False)
         try:
-            state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            checked = LLParserLimits(**limits, verbose_errors=False)
+            state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=checked)
             error = first_error(state.deep_copy(), self._tokenizer.eos_token)  # caches the first masks
         except BaseException as panic:
             if isinstance(panic, Exception | KeyboardInterrupt | SystemExit):
@@ -209,6 +230,11 @@ class GrammarCompiler:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return self._vocabulary.tokenizer()
+
+    @cached_property
+    def _native_tokenizer(self) -> NativeTokenizer | None:
+        functions = native_functions() if self._wants_native else None
+        return None if functions is None else NativeTokenizer(functions, self._vocabulary)
 
 
 class OutcomeCache(Generic[T]):

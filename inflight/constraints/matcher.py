@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.constraints.native_matcher import NativeState
 from inflight.errors import clipped
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MAX_TOKENS_PER_MASK = 64
 class Lexer:
     """A compiled grammar whose matchers share the states of its lexer, and take turns: llguidance locks it."""
 
-    def __init__(self, state: LLMatcher) -> None:
+    def __init__(self, state: LLMatcher | NativeState) -> None:
         self._state = state
         self._matchers: WeakSet[Matcher] = WeakSet()
 
@@ -42,7 +43,7 @@ class Lexer:
 class Matcher:
     """The state of one request. Not thread-safe."""
 
-    def __init__(self, state: LLMatcher, lexer: Lexer) -> None:
+    def __init__(self, state: LLMatcher | NativeState, lexer: Lexer) -> None:
         self.state = state
         self.lexer = lexer
         self._is_derailed = False  # a token was not allowed by the grammar
@@ -79,7 +80,7 @@ class MaskFiller:
     """Threads that advance the matchers of a step's rows and fill their masks, with the GIL released."""
 
     def __init__(self) -> None:
-        self._max_threads = min(_num_cores(), MAX_MASK_THREADS)
+        self._max_threads = min(num_cores(), MAX_MASK_THREADS)
         self._executors: dict[int, LLExecutor] = {}  # by number of threads
 
     def threads(self, count: int) -> LLExecutor:
@@ -104,16 +105,22 @@ class MaskBatch:
         self._filler = filler
         self._matchers = matchers
         self._places = places
-        self._states = [matcher.state for matcher in matchers]
+        self._states: list[Any] = [matcher.state for matcher in matchers]
         lexers = [id(matcher.lexer) for matcher in matchers]
         order = sorted(range(len(matchers)), key=lexers.__getitem__)
-        self._targets = [(self._states[index], places[index]) for index in order]
+        targets = [(self._states[index], places[index]) for index in order]
+        self._native = [target for target in targets if isinstance(target[0], NativeState)]
+        self._targets = [target for target in targets if not isinstance(target[0], NativeState)]
         self._num_lexers = len(set(lexers))
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Consume the next token of each matcher. A failure becomes the matcher's error."""
-        if self._states:
-            self._filler.threads(1).consume_token_par(list(zip(self._states, token_ids, strict=True)))
+        tokens = list(zip(self._states, token_ids, strict=True))
+        if self._native:
+            for state, token_id in tokens:
+                state.consume_token(token_id)
+        elif tokens:
+            self._filler.threads(1).consume_token_par(tokens)
 
     def fill(self, masks: NDArray[np.int32]) -> list[int]:
         """Set the bits of the tokens that may come next, lowest bit of a word first. Return places without any.
@@ -124,6 +131,8 @@ class MaskBatch:
             stride = masks.shape[1] * masks.itemsize
             threads = self._filler.threads(self._num_lexers)
             threads.unsafe_compute_mask_ptr(self._targets, masks.ctypes.data, stride, len(masks))
+        for state, place in self._native:
+            state.fill(masks[place])
         matchers = zip(self._matchers, self._places, strict=True)
         failed = [place for matcher, place in matchers if matcher.error is not None]
         for place in failed:
@@ -131,5 +140,5 @@ class MaskBatch:
         return failed
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.processes.sandbox_worker import isolate, serve
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 STEPS = 8
 NICENESS = 5  # on a busy machine, about a third of the CPU time that the server and a CPU engine get
@@ -67,20 +67,20 @@ def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str
     return first_error(state, tokenizer.eos_token)
 
 
-def first_error(state: LLMatcher, end: int) -> str:
+def first_error(state: Any, end: int) -> str:
     """Return the error of a grammar or of its first steps along a text that does not end early; empty if none."""
     for step in range(STEPS):
         if state.is_error():
-            return state.get_error()
+            return str(state.get_error())
         mask = bytearray(state.compute_bitmask())
         if step == 0 and not any(mask):
-            return state.get_error() or "no text can match it"
+            return str(state.get_error()) or "no text can match it"
         mask[end // 8] &= ~(1 << end % 8)
         allowed = mask.rstrip(b"\0")
         if not allowed or state.is_stopped():
             break
         state.consume_token(8 * len(allowed) + allowed[-1].bit_length() - 9)  # the last allowed token
-    return state.get_error()
+    return str(state.get_error())
 
 
 if __name__ == "__main__":

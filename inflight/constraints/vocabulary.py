@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Where a grammar allows all texts of one of these patterns, llguidance allows its tokens all at once, not one by one.
 # There are so many because a string of bounded length allows shorter and shorter texts as it fills up.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = [
+SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{longest}}}" for longest in (2, 4, 6, 8, 10, 15, 30)),
     f"{_CHARACTER}+",
@@ -35,7 +35,7 @@ class Vocabulary:
         from llguidance import LLTokenizer
 
         ends = list(self.eos_token_ids)
-        return LLTokenizer(_Wrapper(self), eos_token=ends, slices=_SLICES)  # type: ignore[arg-type]
+        return LLTokenizer(TokenPieces(self), eos_token=ends, slices=SLICES)  # type: ignore[arg-type]
 
     def special_texts(self) -> frozenset[str]:
         ids = (i for i in self.special_ids if i < len(self.pieces))
@@ -55,7 +55,7 @@ class Vocabulary:
         return cls(pieces, frozenset(special_ids), tuple(eos_token_ids))
 
 
-class _Wrapper:
+class TokenPieces:
     """The attributes of a tokenizer that llguidance reads."""
 
     is_tokenizer_wrapper = True

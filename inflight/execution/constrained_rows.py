@@ -1,25 +1,37 @@
 """Rows with structured outputs: the state of each in its grammar, and the tokens that it may sample next.
 
-A mask depends on the row's last token. As soon as a step is launched, a thread waits for its tokens and computes the
-masks of the same rows for the next step, while the host prepares that step and the device runs its forward pass. The
-first mask of a row is computed when its first step starts.
+A mask depends on the row's last token. As soon as a step is launched, threads wait for its tokens and compute the masks
+of the same rows for the next step, while the host prepares that step and the device runs its forward pass. On a GPU
+these are compiled threads that need no GIL (`constraints/native_matcher.py`), and the device copies the tokens to where
+they look for them. Otherwise it is one thread in Python, which also computes the first mask of each row when its first
+step starts: it may have to wait for the grammar.
 
-The thread works through its jobs in order, and writes the mask of a row into that row of a buffer. It writes the next
-one only after the tokens of the step that uses it, so no step ever reads a mask that is being written.
+Jobs are worked through in order, and write the mask of a row into that row of a buffer. A row's next mask is written
+only after the tokens of the step that uses the last one, so no step ever reads a mask that is being written.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inflight.constraints import Grammar, GrammarCompiler, MaskBatch, MaskFiller, Matcher
+from inflight.constraints.matcher import num_cores
+from inflight.constraints.native_matcher import (
+    MAX_THREADS,
+    MaskThreads,
+    NativeBatch,
+    NativeState,
+    native_functions,
+)
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
 from inflight.execution.sampling.interface import first_mask
@@ -27,6 +39,8 @@ from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
 
 logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL = 0.1  # seconds after which a wait for masks makes sure that the device still works
 
 
 class MaskedRows(Protocol):
@@ -54,24 +68,48 @@ class _Constrained:
     compiled: Future[Grammar]
     allowed: NDArray[np.int32] | None  # by allowed_token_ids; None: all
     outputs: list[int]
-    job: Future[None] | None = None  # computes the mask of the next token
+    job: Future[None] | None = None  # computes the mask of the next token, in Python
+    batch: int = 0  # the number of the native batch that computes it
     grammar: Grammar | None = None
     matcher: Matcher | None = None
     failure: RequestFailure | None = None
 
 
-class StepMasks(NamedTuple):
-    """The masks of a step, which the thread computes."""
+@dataclass(eq=False, slots=True)
+class StepMasks:
+    """The masks of a step, which threads compute."""
 
-    samples: list[int]  # the constrained samples of the step
+    rows: list[int]  # of all samples
+    samples: list[int]  # the constrained ones
     constrained: list[_Constrained]  # their rows
     jobs: set[Future[None]]
+    batch: int  # the number of the last native batch that computes some of them; 0: none
     any_first: bool  # whether a row gets its first mask, which may have to wait for its grammar
+    native: NativeBatch | None = None  # computes the next masks of these rows
 
     def failures(self) -> dict[int, RequestFailure]:
         """Return why rows got no mask, by sample."""
         rows = zip(self.samples, self.constrained, strict=True)
         return {sample: row.failure for sample, row in rows if row.failure is not None}
+
+
+class _Submitted(NamedTuple):
+    """A native batch that may not be completed yet."""
+
+    number: int
+    masks: StepMasks
+    native: NativeBatch
+    tokens: NDArray[np.int32]
+
+
+class MaskTimes(NamedTuple):
+    """When the masks of one step were computed and used, in seconds of `time.monotonic`."""
+
+    tokens_at: float  # the last step's tokens were seen; 0.0 for the first masks of rows
+    filled_at: float
+    wanted_at: float  # the host had nothing else to do than to wait for them
+    ready_at: float  # the host had them
+    passed_at: float  # the host had passed them to the sampler
 
 
 @dataclass(slots=True)
@@ -81,11 +119,21 @@ class ConstrainedRows:
     state: MaskedRows
     compiler: GrammarCompiler | None
     prepare_thread: Callable[[], None] = lambda: None  # called first in the thread that computes masks
+    times: list[MaskTimes] | None = None  # appended to, if there is a list
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
+    _native: MaskThreads | None = None
+    _submitted: deque[_Submitted] = field(default_factory=deque)  # oldest first
+    _tokens: SampledTokens | None = None  # of the last native batch
+    _last: StepMasks | None = None  # of the last native batch, if its rows are still the same
+    _python_times: tuple[float, float] = (0.0, 0.0)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
+        if admissions:
+            self._last = None
+        if self._submitted:
+            self._settle()
         for row, request in admissions:
             self._rows.pop(row, None)
             params = request.params
@@ -112,58 +160,151 @@ class ConstrainedRows:
         """Start computing the masks of the constrained rows among these; None if there are none."""
         if not self._rows:
             return None
+        last = self._last
+        if last is not None and last.rows == rows:
+            return replace(last, jobs=set(), batch=last.constrained[0].batch, any_first=False)
         samples = [sample for sample, row in enumerate(rows) if row in self._rows]
         if not samples:
             return None
         constrained = [self._rows[rows[sample]] for sample in samples]
-        first = [row for row in constrained if row.job is None]
+        first = [row for row in constrained if row.job is None and not row.batch]
         if first:
             self._submit(first)
         jobs = {row.job for row in constrained if row.job is not None}
-        return StepMasks(samples, constrained, jobs, bool(first))
+        batch = max(row.batch for row in constrained)
+        return StepMasks(list(rows), samples, constrained, jobs, batch, bool(first))
 
-    def expect(self, masks: StepMasks, tokens: SampledTokens) -> None:
-        """Start computing the next masks of a step's rows. `tokens` waits, in the thread, for what it samples."""
-        self._submit(masks.constrained, tokens, masks.samples)
+    def expect(
+        self, masks: StepMasks, tokens: SampledTokens, arriving: NDArray[np.int32] | None = None
+    ) -> None:
+        """Start computing the next masks of a step's rows. `tokens` waits, in a thread, for what it samples.
+
+        `arriving`: memory into which the device copies the tokens, by sample, which are `UNKNOWN` until then.
+        """
+        native = None if arriving is None else masks.native or self._native_batch(masks)
+        if native is None:
+            self._last = None
+            self._submit(masks.constrained, tokens, masks.samples)
+            return
+        assert arriving is not None
+        assert self._native is not None
+        number = self._native.submit(native, arriving)
+        self._tokens = tokens
+        self._submitted.append(_Submitted(number, masks, native, arriving))
+        for row in masks.constrained:
+            row.batch, row.job = number, None
+        masks.native, self._last = native, masks
 
     def finish(self, masks: StepMasks) -> None:
         """Wait for the masks and pass them to the sampler."""
+        wanted_at = time.monotonic() if self.times is not None else 0.0
         for job in masks.jobs:
             job.result()
+        if masks.batch and self._wait(masks.batch):
+            masks.native = None
+        ready_at = time.monotonic() if self.times is not None else 0.0
         self.state.set_masks([row.row for row in masks.constrained])
+        if self.times is not None:
+            at = self._python_times if self._native is None or not masks.batch else self._native.times()
+            self.times.append(MaskTimes(*at, wanted_at, ready_at, time.monotonic()))
+
+    # ---- native batches ----
+
+    def _native_batch(self, masks: StepMasks) -> NativeBatch | None:
+        """Return the batch of a step's rows, if all of them have native matchers."""
+        states: list[NativeState] = []
+        for row in masks.constrained:
+            if row.matcher is None or not isinstance(row.matcher.state, NativeState):
+                return None
+            states.append(row.matcher.state)
+        if self._native is None:
+            functions = native_functions()
+            assert functions is not None  # there are native matchers
+            num_threads = max(1, min(MAX_THREADS, num_cores() // 2))
+            self._native = MaskThreads(functions, self.state.host_masks, num_threads)
+        places, allowed = [row.row for row in masks.constrained], [row.allowed for row in masks.constrained]
+        return NativeBatch(states, range(len(states)), places, masks.samples, allowed)
+
+    def _wait(self, number: int) -> bool:
+        """Wait for a native batch and those before it. Return whether any of their matchers were replaced.
+
+        Raises what the device raises if it is lost.
+        """
+        self._poll(number)
+        return self._settle()
+
+    def _poll(self, number: int) -> None:
+        assert self._native is not None
+        while not self._native.wait(number, CHECK_INTERVAL):
+            if self._tokens is not None:
+                self._tokens()
+
+    def _settle(self) -> bool:
+        """Let go of completed batches, and recover rows whose matchers failed. Return whether there were any."""
+        assert self._native is not None
+        any_failed = False
+        while self._submitted and self._native.wait(self._submitted[0].number, 0.0):
+            done = self._submitted.popleft()
+            self._append(done.masks.constrained, done.tokens.tolist(), done.masks.samples)
+            if done.native.failed.any():
+                any_failed = True
+                for index in done.native.failures():
+                    row = done.masks.constrained[index]
+                    if self._rows.get(row.row) is row:
+                        self._recover(row)
+        if any_failed:
+            self._last = None
+        return any_failed
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+        if self._native is not None:
+            self._native.close()
 
     def _submit(
         self, rows: list[_Constrained], tokens: SampledTokens | None = None, samples: Sequence[int] = ()
     ) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "inflight-masks", self.prepare_thread)
-        job = self._thread.submit(self._run, rows, tokens, samples)
+        after = 0 if self._native is None else self._native.num_submitted
+        job = self._thread.submit(self._run, rows, tokens, samples, after)
         for row in rows:
             row.job = job
 
     # ---- in the thread ----
 
-    def _run(self, rows: list[_Constrained], tokens: SampledTokens | None, samples: Sequence[int]) -> None:
-        """Compute the next masks of some rows, which first sample these tokens, if any."""
+    def _run(
+        self,
+        rows: list[_Constrained],
+        tokens: SampledTokens | None,
+        samples: Sequence[int],
+        after: int,
+    ) -> None:
+        """Compute the next masks of some rows, which first sample these tokens, if any.
+
+        `after`: the last native batch that may still write a mask of the request that had a row before.
+        """
         masks = self.state.host_masks
+        if after:
+            self._poll(after)
         self._catch_up(rows)
         matched = [(row, row.matcher) for row in rows if row.matcher is not None]
         places = [row.row for row, _ in matched]
         batch = MaskBatch(self._filler, [matcher for _, matcher in matched], places)
+        tokens_at = 0.0
         if tokens is not None:
             self._append(rows, tokens(), samples)
+            tokens_at = time.monotonic()
             batch.advance([row.outputs[-1] for row, _ in matched])
         failed = batch.fill(masks)
+        self._python_times = tokens_at, time.monotonic()
         for row in rows:
             if row.matcher is None:
                 masks[row.row] = 0
             elif failed and row.row in failed:
                 self._recover(row)
-            if row.allowed is not None:
+            elif row.allowed is not None:
                 masks[row.row] &= row.allowed
 
     def _append(self, rows: list[_Constrained], token_ids: Sequence[int], samples: Sequence[int]) -> None:
@@ -202,6 +343,8 @@ class ConstrainedRows:
             MaskBatch(self._filler, [row.matcher], [row.row]).fill(self.state.host_masks)
         if row.matcher.error is not None:
             row.failure = _failure(row.matcher.error)
+        if row.allowed is not None:
+            self.state.host_masks[row.row] &= row.allowed
 
 
 def _compile_failure(error: Exception) -> RequestFailure:

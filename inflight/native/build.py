@@ -50,18 +50,18 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "inflight" / "native"
 
 
-def build(compiler: str, folder: Path) -> Path:
-    """Return the library for this machine in `folder`, compiling it unless an undamaged one exists."""
+def build(compiler: str, folder: Path, sources: Path = SOURCE_FOLDER) -> Path:
+    """Return the library of a folder of sources in `folder`, compiling it unless an undamaged one exists."""
     prepare_folder(folder)
     _remove_leftovers(folder)
-    key = build_key(compiler)
+    key = build_key(compiler, sources)
     for library in sorted(folder.glob(f"inflight-{key}-*.so")):
         if library.name == _name(key, library):
             return library
-        logger.warning("the compiled CPU kernels in %s are damaged and will be compiled again", library)
+        logger.warning("the compiled library %s is damaged and will be compiled again", library)
         library.unlink()
     with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
-        library = _compile(compiler, Path(scratch))
+        library = _compile(compiler, Path(scratch), sources)
         target = folder / _name(key, library)
         _sync(library)
         os.replace(library, target)  # atomic: other processes see all of it or nothing
@@ -103,18 +103,18 @@ def prepare_folder(folder: Path) -> None:
         )
 
 
-def build_key(compiler: str) -> str:
+def build_key(compiler: str, sources: Path = SOURCE_FOLDER) -> str:
     """Return a key that changes with everything that could change the library."""
     digest = hashlib.sha256()
-    for source in [*_sources(), *sorted(SOURCE_FOLDER.glob("*.h"))]:
+    for source in [*_sources(sources), *sorted(sources.glob("*.h"))]:
         digest.update(source.read_bytes())
     recipe = (COMPILE_FLAGS, OPTIONAL_FLAGS, _run([compiler, "--version"]), _processor())
     digest.update(repr(recipe).encode())
     return digest.hexdigest()[:24]
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCE_FOLDER.glob("*.cpp"))
+def _sources(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.cpp"))
 
 
 def _processor() -> str:
@@ -127,14 +127,15 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
 
 
-def _compile(compiler: str, scratch: Path) -> Path:
+def _compile(compiler: str, scratch: Path, folder: Path) -> Path:
     flags = list(COMPILE_FLAGS)
     for group in OPTIONAL_FLAGS:
         flags += next(([flag] for flag in group if _accepts(compiler, flag)), [])
-    objects = [str(scratch / f"{source.stem}.o") for source in _sources()]
+    sources = _sources(folder)
+    objects = [str(scratch / f"{source.stem}.o") for source in sources]
     commands = [
         [compiler, *flags, "-c", str(source), "-o", made]
-        for source, made in zip(_sources(), objects, strict=True)
+        for source, made in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(_run, commands))

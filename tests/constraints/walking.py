@@ -54,9 +54,9 @@ def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
 
 def accepts(constraint: StructuredOutputs, text: str) -> bool:
     """Whether the grammar accepts a text, spelled in single bytes."""
-    state = compiler().compile(constraint).matcher().state
+    state: Any = compiler().compile(constraint).matcher().state
     ids = [_byte_ids()[byte] for byte in text.encode()]
-    return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+    return bool(state.try_consume_tokens(ids) == len(ids) and state.is_accepting())
 
 
 def _spellings(value: Any) -> Iterator[Any]:

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from inflight.constraints import Grammar, GrammarCompiler
+from inflight.constraints import UNKNOWN, Grammar, GrammarCompiler
 from inflight.constraints import compiler as compiling
 from inflight.events import RequestFailure
-from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Admission
@@ -54,8 +54,18 @@ def follow(
         failures = step.failures()
         if failures:
             return masks, failures
-        rows.expect(step, lambda token_id=token_id: [token_id])
+        expect(rows, step, [token_id])
     return masks, {}
+
+
+def expect(rows: ConstrainedRows, step: StepMasks, token_ids: list[int]) -> None:
+    """Let a step sample these tokens, which arrive a moment later if masks are computed natively."""
+    if rows.compiler is None or not rows.compiler.is_native:
+        rows.expect(step, lambda: token_ids)
+        return
+    arriving = np.full(len(token_ids) + 1, UNKNOWN, dtype=np.int32)
+    rows.expect(step, lambda: token_ids, arriving)
+    arriving[:-1] = token_ids
 
 
 def letters(seed: int) -> list[int]:
@@ -63,12 +73,18 @@ def letters(seed: int) -> list[int]:
     return [pieces.index(generator.choice((b"a", b"b", b"c"))) for _ in range(NUM_TOKENS)]
 
 
+@pytest.fixture(params=[False, True], ids=["python", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    """Whether masks are computed by compiled threads."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+def compiler(monkeypatch: pytest.MonkeyPatch, native: bool) -> GrammarCompiler:
     """A compiler whose lexers fill up quickly."""
     monkeypatch.setattr(compiling, "MAX_STATES", 200)
     monkeypatch.setattr(compiling, "MAX_LARGE_STATES", 2000)
-    return GrammarCompiler(vocabulary)
+    return GrammarCompiler(vocabulary, native)
 
 
 def test_masks_do_not_depend_on_earlier_requests_with_the_same_constraint(
@@ -93,6 +109,7 @@ def test_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarComp
     assert not follow(rows, state, HUNGRY, letters(0))[1]
 
 
+@pytest.mark.parametrize("native", [False])  # native matchers share no states
 def test_cached_lexers_have_a_limited_number_of_states(compiler: GrammarCompiler) -> None:
     state = Masks()
     rows = ConstrainedRows(state, compiler)
@@ -165,7 +182,7 @@ def step(rows: ConstrainedRows, state: Masks, numbers: list[int], token_ids: lis
     assert masks is not None
     rows.finish(masks)
     assert not masks.failures()
-    rows.expect(masks, lambda: token_ids)
+    expect(rows, masks, token_ids)
     bits = np.unpackbits(state.latest.view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in bits]
 
@@ -195,10 +212,12 @@ def test_next_masks_are_computed_before_the_next_step_starts() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_masks_follow_rows_that_come_go_and_pause(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
-    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: num_threads)
+def test_masks_follow_rows_that_come_go_and_pause(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, native: bool
+) -> None:
+    monkeypatch.setattr("inflight.constraints.matcher.num_cores", lambda: num_threads)
     state = Masks()
-    rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary, native))
     admit(rows, 0, "abc")
     admit(rows, 1, "xyz")
     allowed = step(rows, state, [0, 1], [piece("a"), piece("x")])
@@ -217,10 +236,10 @@ def test_masks_follow_rows_that_come_go_and_pause(monkeypatch: pytest.MonkeyPatc
     rows.close()
 
 
-def test_forbidden_token_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: 4)
+def test_forbidden_token_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    monkeypatch.setattr("inflight.constraints.matcher.num_cores", lambda: 4)
     state = Masks()
-    rows = ConstrainedRows(state, GrammarCompiler(vocabulary))
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary, native))
     admit(rows, 0, "abc")
     admit(rows, 1, "xyz")
     step(rows, state, [0, 1], [piece("q"), piece("x")])
@@ -233,11 +252,13 @@ def test_forbidden_token_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) ->
     rows.close()
 
 
-def test_masks_are_the_same_whichever_lexer_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_the_same_whichever_lexer_computes_them(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
     """Rows of one constraint use several lexers, and rows that come later other ones than the first."""
-    monkeypatch.setattr("inflight.constraints.matcher._num_cores", lambda: 4)
+    monkeypatch.setattr("inflight.constraints.matcher.num_cores", lambda: 4)
     monkeypatch.setattr(compiling, "MATCHERS_PER_LEXER", 2)
-    state, shared = Masks(), GrammarCompiler(vocabulary)
+    state, shared = Masks(), GrammarCompiler(vocabulary, native)
     shared.compile(CONSTRAINT)
     monkeypatch.setattr(shared._threads, "submit", lambda _owner, work: work())
     rows = ConstrainedRows(state, shared)
@@ -257,3 +278,42 @@ def test_masks_are_the_same_whichever_lexer_computes_them(monkeypatch: pytest.Mo
     assert len(shared.compile(CONSTRAINT)._lexers) > 1
     rows.close()
     alone.close()
+
+
+def test_tokens_that_never_arrive_do_not_keep_rows_from_closing() -> None:
+    rows = ConstrainedRows(Masks(), GrammarCompiler(vocabulary, native=True))
+    admit(rows, 0, "xyz")
+    masks = rows.start([0])
+    assert masks is not None
+    rows.finish(masks)
+    rows.expect(masks, list, np.full(1, UNKNOWN, dtype=np.int32))
+    rows.close()
+
+
+def test_lost_device_ends_the_wait_for_masks() -> None:
+    rows = ConstrainedRows(Masks(), GrammarCompiler(vocabulary, native=True))
+    admit(rows, 0, "xyz")
+    masks = rows.start([0])
+    assert masks is not None
+    rows.finish(masks)
+    rows.expect(masks, Mock(side_effect=RuntimeError("lost")), np.full(1, UNKNOWN, dtype=np.int32))
+    masks = rows.start([0])
+    assert masks is not None
+    with pytest.raises(RuntimeError, match="lost"):
+        rows.finish(masks)
+    rows.close()
+
+
+def test_masks_are_computed_in_python_without_native_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "native_functions", lambda: None)
+    state = Masks()
+    rows = ConstrainedRows(state, GrammarCompiler(vocabulary, native=True))
+    admit(rows, 0, "xy")
+    for letter in "xy":
+        masks = rows.start([0])
+        assert masks is not None
+        rows.finish(masks)
+        allowed = np.unpackbits(state.latest.view(np.uint8), bitorder="little")
+        assert allowed[piece(letter)]
+        rows.expect(masks, lambda letter=letter: [piece(letter)], np.array([piece(letter)], dtype=np.int32))
+    rows.close()

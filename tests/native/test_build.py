@@ -87,7 +87,9 @@ def test_damaged_library_is_rebuilt_once(
 ) -> None:
     good, cache = build(compiler, folder), tmp_path / "native"
     # The compiler's part takes long, and is the same each time.
-    monkeypatch.setattr(build_module, "_compile", lambda _, scratch: Path(shutil.copy(good, scratch)))
+    monkeypatch.setattr(
+        build_module, "_compile", lambda _, scratch, _sources: Path(shutil.copy(good, scratch))
+    )
     library = build(compiler, cache)
     damage(library)
     for _ in range(2):

@@ -50,10 +50,12 @@ def event_on(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Start a copy to host memory and return it."""
+def to_host(tensor: Tensor, missing: int | None = None) -> Tensor:
+    """Start a copy to host memory and return it. Elements are `missing`, if that is given, until they arrive."""
     on_gpu = tensor.device.type == "cuda"
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+    if missing is not None:
+        host.fill_(missing)
     return host.copy_(tensor, non_blocking=on_gpu)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
-from inflight.constraints import GrammarCompiler
+from inflight.constraints import UNKNOWN, GrammarCompiler
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
@@ -241,7 +241,7 @@ class GpuRunner:
             self.sampling_steps.run(shape)
             handle.failures = masks.failures()
         if entries:
-            handle.sampled = to_host(self.step.results(shape))
+            handle.sampled = to_host(self.step.results(shape), None if masks is None else UNKNOWN)
         if counts is not None:
             pairs = zip(entries, counts, strict=True)
             handle.logprob_entries = [entry for entry, count in pairs if count >= 0]
@@ -250,7 +250,8 @@ class GpuRunner:
             handle.logprobs = PendingLogprobs(results, num_logprobs, width)
         handle.done = event_on(self.decoder.device)
         if masks is not None:
-            self.constrained.expect(masks, handle.token_ids)
+            assert handle.sampled is not None
+            self.constrained.expect(masks, handle.token_ids, handle.sampled[0].numpy())
 
     def _compute(self, shape: StepShape) -> Tensor:
         """Enqueue the device's part of a step and return the hidden states of the samples.
