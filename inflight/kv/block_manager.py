@@ -19,12 +19,13 @@ from inflight.kv.snapshots import Snapshots, StateCopies
 from inflight.request import Request
 
 
-class NewBlocks(NamedTuple):
-    """`block_ids` continue a block table from index `first`."""
+class TableUpdate(NamedTuple):
+    """`block_ids` continue a block table of `row` from index `first`."""
 
+    row: int
     first: int
     block_ids: list[int]
-    table: int
+    table: int = 0
 
 
 class BlockManager:
@@ -37,7 +38,7 @@ class BlockManager:
         self.cache = cache
         self._groups = layout.groups
         self._windowed = [
-            (index, group) for index, group in enumerate(self._groups) if group.window is not None
+            (index, group.window - 1) for index, group in enumerate(self._groups) if group.window is not None
         ]
         self._num_tables = len(layout.windows)
         self._names = [group.name for group in self._groups]
@@ -119,41 +120,42 @@ class BlockManager:
 
     # ---- running requests ----
 
-    def grow(self, request: Request, num_tokens: int) -> list[NewBlocks] | None:
+    def grow(self, request: Request, num_tokens: int) -> list[TableUpdate] | None:
         """Extend the block tables to hold `num_tokens`. Return the new blocks, or None if there are not enough.
 
         Blocks that no token from `request.num_computed` on can see leave their tables first.
         """
-        first = request.kv_capacity // self.block_size
-        needed = -(-num_tokens // self.block_size) - first
-        for index, group in self._windowed:
-            seen = group.first_needed(request.num_computed, self.block_size)
+        size = self.block_size
+        first = request.kv_capacity // size
+        needed = -(-num_tokens // size) - first
+        for index, reach in self._windowed:
+            seen = (request.num_computed - reach) // size
             if seen > request.first_blocks[index]:
                 self._release_unseen(request, index, seen)
-        new_blocks: list[NewBlocks] = []
+        updates: list[TableUpdate] = []
         if needed > 0:
             if needed * self._num_tables > self.pool.num_available and not self._cancel_snapshots(needed):
                 return None
-            self._extend(request, first, needed, new_blocks)
+            self._extend(request, first, needed, updates)
         if self.snapshots is not None:
             self.snapshots.begin_entry(request)
-        return new_blocks
+        return updates
 
-    def _extend(self, request: Request, first: int, count: int, new_blocks: list[NewBlocks]) -> None:
-        pool = self.pool
+    def _extend(self, request: Request, first: int, count: int, updates: list[TableUpdate]) -> None:
+        # Hot: every request runs it at every block boundary, and decodes need one block.
+        take, num_used, row = self._take, self._num_used, request.row
         for index, (group, table) in enumerate(zip(self._groups, request.tables, strict=True)):
-            size = len(group.tables)
-            self._num_used[index] += size * count
-            bundles = [self._take(size) for _ in range(count)]
+            numbers = group.tables
+            size = len(numbers)
+            num_used[index] += size * count
+            bundles = [take(size)] if count == 1 else [take(size) for _ in range(count)]
             table += bundles
             if size == 1:
-                new_blocks.append(NewBlocks(first, bundles, group.tables[0]))
+                updates.append(TableUpdate(row, first, bundles, numbers[0]))
             else:
-                columns = zip(*map(pool.blocks, bundles), strict=True)
-                new_blocks += (
-                    NewBlocks(first, list(block_ids), number)
-                    for number, block_ids in zip(group.tables, columns, strict=True)
-                )
+                columns = zip(*map(self.pool.blocks, bundles), strict=True)
+                for number, block_ids in zip(numbers, columns, strict=True):
+                    updates.append(TableUpdate(row, first, list(block_ids), number))
         num_added = count * self.block_size
         request.kv_capacity += num_added
         self._total_capacity += num_added
@@ -161,9 +163,9 @@ class BlockManager:
     def _take(self, size: int) -> int:
         """Allocate a bundle, evicting others if needed."""
         pool = self.pool
-        while pool.num_empty < size:
+        while (bundle := pool.take_empty(size)) < 0:
             self._forget(pool.evict())
-        return pool.take_empty(size)
+        return bundle
 
     def _forget(self, bundle: int) -> None:
         self.cache.forget(bundle)
@@ -189,26 +191,27 @@ class BlockManager:
         end, size = min(first, len(table)), self.block_size
         reach = -(-(self._groups[index].window or 0) // size)  # blocks of a window
         cached, branch, last = request.num_cached // size, request.branch, request.num_prompt_tokens // size
-        useful: list[int] = []
-        others: list[int] = []
+        release, knows, num_freed = self.pool.release, self.cache.knows, 0
         for block in range(begin, end):
-            near = cached - reach <= block < cached or branch - reach <= block < branch
-            (useful if near or last - reach <= block < last else others).append(table[block])
+            useful = (
+                last - reach <= block < last
+                or cached - reach <= block < cached
+                or branch - reach <= block < branch
+            )
+            num_freed += release((table[block],), knows, not useful)
             table[block] = -1
-        if useful:
-            self._num_used[index] -= self.pool.release(useful, self.cache.knows)
-        if others:
-            self._num_used[index] -= self.pool.release(others, self.cache.knows, soon=True)
+        self._num_used[index] -= num_freed
 
-    def table_updates(self, request: Request) -> Iterator[NewBlocks]:
+    def table_updates(self, request: Request) -> Iterator[TableUpdate]:
         """Yield all blocks of a request."""
+        row = request.row
         for group, table, first in zip(self._groups, request.tables, request.first_blocks, strict=True):
             if len(group.tables) == 1:
-                yield NewBlocks(first, table[first:], group.tables[0])
+                yield TableUpdate(row, first, table[first:], group.tables[0])
             elif first < len(table):
                 columns = zip(*map(self.pool.blocks, table[first:]), strict=True)
                 for number, block_ids in zip(group.tables, columns, strict=True):
-                    yield NewBlocks(first, list(block_ids), number)
+                    yield TableUpdate(row, first, list(block_ids), number)
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens available to prefix hits."""

@@ -60,12 +60,15 @@ class BlockPool:
         return self._bundles.get(bundle) or [bundle]
 
     def take_empty(self, size: int = 1) -> int:
-        """Allocate a bundle of empty blocks with one holder."""
-        bundle = self._empty.pop()
+        """Allocate a bundle of empty blocks with one holder. Return -1 if there are not enough."""
+        empty = self._empty
+        if len(empty) < size:
+            return -1
+        bundle = empty.pop()
         self._refs[bundle] = 1
         if size > 1:
-            self._bundles[bundle] = [bundle, *self._empty[:-size:-1]]
-            del self._empty[1 - size :]
+            self._bundles[bundle] = [bundle, *empty[:-size:-1]]
+            del empty[1 - size :]
         return bundle
 
     def evict(self) -> int:

@@ -26,6 +26,8 @@ _NO_LIMIT = 1 << 40  # tokens: a request whose layers all have windows may be th
 _USUAL_CONTEXT = 8192
 # The part of a request's memory that unused slots may take; fewer tables are cheaper to plan and to upload.
 _MAX_WASTE = 1 / 12
+# The scales of a quantized key and value of one head, 16 bits each.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,21 @@ class LayerKV:
     num_kv_heads: int
     head_dim: int
     window: int | None = None  # a token is needed by the next window - 1 tokens; None: by all
+    is_quantized: bool = False  # values take one byte, and each head's key and value have scales
 
     @property
     def size(self) -> int:
         """The number of values per token."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    def value_bytes(self, width: int) -> int:
+        """Return the bytes of a token's values, if those that are not quantized have `width` bytes."""
+        return self.size * (1 if self.is_quantized else width)
+
+    def block_bytes(self, block_size: int, width: int) -> int:
+        """Return the bytes of a block, scales included."""
+        scales = SCALE_BYTES * self.num_kv_heads if self.is_quantized else 0
+        return block_size * (self.value_bytes(width) + scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +131,13 @@ class KVPlace:
     part: int = 0  # among the layers of the same table that share the slot
 
 
-def place_layers(layers: Sequence[LayerKV]) -> tuple[list[KVPlace], tuple[int | None, ...]]:
-    """Return the place of each layer, and the window of each table."""
+def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlace], tuple[int | None, ...]]:
+    """Return the place of each layer, and the window of each table. Values have `width` bytes if not quantized."""
     kinds: dict[tuple[bool, int, int], list[int]] = {}  # those that keep all tokens come first
     for index, layer in enumerate(layers):
-        kinds.setdefault((layer.window is not None, layer.window or 0, layer.size), []).append(index)
-    largest = max((layer.size for layer in layers), default=0)
+        size = layer.value_bytes(width)  # no scales: two quantized layers fit in place of a plain one
+        kinds.setdefault((layer.window is not None, layer.window or 0, size), []).append(index)
+    largest = max((layer.value_bytes(width) for layer in layers), default=0)
     ordered = [(window or None, largest // size, kinds[_, window, size]) for _, window, size in sorted(kinds)]
     num_slots = _num_slots([(window, -(-len(indices) // share)) for window, share, indices in ordered])
     places: dict[int, KVPlace] = {}

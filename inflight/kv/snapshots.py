@@ -29,8 +29,15 @@ PROMPT_INTERVAL = 16  # blocks of a prompt between snapshots
 MAX_SHARE = 0.25  # of all blocks
 
 
+class StateCopy(NamedTuple):
+    """The recurrent state of a row is copied to or from a snapshot, which these blocks hold."""
+
+    row: int
+    block_ids: list[int]
+
+
 class StateAt(NamedTuple):
-    """A snapshot to be copied from or to, and the state that it holds."""
+    """The state of a request at a position inside its entry, and the blocks of the snapshot that holds it."""
 
     request: Request
     position: int  # tokens
@@ -41,8 +48,8 @@ class StateAt(NamedTuple):
 class StateCopies:
     """The copies of one step."""
 
-    restores: list[StateAt] = field(default_factory=list)
-    saves: list[StateAt] = field(default_factory=list)
+    restores: list[StateCopy] = field(default_factory=list)
+    saves: list[StateCopy] = field(default_factory=list)
     captures: list[StateAt] = field(default_factory=list)
 
 
@@ -66,12 +73,12 @@ class Snapshots:
         self._size = size
         self._take = take
         self._limit = max(1, int(pool.num_blocks * MAX_SHARE) // size)
-        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # Snapshots, least recently used first, and the decoding request whose latest one it is.
+        self._kept: OrderedDict[int, Request | None] = OrderedDict()
         self._latest: dict[Request, int] = {}  # the latest snapshot of each decoding request
-        self._owners: dict[int, Request] = {}  # the same by snapshot
         # The step being formed.
         self._starts: dict[Request, int] = {}  # positions where entries begin
-        self._restores: list[StateAt] = []
+        self._restores: list[tuple[Request, list[int]]] = []
         self._planned: dict[bytes, _Planned] = {}
 
     @property
@@ -96,7 +103,7 @@ class Snapshots:
         """Start a request from the state of its hit."""
         if hit.num_blocks:
             block_ids = self._pool.blocks(hit.snapshot)  # the snapshot may be evicted before the step begins
-            self._restores.append(StateAt(request, hit.num_blocks * self._block_size, block_ids))
+            self._restores.append((request, block_ids))
             self._pool.touch(hit.snapshot)
             self._kept.move_to_end(hit.snapshot)
 
@@ -106,9 +113,12 @@ class Snapshots:
         num_blocks, rest = divmod(start, self._block_size)
         if not start or rest:
             return
-        if start >= request.num_prompt_tokens and request in self._latest:
-            self._replace_latest(request, num_blocks)
-        elif start >= request.num_prompt_tokens or self._is_wanted(request, num_blocks):
+        if start >= request.num_prompt_tokens:
+            if request in self._latest:
+                self._replace_latest(request, num_blocks)
+            else:
+                self._plan(request, num_blocks)
+        elif self._is_wanted(request, num_blocks):
             self._plan(request, num_blocks)
 
     def end_entry(self, request: Request) -> None:
@@ -147,28 +157,32 @@ class Snapshots:
         prefix_hash = self._cache.prefix_hash(request, num_blocks)
         if prefix_hash is None or prefix_hash in self._planned or self._cache.has_snapshot(prefix_hash):
             return
-        bundle = self._latest[request]
+        bundle = self._latest.pop(request)
+        del self._kept[bundle]
         self._cache.forget(bundle)
-        self.forget(bundle)
         self._pool.acquire((bundle,))
         position = num_blocks * self._block_size
         self._planned[prefix_hash] = _Planned(request, position, prefix_hash, bundle)
 
     def take_copies(self) -> StateCopies:
         """Return the copies of the step that has been formed. Its snapshots can be hit from now on."""
-        copies = StateCopies(self._restores)
+        copies = StateCopies([StateCopy(request.row, block_ids) for request, block_ids in self._restores])
+        add, blocks, starts, kept = self._cache.add_snapshot, self._pool.blocks, self._starts, self._kept
+        bundles = []
         for request, position, prefix_hash, bundle in self._planned.values():
-            is_save = position == self._starts[request]
-            copy = StateAt(request, position, self._pool.blocks(bundle))
-            (copies.saves if is_save else copies.captures).append(copy)
-            self._cache.add_snapshot(prefix_hash, bundle)
-            self._pool.release((bundle,), self._cache.knows)
-            self._kept[bundle] = None
-            if is_save and position >= request.num_prompt_tokens:
-                self._latest[request] = bundle
-                self._owners[bundle] = request
-        self._restores = []
-        self._starts.clear()
+            owner = None
+            if position != starts[request]:
+                copies.captures.append(StateAt(request, position, blocks(bundle)))
+            else:
+                copies.saves.append(StateCopy(request.row, blocks(bundle)))
+                if position >= request.num_prompt_tokens:
+                    self._latest[request], owner = bundle, request
+            add(prefix_hash, bundle)
+            kept[bundle] = owner
+            bundles.append(bundle)
+        self._pool.release(bundles, self._cache.knows)
+        self._restores.clear()
+        starts.clear()
         self._planned.clear()
         return copies
 
@@ -182,27 +196,24 @@ class Snapshots:
         """Note that a request gives up its memory; its latest snapshot stays for the next turn."""
         if request in self._starts:
             del self._starts[request]
-            self._restores = [restore for restore in self._restores if restore.request is not request]
+            self._restores = [restore for restore in self._restores if restore[0] is not request]
             self._give_up([planned for planned in self._planned.values() if planned.request is request])
         latest = self._latest.pop(request, None)
         if latest is not None:
-            del self._owners[latest]
             self._pool.touch(latest)
+            self._kept[latest] = None
             self._kept.move_to_end(latest)
 
     def forget(self, bundle: int) -> None:
         """Note that a bundle was evicted."""
-        if bundle in self._kept:
-            del self._kept[bundle]
-            owner = self._owners.pop(bundle, None)
-            if owner is not None:
-                del self._latest[owner]
+        owner = self._kept.pop(bundle, None)
+        if owner is not None:
+            del self._latest[owner]
 
     def clear(self) -> None:
         """Note that all cached content was dropped."""
         self._kept.clear()
         self._latest.clear()
-        self._owners.clear()
 
     def held(self) -> list[int]:
         """Return the bundles that are in use, for checks."""

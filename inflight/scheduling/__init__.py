@@ -1,13 +1,12 @@
 """Decides which requests run in each step. No tensors and no clock: times are passed in."""
 
+from inflight.kv import StateCopy, TableUpdate
 from inflight.scheduling.batch import (
     Admission,
     Batch,
     Capture,
     Sampled,
     ScheduledStep,
-    StateCopy,
-    TableUpdate,
 )
 from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, TimedTokenBudget, TokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits, RequestPool

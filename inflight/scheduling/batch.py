@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inflight.events import KVUsage, PositionLogprobs, Preemption, RequestFailure
-from inflight.kv.snapshots import StateCopies
+from inflight.kv import StateCopies, StateCopy, TableUpdate
 from inflight.request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -25,22 +25,6 @@ class Admission(NamedTuple):
 
     row: int
     request: RequestSpec
-
-
-class TableUpdate(NamedTuple):
-    """`block_ids` continue a block table of `row` from index `first`."""
-
-    row: int
-    first: int
-    block_ids: list[int]
-    table: int = 0
-
-
-class StateCopy(NamedTuple):
-    """The recurrent state of a row is copied to or from a snapshot, which these blocks hold."""
-
-    row: int
-    block_ids: list[int]
 
 
 class Capture(NamedTuple):
@@ -161,8 +145,7 @@ class ScheduledStep:
         if copies is None:
             return
         batch = self.batch
-        batch.restores = [StateCopy(copy.request.row, copy.block_ids) for copy in copies.restores]
-        batch.saves = [StateCopy(copy.request.row, copy.block_ids) for copy in copies.saves]
+        batch.restores, batch.saves = copies.restores, copies.saves
         batch.captures = [
             Capture(self.requests.index(copy.request), copy.position, copy.block_ids)
             for copy in copies.captures

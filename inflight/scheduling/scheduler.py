@@ -14,7 +14,7 @@ from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
 from inflight.kv import BlockManager, PrefixHit
 from inflight.request import Request, Status
-from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
+from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep
 from inflight.scheduling.checked_policy import CheckedPolicy
 from inflight.scheduling.policy import Policy, TokenBudget, next_candidate
 from inflight.scheduling.quarantine import Quarantine
@@ -200,9 +200,9 @@ class Scheduler:
         num_tokens = request.num_computed + count
         while True:
             if pool.counts.num_resident + count <= self.limits.max_kv_tokens:
-                new_blocks = self.blocks.grow(request, num_tokens)
-                if new_blocks is not None:
-                    step.batch.tables += [TableUpdate(request.row, *new) for new in new_blocks]
+                updates = self.blocks.grow(request, num_tokens)
+                if updates is not None:
+                    step.batch.tables += updates
                     return True
             finished = next((other for other in pool.lingering if other.tables), None)
             if finished is not None:  # it keeps its row, but its memory goes before anything is preempted
@@ -299,7 +299,7 @@ class Scheduler:
         capacity = to_admit if self._allocates_at_once(to_admit) else num_cached + count
         pool.admit(request, hit, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
-        step.batch.tables += [TableUpdate(request.row, *new) for new in self.blocks.table_updates(request)]
+        step.batch.tables += self.blocks.table_updates(request)
         step.put(request, count, pool.counts)
         self.pool.publish(request)
         if request.record.admitted_at is None:

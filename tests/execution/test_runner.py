@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from inflight.execution.runner import Rows
+from inflight.kv import TableUpdate
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
-from inflight.scheduling.batch import Admission, TableUpdate
+from inflight.scheduling.batch import Admission
 
 
 def test_rows_store_tokens_and_blocks() -> None:

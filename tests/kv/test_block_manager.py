@@ -70,18 +70,18 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.publish(request, request.num_computed)
         copies = self.blocks.take_copies() or StateCopies()
         for copy in copies.restores:  # before anything is written: the snapshot may be evicted in this step
-            prefix = salt, tuple(ids[: copy.position])
-            assert copy.position == start, "an entry continues from the restored state"
+            prefix = salt, tuple(ids[:start])
             assert [self.content[block_id] for block_id in copy.block_ids] == [prefix] * len(copy.block_ids)
-        for first, block_ids, table in self.blocks.table_updates(request):
+        for _, first, block_ids, table in self.blocks.table_updates(request):
             for index, block_id in enumerate(block_ids, first):
                 end = (index + 1) * BLOCK_SIZE
                 if start < end <= request.num_computed:
                     self.content[block_id] = f"{salt}{table}", tuple(ids[:end])
-        assert all(copy.position == start for copy in copies.saves)
-        assert all(start < copy.position < request.num_computed for copy in copies.captures)
-        for copy in (*copies.saves, *copies.captures):
-            self.content |= dict.fromkeys(copy.block_ids, (salt, tuple(ids[: copy.position])))
+        for save in copies.saves:
+            self.content |= dict.fromkeys(save.block_ids, (salt, tuple(ids[:start])))
+        for capture in copies.captures:
+            assert start < capture.position < request.num_computed
+            self.content |= dict.fromkeys(capture.block_ids, (salt, tuple(ids[: capture.position])))
         return True
 
     @rule(prompt=PROMPTS, salt=SALTS, chunk=st.sampled_from([1, 3, 8, 100]))
@@ -130,7 +130,9 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.blocks.free(request) == len(held.difference(*others))
 
     def held(self, request: Request) -> set[int]:
-        return {block_id for _, block_ids, _ in self.blocks.table_updates(request) for block_id in block_ids}
+        return {
+            block_id for _, _, block_ids, _ in self.blocks.table_updates(request) for block_id in block_ids
+        }
 
     @rule()
     def drop_cache(self) -> None:
@@ -151,7 +153,7 @@ class BlockMachine(RuleBasedStateMachine):
     def shared_only_if_equal(self) -> None:
         holders: dict[int, set[tuple[int, str, tuple[int, ...]]]] = {}
         for request in getattr(self, "live", ()):
-            for first, block_ids, table in self.blocks.table_updates(request):
+            for _, first, block_ids, table in self.blocks.table_updates(request):
                 for index, block_id in enumerate(block_ids, first):
                     prefix = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
                     holders.setdefault(block_id, set()).add((table, request.spec.cache_salt, prefix))

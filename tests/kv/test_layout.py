@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+from inflight.attention.backend import KVShape
 from inflight.kv.layout import LayerKV, place_layers
 
 FULL, SLIDING = LayerKV(8, 256), LayerKV(8, 256, window=1024)
@@ -48,3 +50,18 @@ def test_places_are_disjoint_and_follow_the_depth(layers: list[LayerKV]) -> None
     for kind in set(layers):
         slots = [place.slot for layer, place in zip(layers, places, strict=True) if layer == kind]
         assert slots == sorted(slots), "a stage's layers are in neighbouring slots"
+
+
+def test_quantized_layers_take_half_the_bytes_and_their_scales() -> None:
+    plain, quantized = LayerKV(8, 128), LayerKV(8, 128, is_quantized=True)
+    assert KVShape.of([plain] * 4, 16, torch.bfloat16).bytes_per_block == 4 * 16 * 8 * 2 * 256
+    shape = KVShape.of([quantized] * 4, 16, torch.bfloat16)
+    assert (shape.windows, len(shape.slots)) == ((None,), 4)
+    assert shape.bytes_per_block == 4 * 16 * 8 * 2 * (128 + 2)
+
+
+def test_two_quantized_layers_fit_in_place_of_a_plain_one() -> None:
+    layers = [LayerKV(8, 128, is_quantized=index not in (0, 5)) for index in range(32)]
+    shape = KVShape.of(layers, 16, torch.bfloat16)
+    assert len(shape.slots) * len(shape.windows) == 18  # 2 plain layers, 15 pairs, and one that is unused
+    assert shape.bytes_per_part == 2 * 16 * 8 * 2 * (128 + 2)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.execution.gpu.host_step import ALIGNMENT, Ints, staging
-from inflight.scheduling.batch import Admission, TableUpdate
+from inflight.kv import TableUpdate
+from inflight.scheduling.batch import Admission
 
 PROGRAM_SIZE = 256  # updates and tokens per program
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from inflight.execution.gpu.host_step import HostStep, Ints, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
+from inflight.kv import StateCopy
 from inflight.layers.recurrent import LayerStates
 from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
 from inflight.layers.triton.recurrent import (
@@ -18,7 +19,7 @@ from inflight.layers.triton.recurrent import (
     max_pieces,
     plan_pieces,
 )
-from inflight.scheduling.batch import Batch, Capture, StateCopy
+from inflight.scheduling.batch import Batch, Capture
 
 
 class DeviceStates:

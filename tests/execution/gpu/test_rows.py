@@ -7,9 +7,10 @@ import torch
 
 from inflight.execution.gpu import rows as rows_module
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
+from inflight.kv import TableUpdate
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling.batch import Admission, TableUpdate
+from inflight.scheduling.batch import Admission
 from tests.execution.gpu.interpreted import DEVICE
 
 
