@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import Weight, plain
+from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
+from inflight.layers.formats.schemes import unpack_nibbles
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertRouting,
@@ -19,14 +20,22 @@ from inflight.layers.kernels import (
     check_expert,
     check_fits,
     check_gate,
+    taken_as,
 )
 from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.expert_parts import CLAMPED, ExpertWeights, Gate
 from inflight.layers.triton.grouped_experts import combine, grouped_down, grouped_gate_up
 from inflight.layers.triton.linear_parts import NextNorm
+from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
+from inflight.layers.triton.quantized import FP8, FP8_BYTES, MXFP4, PLAIN
 from inflight.layers.triton.routing import Chosen, HalfNormed, choose_experts
-from inflight.layers.triton.tuning import MAX_PAIRED, choose_grouped, choose_pairs
+from inflight.layers.triton.tuning import (
+    MAX_PAIRED,
+    choose_grouped,
+    choose_grouped_quantized,
+    choose_pairs,
+)
 
 if TYPE_CHECKING:
     from inflight.layers.triton_kernels import TritonKernels, TritonLinear
@@ -35,7 +44,7 @@ _FLOAT32_SUMS = 1024  # tokens up to which the products of experts are held as f
 
 
 class TritonExperts:
-    """Implements `Experts` over weights in the compute dtype; gate and up rows alternate."""
+    """Implements `Experts` over weights in the compute dtype, in fp8 or in MXFP4; gate and up rows alternate."""
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class TritonExperts:
         limit: float,
         reduce: Reduce | None,
         held: range | None,
+        scheme: Scheme | None = None,
     ) -> None:
         if activation != CLAMPED_SILU:
             check_gate(activation)
@@ -66,32 +76,50 @@ class TritonExperts:
         dtype, device = kernels.compute_dtype, kernels.device
         self.correction = torch.zeros(num_experts, device=device) if routing.has_correction else None
         count, hidden = len(held), router.in_features
-        self.gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
-        self.gate_up_bias = torch.zeros(count, 2 * inner, dtype=dtype, device=device) if bias else None
-        self.down_bias = torch.zeros(count, hidden, dtype=dtype, device=device) if bias else None
+        gate_up_bias = torch.zeros(count, 2 * inner, dtype=dtype, device=device) if bias else None
+        down_bias = torch.zeros(count, hidden, dtype=dtype, device=device) if bias else None
+        self._inner, self._scheme = inner, scheme
+        self.gate_up = _allocate(kernels, count, 2 * inner, hidden, gate_up_bias, scheme)
+        self.down = _allocate(kernels, count, hidden, inner, down_bias, scheme)
         self._counts = torch.zeros(count, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     # ---- loading ----
 
     def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        to = self._part(part, expert, self.gate_up, self.down)
-        check_fits(weight, first_row, first_column, *to.shape)
+        matrices, index, rows, shape = self._part(part, expert)
+        check_fits(weight, first_row, first_column, *shape)
         num_rows, num_columns = weight.shape
-        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
+        codes = matrices.weight[index, rows][first_row : first_row + num_rows]
+        if self._scheme is None:
+            codes[:, first_column : first_column + num_columns] = plain(weight)
+            return
+        matrix = taken_as(self._scheme, weight, first_row, first_column, shape)
+        assert isinstance(matrix, GroupedMatrix)
+        assert matrices.scales is not None
+        scales = matrices.scales[index, :, rows][:, first_row : first_row + num_rows]
+        if matrices.kind == MXFP4:
+            codes.copy_(pack_codes(unpack_nibbles(matrix.codes.to(codes.device))))
+            scales.copy_(pack_scales(matrix.scales).T)
+        else:
+            codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
+            scales.copy_(matrix.scales.T)
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
-        if self.gate_up_bias is None or self.down_bias is None:
+        matrices, index, rows, _ = self._part(part, expert)
+        if matrices.bias is None:
             raise ConfigError("cannot load a bias into experts that were created without one")
-        to = self._part(part, expert, self.gate_up_bias, self.down_bias)
+        to = matrices.bias[index, rows]
         check_bias_fits(bias, first_row, len(to))
         to[first_row : first_row + len(bias)] = bias
 
-    def _part(self, part: str, expert: int, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _part(self, part: str, expert: int) -> tuple[ExpertWeights, int, slice, tuple[int, int]]:
+        """Return where a part is: the matrices, the expert's index and the rows of them, and the part's shape."""
         check_expert(self._held, expert, part)
-        index = expert - self._held.start
-        return down[index] if part == "down" else gate_up[index][int(part == "up") :: 2]
+        index, hidden = expert - self._held.start, self._router.in_features
+        if part == "down":
+            return self.down, index, slice(None), (hidden, self._inner)
+        return self.gate_up, index, slice(int(part == "up"), None, 2), (self._inner, hidden)
 
     # ---- the operation of models ----
 
@@ -120,7 +148,7 @@ class TritonExperts:
             correction=self.correction,
             live=live,
             held=self._held,
-            counts=None if len(x) <= MAX_PAIRED else self._counts,
+            counts=None if len(x) <= MAX_PAIRED and self._scheme is None else self._counts,
             half_normed=half_normed,
             pdl=kernels.pdl,
         )
@@ -137,16 +165,46 @@ class TritonExperts:
     def _sum(self, x: Tensor, chosen: Chosen, residual: Tensor | None, left: NextNorm | None) -> Tensor:
         """Return the weighted sum of each token's experts, added to the residual in place if there is one."""
         pdl, num_tokens, top_k = self._kernels.pdl, *chosen.ids.shape
-        gate_up = ExpertWeights(self.gate_up, self.gate_up_bias)
-        down = ExpertWeights(self.down, self.down_bias)
-        num_experts, hidden, inner = self.down.shape
-        itemsize = self.down.itemsize
+        gate_up, down = self.gate_up, self.down
+        num_experts, hidden, inner = len(down.weight), self._router.in_features, self._inner
+        itemsize = x.itemsize
         if chosen.groups is None:
             pair_tiles = choose_pairs(top_k, hidden, inner, itemsize)
             y = pair_gate_up(x, gate_up, chosen, self._gate, pair_tiles[0], pdl)
             return pair_down(y, down, chosen, pair_tiles[1], residual, left, pdl)
-        block_m, gate_up_tile, down_tile = choose_grouped(num_tokens * top_k, num_experts, itemsize)
+        if down.kind == PLAIN:
+            tiles = choose_grouped(num_tokens * top_k, num_experts, itemsize)
+        else:
+            tiles = choose_grouped_quantized(num_tokens * top_k, num_experts, down.kind == MXFP4)
+        block_m, gate_up_tile, down_tile = tiles
         y, blocks = grouped_gate_up(x, gate_up, chosen, block_m, self._gate, gate_up_tile, pdl)
         dtype = torch.float32 if num_tokens <= _FLOAT32_SUMS else y.dtype
         y = grouped_down(y, down, chosen, blocks, block_m, down_tile, dtype, pdl)
         return combine(y, chosen, x.dtype, residual, left, pdl)
+
+
+def _allocate(
+    kernels: TritonKernels,
+    count: int,
+    num_rows: int,
+    num_columns: int,
+    bias: Tensor | None,
+    scheme: Scheme | None,
+) -> ExpertWeights:
+    """Return empty matrices [count, num_rows, num_columns], held as the scheme says."""
+    device = kernels.device
+    if scheme is None:
+        shape = count, num_rows, num_columns
+        return ExpertWeights(torch.empty(shape, dtype=kernels.compute_dtype, device=device), bias)
+    assert isinstance(scheme, GroupScheme)
+    if scheme.codes == "fp4":
+        tiles = num_tiles(num_columns)
+        words = torch.empty(count, num_rows, tiles * GROUP, dtype=torch.int16, device=device)
+        scales = torch.zeros(count, tiles, num_rows, dtype=torch.int32, device=device)
+        return ExpertWeights(words, bias, MXFP4, GROUP, scales)
+    products = scheme.inputs == "fp8" and kernels.fp8_products
+    codes = torch.empty(
+        count, num_rows, num_columns, dtype=torch.float8_e4m3fn if products else torch.uint8, device=device
+    )
+    scales = torch.empty(count, scheme.num_groups(num_columns), num_rows, device=device)
+    return ExpertWeights(codes, bias, FP8 if products else FP8_BYTES, scheme.group, scales)

@@ -50,6 +50,7 @@ from inflight.layers.triton.tuning import (
     MAX_INT4_SMALL,
     MAX_TOKENS,
     pays_medium,
+    pays_medium_fp8,
     pays_small,
 )
 from inflight.layers.triton_experts import TritonExperts
@@ -120,10 +121,12 @@ class TritonKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,  # noqa: ARG002
+        scheme: Scheme | None = None,
     ) -> Experts:
         router = TritonLinear(self, hidden, routing.num_experts, routing.has_bias)
-        return TritonExperts(self, router, inner, routing, activation, bias, limit, reduce, held)
+        if scheme is None or not held_on_gpu(scheme, experts=True):
+            scheme = None
+        return TritonExperts(self, router, inner, routing, activation, bias, limit, reduce, held, scheme)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return embed(table, ids, self.pdl)
@@ -423,7 +426,11 @@ class QuantizedTritonLinear(TritonLinear):
     # ---- choosing the kernel ----
 
     def _is_fused(self, x: Tensor, gated: bool = False) -> bool:  # noqa: ARG002
-        return len(x) <= self._kernels.few_tokens and (self._is_small(x) or self._products)
+        if len(x) > self._kernels.few_tokens:
+            return False
+        return self._is_small(x) or (
+            self._products and pays_medium_fp8(len(x), self.out_features, self.in_features)
+        )
 
     def _is_small(self, x: Tensor) -> bool:
         return len(x) <= (MAX_FP8_SMALL if self._products else MAX_INT4_SMALL)

@@ -291,10 +291,12 @@ def _narrow(scales: Tensor) -> Tensor:
 
 
 def held_on_gpu(scheme: Scheme, experts: bool = False) -> bool:
-    """Return whether layers on a GPU hold this scheme; if not, they hold plain weights, as all experts do."""
-    if experts or not isinstance(scheme, GroupScheme):
+    """Return whether layers on a GPU hold this scheme, or their experts; if not, they hold plain weights."""
+    if not isinstance(scheme, GroupScheme):
         return False
-    return scheme.group in {"fp8": (0, 128), "int4": (0, 32, 64, 128)}.get(scheme.codes, ())
+    groups: dict[Codes, tuple[int, ...]] = {"fp8": (0, 128)}
+    groups |= {"fp4": (32,)} if experts else {"int4": (0, 32, 64, 128)}
+    return scheme.group in groups.get(scheme.codes, ())
 
 
 def check_cut(scheme: Scheme, columns: range, num_columns: int) -> None:

@@ -17,8 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated
+from inflight.layers.triton.expert_parts import (
+    ExpertWeights,
+    Gate,
+    gated,
+    multiply_fp8_pairs,
+    multiply_mxfp4,
+)
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
+from inflight.layers.triton.quantized import FP8, QuantizedInputs, quantize_rows
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import GroupedTile
 from inflight.triton_utils.padding import padded_empty
@@ -41,8 +48,10 @@ def _find_block(counts, block, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.c
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
 def _grouped_kernel(
     x,  # GATED: [T, K], else [max_blocks * BLOCK_M, K] in the order of the blocks
+    x_scales,  # [rows of x, groups] float32 of fp8 inputs, or None
     factors,  # [T] float32, or None: the half of the norm that is left to do
-    weight,  # [E, num_rows, K]
+    weight,  # [E, num_rows, K]; of MXFP4 words
+    scales,  # of quantized weights: see `ExpertWeights`
     bias,  # [E, num_rows], or None
     counts,  # [E] int32
     pairs,  # [E, T] int32
@@ -66,6 +75,8 @@ def _grouped_kernel(
     WEIGHTS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
@@ -90,25 +101,45 @@ def _grouped_kernel(
         pair = tl.load(pairs + expert * num_tokens + first + m, mask=is_live, other=0)
         at = (block * BLOCK_M + m).to(tl.int64)
         if GATED:
-            x_rows = x + (pair // TOP_K).to(tl.int64) * K
+            x_row = (pair // TOP_K).to(tl.int64)
         else:
-            x_rows = x + at * K
-        rows = weight + (expert * num_rows + row) * K
-        if WEIGHTS_LEFT:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            inside = k < (BLOCK_K if EVEN_K else K - start)
-            w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
+            x_row = at
+        x_rows = x + x_row * K
+        if CODES == 0:
+            rows = weight + (expert * num_rows + row) * K
             if WEIGHTS_LEFT:
-                live = inside[:, None] & is_live[None, :]
-                features = tl.load(x_rows[None, :] + (start + k)[:, None], mask=live, other=0.0)
-                acc = dot(w, features, acc, PRECISION)
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             else:
-                live = inside[None, :] & is_live[:, None]
-                features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=live, other=0.0)
-                acc = dot(features, tl.trans(w), acc, PRECISION)
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                inside = k < (BLOCK_K if EVEN_K else K - start)
+                w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
+                if WEIGHTS_LEFT:
+                    live = inside[:, None] & is_live[None, :]
+                    features = tl.load(x_rows[None, :] + (start + k)[:, None], mask=live, other=0.0)
+                    acc = dot(w, features, acc, PRECISION)
+                else:
+                    live = inside[None, :] & is_live[:, None]
+                    features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=live, other=0.0)
+                    acc = dot(features, tl.trans(w), acc, PRECISION)
+        elif CODES == 4:
+            num_tiles = tl.cdiv(K, 128)
+            rows = weight + (expert * num_rows + row) * (32 * num_tiles)
+            scale_rows = scales + expert * num_tiles * num_rows + row
+            acc = multiply_mxfp4(
+                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, PRECISION
+            )
+        else:
+            rows = weight + (expert * num_rows + row) * K
+            num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
+            scale_rows = scales + expert * num_groups * num_rows + row
+            x_scale_rows = x_scales
+            if x_scales is not None:
+                x_scale_rows = x_scales + x_row * num_groups
+            acc = multiply_fp8_pairs(
+                x_rows, x_scale_rows, rows, scale_rows, num_rows, is_live, K,
+                CODES, GROUP, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION,
+            )  # fmt: skip
         if factors is not None:
             scale = tl.load(factors + pair // TOP_K, mask=is_live, other=0.0)
             acc *= scale[None, :] if WEIGHTS_LEFT else scale[:, None]
@@ -204,9 +235,12 @@ def grouped_gate_up(
     blocks."""
     inner = matrices.weight.shape[1] // 2
     max_blocks = _max_blocks(chosen, len(matrices.weight), block_m)
-    out = torch.empty(max_blocks * block_m, inner, dtype=x.dtype, device=x.device)
+    # Rows that are quantized must be numbers.
+    allocate = torch.zeros if _quantizes_before(matrices, tile) else torch.empty
+    out = allocate(max_blocks * block_m, inner, dtype=x.dtype, device=x.device)
     blocks = torch.empty(3, max_blocks, dtype=torch.int32, device=x.device)
-    _launch(x, matrices, chosen, blocks, block_m, None, out, gate, tile, pdl)
+    inputs = _inputs(x, matrices, tile, pdl)
+    _launch(inputs, matrices, chosen, blocks, block_m, None, out, gate, tile, pdl)
     return out, blocks
 
 
@@ -222,7 +256,8 @@ def grouped_down(
 ) -> Tensor:
     """Return the weighted products [T * top_k, num_out] in the order of the pairs; rows of padding are undefined."""
     out = torch.empty(chosen.ids.numel(), matrices.weight.shape[1], dtype=out_dtype, device=x.device)
-    _launch(x, matrices, chosen, blocks, block_m, chosen.weights, out, Gate(0), tile, pdl)
+    inputs = _inputs(x, matrices, tile, pdl)
+    _launch(inputs, matrices, chosen, blocks, block_m, chosen.weights, out, Gate(0), tile, pdl)
     return out
 
 
@@ -231,8 +266,18 @@ def _max_blocks(chosen: Chosen, num_experts: int, block_m: int) -> int:
     return max(1, min(num_pairs, num_experts + num_pairs // block_m))
 
 
+def _inputs(x: Tensor, matrices: ExpertWeights, tile: GroupedTile, pdl: bool) -> Tensor | QuantizedInputs:
+    """Return x as the kernel reads it."""
+    return quantize_rows(x, group=matrices.group, pdl=pdl) if _quantizes_before(matrices, tile) else x
+
+
+def _quantizes_before(matrices: ExpertWeights, tile: GroupedTile) -> bool:
+    """Return whether inputs are quantized in a kernel of its own. Blocks of few pairs are where they are multiplied."""
+    return matrices.kind == FP8 and not tile.weights_left
+
+
 def _launch(
-    x: Tensor,
+    x: Tensor | QuantizedInputs,
     matrices: ExpertWeights,
     chosen: Chosen,
     blocks: Tensor,
@@ -245,12 +290,16 @@ def _launch(
 ) -> None:
     assert chosen.groups is not None
     num_tokens, top_k = chosen.ids.shape
-    num_experts, num_rows, num_features = matrices.weight.shape
+    num_experts, num_rows, _ = matrices.weight.shape
+    codes, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
+    num_features = codes.shape[1]
     max_blocks = blocks.shape[1]
     _grouped_kernel[(max_blocks * triton.cdiv(num_rows, tile.block_n),)](
-        x,
+        codes,
+        x_scales,
         chosen.factors if gate.activation else None,
         matrices.weight,
+        matrices.scales,
         matrices.bias,
         chosen.groups.counts,
         chosen.groups.pairs,
@@ -272,8 +321,10 @@ def _launch(
         EVEN_K=num_features % tile.block_k == 0,
         STAGES=tile.stages,
         WEIGHTS_LEFT=tile.weights_left,
-        PRECISION="ieee" if matrices.weight.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if codes.dtype == torch.float32 else "tf32",
         PDL=pdl,
+        CODES=matrices.kind,
+        GROUP=matrices.group,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )

@@ -270,7 +270,7 @@ def medium_linear(
         return out
     if tile is None:
         sizes = num_tokens, *codes.shape, x.element_size()
-        tile = choose_medium(*sizes, num_multiprocessors(x.device))
+        tile = choose_medium(*sizes, num_multiprocessors(x.device), quantized.group)
     launch_linear(
         _medium_linear_kernel,
         (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, quantized.scales),

@@ -25,8 +25,8 @@ from inflight.layers.triton.linear_parts import dot
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
-# How kernels name the codes: plain numbers, fp8, fp8 as bytes that are converted, and packed 4-bit integers.
-PLAIN, FP8, FP8_BYTES, INT4 = 0, 1, 2, 3
+# How kernels name the codes: plain numbers, fp8, fp8 as bytes that are converted, packed 4-bit integers, and MXFP4.
+PLAIN, FP8, FP8_BYTES, INT4, MXFP4 = 0, 1, 2, 3, 4
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _FP8_MAX = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-10)  # the smallest maximum of a token
@@ -206,11 +206,14 @@ def multiply_int4(
 @triton.jit
 def _group_product(weights, features, scales, zeros, place, PRECISION: tl.constexpr):
     """Return the product over one group, whose scales and zero points are at `place` [BLOCK_N]."""
+    if zeros is not None:  # small integers, so that the difference is exact
+        zero = tl.load(zeros + place)[:, None]
+        if _INTERPRETED:
+            weights = (weights.to(tl.float32) - zero).to(weights.dtype)
+        else:
+            weights -= zero.to(weights.dtype)
     empty = tl.zeros([weights.shape[0], features.shape[1]], tl.float32)
-    product = dot(weights, features, empty, PRECISION)
-    if zeros is not None:
-        product -= tl.load(zeros + place)[:, None] * tl.sum(features.to(tl.float32), 0)[None, :]
-    return product * tl.load(scales + place)[:, None]
+    return dot(weights, features, empty, PRECISION) * tl.load(scales + place)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

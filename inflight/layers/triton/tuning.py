@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
-MAX_FP8_SMALL = 32  # tokens up to which `small_linear` multiplies fp8 weights with fp8 inputs
+MAX_FP8_SMALL = 16  # tokens up to which `small_linear` multiplies fp8 weights with fp8 inputs
 MAX_INT4_SMALL = 128  # and weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
@@ -178,31 +178,37 @@ def choose_small(
 def choose_small_quantized(
     num_tokens: int, num_rows: int, num_features: int, codes: int, group: int, num_sms: int, shared_bytes: int
 ) -> LinearTile:
-    """Return the tile of `small_linear` for quantized weights; `codes` and `group` are those of its kernel."""
+    """Return the tile of `small_linear` for quantized weights (measured on H200); `codes` and `group` are those of its
+    kernel."""
     block_m = max(16, num_tokens)
-    four_bits = codes == 3
-    block_k = group if four_bits or group else 256
-    step = 2 * block_k if four_bits else block_k
-    split_k = _split_k(2 * num_sms, -(-num_rows // 64), num_features // (2 * step))
-    stages = 6 if block_k <= 128 else 4
-    needed = stages * (64 * block_k + 2 * block_m * step)
-    while needed > shared_bytes and stages > 2:
-        stages -= 1
-        needed = stages * (64 * block_k + 2 * block_m * step)
-    return LinearTile(
-        block_m=block_m, block_n=64, block_k=block_k, split_k=split_k, num_warps=4, stages=stages
-    )
+    if codes == 3:
+        block_k, step, most = group, 2 * group, 3
+        block_n = 128 if num_tokens > 16 and num_rows >= 128 * num_sms else 64
+    else:
+        block_n = 128 if num_rows >= 128 * num_sms else 64
+        block_k = step = group or (128 if block_n == 128 else 256)
+        most = 4
+    num_tiles = -(-num_rows // block_n)
+    split_k = min(4, _split_k((3 if block_m == 16 else 2) * num_sms, num_tiles, num_features // (2 * step)))
+    # All programs of a multiprocessor should be resident, if there are few.
+    resident = min(3, -(-num_tiles * split_k // num_sms))
+    stage_bytes = block_n * block_k + 2 * block_m * step
+    stages = max(2, min(most, shared_bytes // (resident * stage_bytes)))
+    return LinearTile(block_m, block_n, block_k, num_warps=4, stages=stages, split_k=split_k)
 
 
 @functools.cache
 def choose_medium(
-    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int
+    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, group: int = 0
 ) -> LinearTile:
-    """Return the tile of `medium_linear`, with about one program per multiprocessor over all tiles of tokens."""
+    """Return the tile of `medium_linear`, with about one program per multiprocessor over all tiles of tokens.
+
+    `group` is that of quantized weights.
+    """
     if itemsize == 4:
         return LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2)
     if itemsize == 1:
-        return _choose_medium_fp8(num_tokens, num_rows, num_features, num_sms)
+        return _choose_medium_fp8(num_tokens, num_rows, num_features, num_sms, group)
     if num_rows >= 128 * num_sms:
         if num_tokens <= 64:
             return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
@@ -222,14 +228,38 @@ def choose_medium(
     return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
 
 
-def _choose_medium_fp8(num_tokens: int, num_rows: int, num_features: int, num_sms: int) -> LinearTile:
-    block_m = 64 if num_tokens <= 64 else 128
-    for block_n, stages in ((64, 6), (128, 4)):
-        num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
-        if num_tiles <= num_sms:
-            split_k = _split_k(num_sms, num_tiles, num_features // 512)
-            return LinearTile(block_m, block_n, 128, 4 if block_m == 64 else 8, stages, split_k)
-    return LinearTile(block_m, 128, 128, 4 if block_m == 64 else 8, 5)
+def _choose_medium_fp8(
+    num_tokens: int, num_rows: int, num_features: int, num_sms: int, group: int
+) -> LinearTile:
+    wide, long = num_rows >= 128 * num_sms, num_features > num_rows
+    if num_tokens <= 64:
+        if wide:
+            tile = LinearTile(64, 128, 128, num_warps=4, stages=4)
+        elif 2 * -(-num_rows // 64) <= num_sms:
+            tile = LinearTile(64, 64, 256, num_warps=4, stages=6, split_k=2)
+        else:
+            tile = LinearTile(64, 32, 256, num_warps=4, stages=4)
+    elif num_tokens <= 128:
+        if wide:
+            tile = LinearTile(128, 64, 128, num_warps=8, stages=4)
+        elif long:
+            tile = LinearTile(64, 128, 256, num_warps=8, stages=4, split_k=2)
+        elif -(-num_rows // 32) <= num_sms:
+            tile = LinearTile(64, 32, 256, num_warps=4, stages=4)
+        else:
+            tile = LinearTile(64, 32, 128, num_warps=4, stages=6)
+    elif wide:
+        tile = LinearTile(128, 64, 128, num_warps=8, stages=3)
+    elif long:
+        tile = LinearTile(128, 128, 128, num_warps=8, stages=6, split_k=2)
+    else:
+        tile = LinearTile(64, 64, 128, num_warps=4, stages=6)
+    return replace(tile, block_k=group) if group else tile
+
+
+def pays_medium_fp8(num_tokens: int, num_rows: int, num_features: int) -> bool:
+    """Return whether `medium_linear` beats cuBLAS and kernels around it for fp8 weights and inputs."""
+    return num_tokens <= MAX_GATED or num_rows <= num_features
 
 
 def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[PairTile, PairTile]:
@@ -253,6 +283,19 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
     gate_up = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=stages, weights_left=False)
     down = GroupedTile(block_n=256, block_k=64, num_warps=8, stages=4, weights_left=False)
     return 128, gate_up, down
+
+
+def choose_grouped_quantized(
+    num_pairs: int, num_experts: int, four_bits: bool
+) -> tuple[int, GroupedTile, GroupedTile]:
+    """Return the same for fp8 or MXFP4 weights (guesses: not measured yet)."""
+    average = num_pairs / num_experts
+    if average <= 32:
+        tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True)
+        return 16 if average <= 10 else 32, tile, tile
+    # Converted weights stay in registers only as the left operand.
+    tile = GroupedTile(block_n=128, block_k=128, num_warps=8, stages=3, weights_left=four_bits)
+    return 64 if average <= 64 else 128, tile, tile
 
 
 def _padded(size: int) -> int:

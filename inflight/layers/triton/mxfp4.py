@@ -1,0 +1,135 @@
+"""MXFP4 weights: four codes in each 16-bit word, which become bfloat16 with a mask each.
+
+A code is a sign, two bits of exponent and one of mantissa. With its sign in bit 15 and the rest in bits 8 to 6, it is
+the bfloat16 of the same number times 2^-126. So one product, with the group's scale times 2^126, gives the weight, and
+exactly. Words hold their codes such that most of them are in place after one shift:
+
+    code   sign, exponent, mantissa at bits   shift
+    0      15  8 7 6                          0
+    1      12  5 4 3                          3
+    2       9  2 1 0                          6
+    3      14 13 11 10                        1, -5, -4
+
+Word j of a tile holds column j of each of its four groups. No lane is shuffled, and each group is a product of its own
+that has one scale for each row:
+
+    column of code i in word w of a row = w // 32 * 128 + 32 * i + w % 32
+
+The scales of a tile are the four bytes of an int32, in the order of the groups. Missing groups have code 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.errors import WeightsError
+
+GROUP = 32
+TILE = 4 * GROUP  # columns of a tile
+# The largest exponent plus 127 of a scale: with 2^126, bfloat16 can hold no larger one.
+MAX_SCALE = 128
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Two words, and two scales of each of four groups -> two bfloat16 of each group.
+_WORDS_TO_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 t0, t1, t2, t3, u, v, zero;
+    mov.b32 zero, 0x80008000;
+    and.b32 t0, $4, 0x81C081C0;
+    shl.b32 t1, $4, 3;
+    and.b32 t1, t1, 0x81C081C0;
+    shl.b32 t2, $4, 6;
+    and.b32 t2, t2, 0x81C081C0;
+    shl.b32 t3, $4, 1;
+    and.b32 t3, t3, 0x80008000;
+    shr.b32 u, $4, 5;
+    lop3.b32 t3, u, 0x01000100, t3, 0xEA;
+    shr.b32 v, $4, 4;
+    lop3.b32 t3, v, 0x00C000C0, t3, 0xEA;
+    fma.rn.bf16x2 $0, t0, $5, zero;
+    fma.rn.bf16x2 $1, t1, $6, zero;
+    fma.rn.bf16x2 $2, t2, $7, zero;
+    fma.rn.bf16x2 $3, t3, $8, zero;
+    }
+    """
+)
+
+
+@triton.jit
+def _placed(words, CODE: tl.constexpr):
+    """Return one code of each word, placed in the bits of a bfloat16."""
+    wide = words.to(tl.int32)
+    if CODE == 3:
+        return ((wide << 1) & 0x8000) | ((wide >> 5) & 0x0100) | ((wide >> 4) & 0x00C0)
+    return (wide << (3 * CODE)) & 0x81C0
+
+
+@triton.jit
+def _value(words, scales, CODE: tl.constexpr, dtype: tl.constexpr):
+    number = (_placed(words, CODE) << 16).to(tl.float32, bitcast=True)
+    factor = ((((scales >> (8 * CODE)) & 255) + 126) << 23).to(tl.float32, bitcast=True)
+    return (number * factor[:, None]).to(dtype)
+
+
+@triton.jit
+def _bf16_scale(scales, GROUP_INDEX: tl.constexpr):
+    """Return 2^126 times the scale of one group."""
+    exponent = ((scales >> (8 * GROUP_INDEX)) & 255) + 126
+    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+
+
+@triton.jit
+def mxfp4_values(words, scales, dtype: tl.constexpr):
+    """Return the weights of the four groups of a tile, each [BLOCK_N, 32], from its words (int16, the same) and scales
+    (int32 [BLOCK_N])."""
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _WORDS_TO_BF16,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [
+                words,
+                _bf16_scale(scales, 0),
+                _bf16_scale(scales, 1),
+                _bf16_scale(scales, 2),
+                _bf16_scale(scales, 3),
+            ],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return (
+        _value(words, scales, 0, dtype),
+        _value(words, scales, 1, dtype),
+        _value(words, scales, 2, dtype),
+        _value(words, scales, 3, dtype),
+    )
+
+
+def num_tiles(num_columns: int) -> int:
+    return -(-num_columns // TILE)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """[N, K] uint8 -> words [N, 32 * tiles] int16."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % TILE)).to(torch.int32)
+    tiles = codes.view(len(codes), -1, 4, GROUP)
+    words = torch.zeros_like(tiles[:, :, 0])
+    for code in range(4):
+        own = tiles[:, :, code]
+        if code == 3:
+            words |= (own & 8) << 11 | (own & 4) << 11 | (own & 3) << 10
+        else:
+            words |= ((own & 8) << 12 | (own & 7) << 6) >> (3 * code)
+    return words.to(torch.int16).flatten(1)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """[N, groups] uint8, exponents plus 127 -> [N, tiles] int32."""
+    if bool((scales > MAX_SCALE).any()):
+        raise WeightsError(
+            f"a scale is 2^{int(scales.max()) - 127}: experts on a GPU can have scales of at most 2^{MAX_SCALE - 127}"
+        )
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous().view(torch.int32)

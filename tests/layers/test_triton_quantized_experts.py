@@ -1,0 +1,175 @@
+"""Quantized experts on a GPU, or in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.errors import WeightsError
+from inflight.layers.formats import GroupedMatrix, GroupScheme, QuantizedMatrix
+from inflight.layers.formats.schemes import pack_nibbles
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
+from inflight.layers.triton.mxfp4 import pack_codes
+from inflight.layers.triton_experts import TritonExperts
+from inflight.layers.triton_kernels import TritonKernels
+from tests.layers.test_experts import EPS, Sum, Weights, expected_output, random_weights
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUTING = ExpertRouting(num_experts=5, top_k=2, scores="chosen", has_bias=True)
+HIDDEN, INNER = 288, 160  # both end in the middle of a tile of 128
+SCHEMES = [
+    GroupScheme("fp8", inputs="fp8"),
+    GroupScheme("fp8", 128, inputs="fp8"),
+    GroupScheme("fp8"),
+    GroupScheme("fp8", 128),
+    GroupScheme("fp4", 32),
+]
+
+
+def tolerance(scheme: GroupScheme, dtype: torch.dtype) -> float:
+    """The relative error of what experts add: of inputs in fp8, which the interpreter rounds towards zero, or of the
+    compute type."""
+    if scheme.inputs:
+        return 0.12
+    return 0.02 if dtype == torch.bfloat16 else 1e-4
+
+
+def dequantized(weights: Weights, scheme: GroupScheme) -> Weights:
+    """Return weights that the scheme can hold exactly."""
+    parts = {
+        part: torch.stack([scheme.quantize(matrix).dequantize() for matrix in getattr(weights, part)])
+        for part in ("gate", "up", "down")
+    }
+    return Weights(**{**{name: getattr(weights, name) for name in Weights.__dataclass_fields__}, **parts})
+
+
+def load(experts: TritonExperts, weights: Weights, scheme: GroupScheme, held: range, inner: range) -> None:
+    """Load the quantized weights in two pieces of rows, as dummy weights come."""
+    experts.router.load(weights.router.to(DEVICE))
+    experts.router.load_bias(weights.router_bias.to(DEVICE))
+    for expert in held:
+        for part in ("gate", "up", "down"):
+            matrix: QuantizedMatrix = scheme.quantize(getattr(weights, part)[expert].to(DEVICE))
+            bias = getattr(weights, f"{part}_bias")[expert].to(DEVICE)
+            if part == "down":
+                matrix = matrix[:, inner.start : inner.stop]
+            else:
+                matrix, bias = matrix[inner.start : inner.stop], bias[inner.start : inner.stop]
+            experts.load(part, expert, matrix[7:], 7)
+            experts.load(part, expert, matrix[:7])
+            experts.load_bias(part, expert, bias)
+
+
+def make(
+    scheme: GroupScheme,
+    dtype: torch.dtype,
+    routing: ExpertRouting = ROUTING,
+    inner: range = range(INNER),
+    reduce: Sum | None = None,
+    held: range | None = None,
+) -> tuple[TritonExperts, Weights]:
+    torch.manual_seed(0)
+    weights = dequantized(random_weights(routing, HIDDEN, INNER), scheme)
+    kernels = TritonKernels(dtype, DEVICE)
+    experts = kernels.experts(
+        HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, reduce, held, scheme=scheme
+    )
+    assert isinstance(experts, TritonExperts)
+    load(experts, weights, scheme, held or range(routing.num_experts), inner)
+    return experts, weights
+
+
+def inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(num_tokens)
+    return torch.randn(num_tokens, HIDDEN, device=DEVICE).to(dtype), torch.rand(HIDDEN, device=DEVICE) + 0.5
+
+
+def check(actual: Tensor, x: Tensor, expected: Tensor, limit: float) -> None:
+    reference = expected - x.cpu().double()
+    added = actual.cpu().double() - x.cpu().double()
+    assert float((added - reference).norm() / reference.norm()) < limit
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.name}, {scheme.inputs}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 4, 37, 90])
+def test_experts_match_float64(scheme: GroupScheme, dtype: torch.dtype, num_tokens: int) -> None:
+    experts, weights = make(scheme, dtype)
+    weights.router_bias.copy_(torch.tensor([0.0, 3.0, 0.0, 2.0, 1.0]))
+    experts.router.load_bias(weights.router_bias.to(DEVICE))
+    weights.router.mul_(0.01)  # clear winners, whatever is rounded
+    experts.router.load(weights.router.to(DEVICE))
+    x, norm = inputs(num_tokens, dtype)
+    expected = expected_output(weights, x.cpu(), norm.cpu(), CLAMPED_SILU, 0.8, bias=True)
+    actual = experts.add_to(Residual(x.clone(), norm), EPS, norm).x
+    # The result is rounded to the compute type, too.
+    check(actual, x, expected, tolerance(scheme, dtype))
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[1], SCHEMES[4]], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 64, 65])
+def test_one_expert_may_receive_every_token(scheme: GroupScheme, num_tokens: int) -> None:
+    routing = ExpertRouting(num_experts=3, top_k=1, scores="chosen", has_bias=True)
+    experts, weights = make(scheme, torch.float32, routing)
+    weights.router_bias.copy_(torch.tensor([0.0, 1000.0, 0.0]))
+    experts.router.load_bias(weights.router_bias.to(DEVICE))
+    x, norm = inputs(num_tokens, torch.float32)
+    expected = expected_output(weights, x.cpu(), norm.cpu(), CLAMPED_SILU, 0.8, bias=True)
+    actual = experts.add_to(Residual(x.clone(), norm), EPS, None).x
+    check(actual, x, expected, tolerance(scheme, torch.float32))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.name}, {scheme.inputs}")
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_padding_tokens_have_no_experts(scheme: GroupScheme, num_tokens: int) -> None:
+    experts, _ = make(scheme, torch.bfloat16)
+    x, norm = inputs(num_tokens, torch.bfloat16)
+    x[1] = torch.nan
+    live = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
+    live[1] = -1
+    actual = experts.add_to(Residual(x.clone(), norm), EPS, None, live).x
+    assert actual[live >= 0].isfinite().all()
+    assert actual[1].isnan().all()
+    live[:] = -1
+    assert torch.equal(experts.add_to(Residual(x.clone(), norm), EPS, None, live).x[0], x[0])
+
+
+@pytest.mark.parametrize("split", ["inner features", "experts"])
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_ranks_add_up_to_all_experts(split: str, num_tokens: int) -> None:
+    x, norm = inputs(num_tokens, torch.float32)
+    scheme, reduce = SCHEMES[4], Sum()
+    for rank, part in enumerate((range(96), range(96, INNER))):
+        held = (range(3), range(3, 5))[rank] if split == "experts" else None
+        inner = range(INNER) if split == "experts" else part
+        experts, weights = make(scheme, torch.float32, inner=inner, reduce=reduce, held=held)
+        if rank and split != "experts":
+            for expert in range(ROUTING.num_experts):  # where products are summed, one rank adds the bias
+                experts.load_bias("down", expert, torch.zeros(HIDDEN, device=DEVICE))
+        actual = experts.add_to(Residual(x.clone(), norm), EPS, None).x
+    expected = expected_output(weights, x.cpu(), norm.cpu(), CLAMPED_SILU, 0.8, bias=True)
+    check(actual, x, expected, 1e-4)
+
+
+def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
+    kernels = TritonKernels(torch.bfloat16, DEVICE)
+    for scheme in (GroupScheme("int8"), GroupScheme("fp4", 64), GroupScheme("int4", 128, zeros=True)):
+        experts = kernels.experts(64, 32, ROUTING, torch.bfloat16, "silu", scheme=scheme)
+        assert isinstance(experts, TritonExperts)
+        assert experts.down.weight.dtype == torch.bfloat16
+        experts.load("down", 0, scheme.quantize(torch.randn(64, 32, device=DEVICE)))
+
+
+def test_codes_stay_in_four_bits() -> None:
+    experts, _ = make(GroupScheme("fp4", 32), torch.bfloat16)
+    assert experts.gate_up.weight.nbytes == 5 * 2 * INNER * 384 // 2  # whole tiles
+    assert pack_codes(torch.zeros(3, 2880, dtype=torch.uint8)).shape == (3, 32 * 23)
+
+
+def test_scale_that_bfloat16_cannot_hold_is_rejected() -> None:
+    experts, _ = make(GroupScheme("fp4", 32), torch.bfloat16)
+    scales = torch.full((INNER, 9), 129, dtype=torch.uint8)
+    codes = pack_nibbles(torch.ones(INNER, HIDDEN, dtype=torch.uint8))
+    with pytest.raises(WeightsError, match=r"a scale is 2\^2: .* at most 2\^1"):
+        experts.load("gate", 0, GroupedMatrix(GroupScheme("fp4", 32), HIDDEN, codes, scales))
