@@ -1,6 +1,6 @@
 """How many texts per second an encoder takes, beside transformers in the same run: texts sorted by length and padded.
 
-    python -m benchmarks.encoders --shape minilm-l6
+    python -m benchmarks.encoders --shape minilm-l6 --threads 2
     python -m benchmarks.encoders --shape bge-reranker-large --texts 24
     python -m benchmarks.encoders --shape bge-reranker-large --device cuda --json
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -220,7 +221,7 @@ def best_batch(
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     on_gpu = options.device != "cpu"
     shape, device = SHAPES[options.shape], torch.device(options.device)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     texts = make_texts(shape, options.texts)
     sizes = options.batch or ([64, 128] if on_gpu else [8, 16, 32, 64])
     if not options.batch and not on_gpu and options.texts < 8 * max(sizes):
@@ -275,6 +276,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="minilm-l6")
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    add("--threads", type=int, help="CPU threads of both (default: one per core)")
     add("--texts", type=int, default=1000)
     add("--batch", type=int, nargs="+", help="batch sizes that transformers may choose from")
     add("--repeat", type=int, default=3)
@@ -287,6 +290,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when the thread team starts
+        torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
     name = f"{result['shape']}, {result['texts']} texts of {result['tokens']} tokens, {result['device']}"

@@ -216,6 +216,7 @@ def parse() -> argparse.Namespace:
         help="how weights are held (default: bfloat16 on a GPU, float32 on a CPU, which computes in it)",
     )
     add("--quantization", choices=("fp8", "int8", "int4"))
+    add("--kv-cache-dtype", default="auto")
     add("--device", default="auto")
     add("--workload", nargs="+", choices=names, default=["decode", "ragged"])
     add("--requests", type=int, help="ragged: how many")
@@ -298,6 +299,7 @@ def main() -> None:
             **source,
             dtype=dtype,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
             device=options.device,
             max_model_len=sizes.longest + 1,
             max_num_seqs=options.max_num_seqs or max(batches),

@@ -24,8 +24,12 @@ class Progress:
         print(f"{time.perf_counter() - self._start:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     @property
+    def seconds_left(self) -> float:
+        return self._seconds - (time.perf_counter() - self._start)
+
+    @property
     def is_late(self) -> bool:
-        return time.perf_counter() - self._start > self._seconds
+        return self.seconds_left < 0
 
 
 def show(

@@ -23,7 +23,7 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
 GIB = 1 << 30
-NUM_OUTPUTS = 24
+NUM_STEPS = 24  # in which all requests decode
 
 
 class PromptSkippingRunner:
@@ -60,7 +60,7 @@ def all_in_full(config: dict[str, Any]) -> dict[str, Any]:
 
 def measure(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one model."""
-    length = options.context + NUM_OUTPUTS + 1
+    length = options.context + num_outputs(options, max(options.most, *options.batch)) + 1
     sizes = {"max_num_seqs": options.most, "max_num_batched_tokens": options.chunk, "max_model_len": length}
     with LLM(
         options.shape,
@@ -86,13 +86,13 @@ def measure(config: dict[str, Any], options: argparse.Namespace) -> dict[str, An
             "kv_gib": blocks * shape.bytes_per_block / GIB,
             "decodes": [],
         }
-        records = run(llm, options.context, options.most)
+        records = run(llm, options, options.most)
         held = [record for record in records if not record.preempted]
         result["num_fit"] = max(record.num_running for record in held)
         for batch in options.batch:
             if batch > result["num_fit"]:
                 continue
-            records = run(llm, options.context, batch)
+            records = run(llm, options, batch)
             decoding = [
                 record.kv.num_used
                 for record in records
@@ -109,11 +109,18 @@ def measure(config: dict[str, Any], options: argparse.Namespace) -> dict[str, An
     return result
 
 
-def run(llm: LLM, context: int, batch: int) -> list[StepRecord]:
+def num_outputs(options: argparse.Namespace, batch: int) -> int:
+    """Return enough tokens for the first request to decode until the last prompt is done, and some more."""
+    chunks: int = -(-options.context // options.chunk)
+    return batch * chunks + NUM_STEPS
+
+
+def run(llm: LLM, options: argparse.Namespace, batch: int) -> list[StepRecord]:
     records: list[StepRecord] = []
     llm.observe(records.append)
-    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUTS, ignore_eos=True, detokenize=False)
-    llm.generate([[1 + index] * context for index in range(batch)], params, use_tqdm=False)
+    most = num_outputs(options, batch)
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+    llm.generate([[1 + index] * options.context for index in range(batch)], params, use_tqdm=False)
     llm.unobserve(records.append)
     return records
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from inflight.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("compare", "--num-requests", "4", "--max-num-seqs", "2", "--max-tokens", "8")
 
 
@@ -130,3 +133,66 @@ def test_command_line_starts_without_torch() -> None:
     code = "import sys, inflight.cli.main; print('torch' in sys.modules, 'PIL' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+# Runs `inflight` where nothing but the named packages, and what those need themselves, can be imported.
+BARE = """
+import importlib.metadata as metadata, re, sys
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+def required(name):
+    for line in metadata.requires(name) or []:
+        if not re.search("extra *==", line):
+            yield normal(re.match(r"[\\w.-]+", line).group())
+
+needed, todo = set(), list(map(normal, sys.argv[1].split(",")))
+while todo:
+    name = todo.pop()
+    if name not in needed:
+        needed.add(name)
+        try:
+            todo += required(name)
+        except metadata.PackageNotFoundError:  # for another system
+            pass
+allowed = {
+    module for module, owners in metadata.packages_distributions().items() if needed & set(map(normal, owners))
+}
+extras = set(metadata.packages_distributions()) - allowed - {"inflight", "__editable__"}
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in extras:
+            raise ModuleNotFoundError(f"No module named {name!r}: it belongs to an extra", name=name)
+
+sys.meta_path.insert(0, Forbid())
+for module in sys.argv[2].split(","):
+    try:
+        __import__(module)
+    except ModuleNotFoundError:
+        continue
+    sys.exit(f"{module} can be imported")
+sys.argv[1:] = sys.argv[3:]
+from inflight.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("extras", "kinds"), [((), ("html",)), (("pictures",), ("html", "png"))])
+def test_needs_only_what_its_install_brings(
+    tmp_path: Path, extras: tuple[str, ...], kinds: tuple[str, ...]
+) -> None:
+    """A bare install, and that of `make demo`, which also brings what draws the PNG."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for e in extras for line in project["optional-dependencies"][e]),
+    ]
+    installed = ",".join(re.split(r"[<>=\[ ]", line)[0] for line in lines)
+    files = [tmp_path / f"x.{kind}" for kind in kinds]
+    options = [part for path in files for part in (f"--{path.suffix[1:]}", str(path))]
+    command = [sys.executable, "-c", BARE, installed, "fastapi,transformers,zmq", *SMALL, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert all(path.stat().st_size > 0 for path in files)

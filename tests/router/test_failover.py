@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.router import Router
+from inflight.router.replica import Replica
 from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
 from tests.router.replicas import answer, processes, read, strike, until, until_all_run
@@ -157,15 +159,23 @@ async def test_record_of_a_request_spans_its_engines() -> None:
         assert state.record == record
 
 
-async def test_abort_takes_effect_even_if_the_engine_dies() -> None:
+async def test_abort_takes_effect_even_if_the_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = asyncio.Event()
     async with processes(1) as router:
+        on_loss = router.replicas._on_loss
+
+        def keep_out_of_use(replica: Replica, *args: Any) -> None:
+            replica.draining = True  # however quickly its next engine starts, the request has to wait
+            on_loss(replica, *args)
+            lost.set()
+
+        monkeypatch.setattr(router.replicas, "_on_loss", keep_out_of_use)
         await router.add(request := make_request([SLOW, 7], 1000))
         stream = router.stream(request.request_id)
         await anext(stream)
-        strike(router, "0")
-        await until(lambda: not router.replicas.members[0].available)
         waiting = asyncio.create_task(last_of(stream))
-        await asyncio.sleep(0.05)
+        strike(router, "0")
+        await lost.wait()
         state = await router.describe(request.request_id)
         assert state is not None
         assert state.status == "waiting"
