@@ -114,6 +114,18 @@ class CacheConfig:
     num_blocks: int | None = option(
         None, MEMORY, "Number of KV blocks, instead of a memory size.", at_least=1
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        MEMORY,
+        "Type of keys and values in the cache, auto or fp8; auto is the type that the model computes in.",
+        choices=("auto", "fp8"),
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        MEMORY,
+        "Layer that kv_cache_dtype leaves as it is: a number from 0 on, or sliding_window for all layers with a "
+        "window; may be repeated.",
+    )
     gpu_memory_utilization: float = option(
         0.9,
         MEMORY,

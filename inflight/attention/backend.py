@@ -12,6 +12,8 @@ from torch import Tensor
 from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
 from inflight.layers.recurrent import StateInputs
 
+_ALIGNMENT = 16  # bytes, of blocks in slots with quantized layers
+
 BlockShape = Callable[[LayerKV], tuple[int, ...]]
 
 
@@ -23,7 +25,7 @@ class KVShape:
     places: tuple[KVPlace, ...]  # of each layer; slots are those of the whole model
     windows: tuple[int | None, ...]  # of each block table of the whole model
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of layers that are not quantized
     snapshot_blocks: int = 0  # blocks that a snapshot of this rank's recurrent states takes
 
     @classmethod
@@ -31,7 +33,7 @@ class KVShape:
         cls, layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, own: range | None = None
     ) -> KVShape:
         """Place all layers of a model; `own` are those of this rank, by default all."""
-        places, windows = place_layers(layers)
+        places, windows = place_layers(layers, dtype.itemsize)
         part = slice(None) if own is None else slice(own.start, own.stop)
         return cls(tuple(layers[part]), tuple(places[part]), windows, block_size, dtype)
 
@@ -42,13 +44,25 @@ class KVShape:
         return range(min(used, default=0), max(used, default=0) + 1)
 
     @property
+    def slot_dtype(self) -> torch.dtype:
+        """The dtype of the slots: bytes if some layers are quantized."""
+        return torch.uint8 if any(layer.is_quantized for layer in self.layers) else self.dtype
+
+    @property
     def values_per_part(self) -> int:
-        """Values of a block in one slot."""
-        return self.block_size * max((layer.size for layer in self.layers), default=1)
+        """Values of `slot_dtype` of a block in one slot."""
+        return self.bytes_per_part // self.slot_dtype.itemsize
 
     @property
     def bytes_per_part(self) -> int:
-        return self.values_per_part * self.dtype.itemsize
+        """Bytes of a block in one slot."""
+        width = self.dtype.itemsize
+        ends = [
+            (place.part + 1) * layer.block_bytes(self.block_size, width)
+            for layer, place in zip(self.layers, self.places, strict=True)
+        ]
+        most = max(ends, default=self.block_size * width)
+        return most if self.slot_dtype == self.dtype else -(-most // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def bytes_per_block(self) -> int:
@@ -60,21 +74,50 @@ class KVShape:
         return KVLayout(self.block_size, self.windows, self.snapshot_blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedKV:
+    """The quantized keys and values of one layer, block by block, each followed by its scales.
+
+    A scale is a power of two, so that products with it are exact. That of a key is the lower half of a word and that of
+    its value the upper half, both in bfloat16.
+    """
+
+    codes: Tensor  # [num_blocks, ...] uint8: e4m3, as the backend lays out a block
+    scales: Tensor  # [num_blocks, num_kv_heads, block_size] int32
+
+
+LayerCache = Tensor | QuantizedKV
+
+
+def halves(cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's values or codes, and the scales of codes."""
+    return (cache.codes, cache.scales) if isinstance(cache, QuantizedKV) else (cache, None)
+
+
 @dataclass(slots=True)
 class KVCache:
     """The KV memory: one tensor per slot, and the part of it that belongs to each attention layer."""
 
-    slots: list[Tensor]  # [num_blocks, values_per_part]
-    layers: list[Tensor]  # [num_blocks, ...], as the backend lays out a block; blocks may be apart
+    slots: list[Tensor]  # [num_blocks, values_per_part] of `slot_dtype`
+    # A LayerCache each, [num_blocks, ...], as the backend lays out a block; blocks may be apart.
+    layers: list[Any]
 
     @classmethod
     def divide(cls, slots: list[Tensor], shape: KVShape, block_shape: BlockShape) -> KVCache:
         """Divide slots among the layers. `block_shape` returns the shape of a layer's block."""
-        layers, first_slot = [], shape.slots.start
+        layers: list[LayerCache] = []
+        first_slot, block_size = shape.slots.start, shape.block_size
         for layer, place in zip(shape.layers, shape.places, strict=True):
-            size = layer.size * shape.block_size
-            part = slots[place.slot - first_slot][:, place.part * size : (place.part + 1) * size]
-            layers.append(part.view(len(part), *block_shape(layer)))
+            slot = slots[place.slot - first_slot]
+            size = layer.block_bytes(block_size, shape.dtype.itemsize) // slot.dtype.itemsize
+            part = slot[:, place.part * size : (place.part + 1) * size]
+            if layer.is_quantized:
+                num_codes, num_blocks = layer.size * block_size, len(part)
+                codes = part[:, :num_codes].view(num_blocks, *block_shape(layer))
+                words = part[:, num_codes:].view(torch.int32)
+                layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_kv_heads, block_size)))
+            else:
+                layers.append(part.view(shape.dtype).view(len(part), *block_shape(layer)))
         return cls(slots, layers)
 
     def clear(self) -> None:
@@ -133,7 +176,7 @@ class AttentionBackend(Protocol[InputsT]):
         self,
         qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], as projected; may be overwritten
         layer: AttentionLayer,
-        cache: Tensor,
+        cache: LayerCache,
         inputs: InputsT,
     ) -> Tensor:  # [T, num_heads * head_dim]
         """Normalise and rotate queries and keys, write this step's keys and values for all entries, then attend. So an

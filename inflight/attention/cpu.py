@@ -13,9 +13,11 @@ from inflight.attention.backend import (
     AttentionLayer,
     KVCache,
     KVShape,
+    LayerCache,
     SequenceAttention,
     SequenceLayer,
     Sequences,
+    halves,
 )
 from inflight.errors import ConfigError
 from inflight.layers.recurrent import StateInputs
@@ -34,7 +36,7 @@ class HeadAttention(Protocol):
         key: Tensor,  # [T, num_kv_heads, head_dim]
         value: Tensor,  # [T, num_kv_heads, head_dim]
         layer: AttentionLayer,
-        cache: Tensor,
+        cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:  # [T, num_heads, head_dim]
         ...
@@ -61,7 +63,9 @@ class ComposedAttention:
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         return self._heads.allocate(shape, num_blocks, device)
 
-    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: AttentionInputs) -> Tensor:
+    def attend(
+        self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
+    ) -> Tensor:
         kernels, positions, cos_sin = self._kernels, inputs.positions, layer.cos_sin
         num_heads, num_rotated = layer.num_heads, layer.num_heads + layer.num_kv_heads
         heads = qkv.view(len(qkv), -1, layer.head_dim)
@@ -106,6 +110,8 @@ class CpuAttention:
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         if shape.dtype != torch.float32 or device.type != "cpu":
             raise ConfigError(f"the KV cache is {shape.dtype} on {device}: it must be torch.float32 on cpu")
+        if any(layer.is_quantized for layer in shape.layers):
+            raise ConfigError("kv_cache_dtype is 'fp8': on a CPU it must be 'auto'")
         # Not initialised, so a large cache takes memory only as its blocks are written.
         slots = [torch.empty(num_blocks, shape.values_per_part) for _ in shape.slots]
         size = shape.block_size
@@ -117,9 +123,10 @@ class CpuAttention:
         key: Tensor,
         value: Tensor,
         layer: AttentionLayer,
-        cache: Tensor,
+        cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
+        assert isinstance(cache, Tensor)
         query, key, value = _heads(query), _heads(key), _heads(value)
         num_tokens, num_heads, head_dim = query.shape
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
@@ -140,12 +147,12 @@ class CpuAttention:
 class TorchCpuAttention:
     """Implements `HeadAttention` in torch, equal to the compiled one up to rounding.
 
-    A layer's cache is [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    A layer's cache is [num_blocks, 2, block_size, num_kv_heads, head_dim], and so are the codes of a quantized one.
     """
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         slots = [
-            torch.empty(num_blocks, shape.values_per_part, dtype=shape.dtype, device=device)
+            torch.empty(num_blocks, shape.values_per_part, dtype=shape.slot_dtype, device=device)
             for _ in shape.slots
         ]
         size = shape.block_size
@@ -157,13 +164,13 @@ class TorchCpuAttention:
         key: Tensor,
         value: Tensor,
         layer: AttentionLayer,
-        cache: Tensor,
+        cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
-        block_size, window = cache.shape[2], layer.window
+        block_size, window = halves(cache)[0].shape[2], layer.window
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
-        written = torch.stack((key, value), 1).to(cache.dtype)
-        cache[slot_mapping // block_size, :, slot_mapping % block_size] = written
+        kv = torch.stack((key, value), 1)
+        _write(cache, kv, slot_mapping // block_size, slot_mapping % block_size)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -174,7 +181,7 @@ class TorchCpuAttention:
             # Only slots that some query of the entry sees: others may hold anything.
             lowest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(lowest, context_len, device=query.device)
-            read = cache[tables[row, seen // block_size].long(), :, seen % block_size]
+            read = _read(cache, tables[row, seen // block_size].long(), seen % block_size)
             keys, values = read.permute(1, 2, 0, 3)  # [num_kv_heads, n, head_dim]
             positions = torch.arange(position, context_len, device=query.device).unsqueeze(1)
             mask = seen <= positions
@@ -185,6 +192,37 @@ class TorchCpuAttention:
                 0, 1
             )
         return out
+
+
+def _write(cache: LayerCache, kv: Tensor, blocks: Tensor, places: Tensor) -> None:
+    """Write keys and values [T, 2, num_kv_heads, head_dim] to places of blocks, both [T]."""
+    if isinstance(cache, Tensor):
+        cache[blocks, :, places] = kv.to(cache.dtype)
+        return
+    scales = _scales(kv)
+    codes = (kv.float() / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    cache.codes[blocks, :, places] = codes.view(torch.uint8)
+    pairs = scales.to(torch.bfloat16).mT.contiguous()  # [T, num_kv_heads, 2]
+    cache.scales[blocks, :, places] = pairs.view(torch.int32).squeeze(-1)
+
+
+def _scales(kv: Tensor) -> Tensor:
+    """[..., head_dim] -> [...]: the smallest powers of two that scale all numbers to at most 448, the largest e4m3."""
+    # All products must be numbers of the dtype.
+    least, most = (-15, 7) if kv.dtype == torch.float16 else (-100, 118)
+    # 0.5 <= mantissa < 1, and 448 = 0.875 * 2^9.
+    mantissas, exponents = torch.frexp(kv.float().abs().amax(-1))
+    exponents = (exponents - 9 + (mantissas > 0.875)).clamp(least, most)
+    return torch.ldexp(torch.ones_like(mantissas), exponents).where(mantissas.isfinite(), torch.inf)
+
+
+def _read(cache: LayerCache, blocks: Tensor, places: Tensor) -> Tensor:
+    """Return keys and values [n, 2, num_kv_heads, head_dim] at places of blocks, both [n]."""
+    if isinstance(cache, Tensor):
+        return cache[blocks, :, places]
+    codes = cache.codes[blocks, :, places].view(torch.float8_e4m3fn)
+    scales = cache.scales[blocks, :, places].unsqueeze(-1).view(torch.bfloat16).mT  # [n, 2, num_kv_heads]
+    return codes.float() * scales.float().unsqueeze(-1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: AttentionLayer) -> Tensor:

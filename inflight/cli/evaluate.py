@@ -18,12 +18,15 @@ from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError, as_gib
 
 QUANTIZE_OPTIONS = ("revision", "download_dir")
-EVAL_OPTIONS = ("quantization", "quantize_head", "revision", "dtype", "device", "load_format")
+EVAL_OPTIONS = (
+    *("quantization", "quantize_head", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("revision", "dtype", "device", "load_format"),
+)
 MAX_TEXT = 64 << 20  # bytes
 _TEXT = typer.Option("--text", help="A file with the text to score.", exists=True, dir_okay=False)
 _REFERENCE = typer.Option(
     help="The model to compare with: a folder or a hub id.",
-    show_default="the model without --quantization",
+    show_default="the model without --quantization and --kv-cache-dtype",
 )
 _WINDOW = typer.Option(min=2, help="Tokens of a piece of the text; each piece starts without context.")
 _MAX_TOKENS = typer.Option(min=2, help="Score only the first tokens.", show_default="all")
@@ -50,7 +53,7 @@ def evaluate(
     if reference is not None:
         same = {name: value for name, value in engine.items() if name in ("dtype", "device", "load_format")}
         other = EngineConfig.create(reference, **same)
-    elif config.model.quantization is not None:
+    elif config.model.quantization is not None or config.cache.kv_cache_dtype != "auto":
         other = evaluation.unquantized(config)
     content = text.read_text(encoding="utf-8", errors="replace")
     result = evaluation.evaluate(config, content, other, window, max_tokens)

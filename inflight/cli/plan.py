@@ -24,6 +24,8 @@ PLAN_OPTIONS = (
         "max_model_len",
         "block_size",
         "kv_cache_memory",
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
         "gpu_memory_utilization",
     ),
     *("max_num_seqs", "max_num_batched_tokens"),

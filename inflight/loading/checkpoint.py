@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from inflight.config import EngineConfig, ModelConfig
+from inflight.config import CacheConfig, EngineConfig, ModelConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoders.heads import Encode
-from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.decoders.spec import AttentionSpec, DecoderSpec
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
@@ -110,6 +110,30 @@ def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
             f"quantization is {asked!r}, but the checkpoint is not quantized: it must be one of {', '.join(ON_LOADING)}"
         )
     return replace(spec, quantization=QuantizedOnLoading(ON_LOADING[asked], model.quantize_head))
+
+
+def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
+    """Return the decoder with the keys and values of its layers quantized, if the configuration says so."""
+    skipped = set(cache.kv_cache_dtype_skip_layers)
+    known = {"sliding_window", *map(str, range(spec.num_layers))}
+    if skipped - known:
+        raise ConfigError(
+            f"kv_cache_dtype_skip_layers has {', '.join(sorted(skipped - known))}: allowed are layers from 0 to "
+            f"{spec.num_layers - 1}, and sliding_window"
+        )
+    if cache.kv_cache_dtype == "auto":
+        if skipped:
+            raise ConfigError("kv_cache_dtype_skip_layers is set, but kv_cache_dtype is auto: set it to fp8")
+        return spec
+    mixers = [
+        replace(mixer, quantized_kv=True)
+        if isinstance(mixer, AttentionSpec)
+        and str(index) not in skipped
+        and not (mixer.window is not None and "sliding_window" in skipped)
+        else mixer
+        for index, mixer in enumerate(spec.mixers)
+    ]
+    return replace(spec, mixers=tuple(mixers))
 
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:

@@ -26,6 +26,7 @@ from inflight.loading.checkpoint import (
     model_name,
     open_configured,
     plain_ids,
+    quantized_kv_spec,
     quantized_spec,
     resolve_dtype,
 )
@@ -93,8 +94,10 @@ def evaluate(
 
 
 def unquantized(config: EngineConfig) -> EngineConfig:
-    """Return the same configuration without quantization while loading."""
-    return replace(config, model=replace(config.model, quantization=None, quantize_head=False))
+    """Return the same configuration without quantization while loading, and without a quantized KV cache."""
+    model = replace(config.model, quantization=None, quantize_head=False)
+    cache = replace(config.cache, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=())
+    return replace(config, model=model, cache=cache)
 
 
 def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder, list[int]]:
@@ -106,12 +109,14 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
     tokenizer = load_tokenizer(config, checkpoint)
     if tokenizer is None:
         raise ConfigError(f"{name} has no tokenizer: a text cannot be split into tokens")
-    spec = quantized_spec(plan_decoder(name, checkpoint, plain_ids(tokenizer)).spec, model)
+    spec = plan_decoder(name, checkpoint, plain_ids(tokenizer)).spec
+    spec = quantized_kv_spec(quantized_spec(spec, model), config.cache)
     if not spec.has_lm_head:
         raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     kernels, attention = platform.kernels_and_attention(spec, dtype)
-    if not isinstance(attention, ComposedAttention):
+    is_quantized = any(layer.quantized_kv for layer in spec.attentions)
+    if is_quantized or not isinstance(attention, ComposedAttention):
         # Windows need no plans and graphs: plain attention over their tokens is fast enough.
         attention = ComposedAttention(
             TorchKernels(kernels.compute_dtype, platform.device), TorchCpuAttention()

@@ -32,6 +32,7 @@ from inflight.loading.checkpoint import (
     model_name,
     open_configured,
     plain_ids,
+    quantized_kv_spec,
     quantized_spec,
     resolve_context,
     resolve_dtype,
@@ -77,8 +78,8 @@ def load_decoder_engine(
     model = config.model
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
-    plan = replace(plan, spec=quantized_spec(plan.spec, config.model))
-    spec = plan.spec
+    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
+    plan = replace(plan, spec=spec)
     config = _with_few_states(config, spec, platform)
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_ids(checkpoint, tokenizer)
@@ -110,7 +111,8 @@ def load_decoder_engine(
         logger.info(
             "%s; %d KV blocks of %d tokens; %s", platform.describe(), num_blocks, layout.block_size, layout
         )
-        grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, spec.vocab_size, eos))
+        vocabulary = partial(vocabulary_of, tokenizer, spec.vocab_size, eos)
+        grammars = GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
         input_processor = InputProcessor.create(
             tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars
         )
@@ -202,11 +204,13 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     tokenizer = load_tokenizer(config, checkpoint)
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
-    plan = replace(plan, spec=quantized_spec(plan.spec, config.model))
+    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
+    plan = replace(plan, spec=spec)
     context = resolve_context(plan.spec, model.max_model_len)
     eos = eos_ids(checkpoint, tokenizer)
-    grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
     platform = platforms.platform(model.device)
+    vocabulary = partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos)
+    grammars = GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
     config = _with_few_states(config, plan.spec, platform)
     decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
     if decoder.generates and decoder.shard.is_last:

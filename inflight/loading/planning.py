@@ -15,7 +15,7 @@ from inflight.kv import KVLayout
 from inflight.kv.budget import CONTEXT_MEMORY, most_blocks
 from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
-from inflight.loading.checkpoint import quantized_spec, resolve_context, resolve_dtype
+from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec, resolve_context, resolve_dtype
 from inflight.models.decoders.footprint import (
     MAX_STATES,
     META,
@@ -79,6 +79,8 @@ class ModelPlan:
 
 def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
     """Return how the model fits for each way to split it across the devices."""
+    if devices.kind == "cpu" and config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(f"kv_cache_dtype is {config.cache.kv_cache_dtype!r}: on a CPU it must be 'auto'")
     checkpoint, name = open_model(config)
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(
@@ -86,7 +88,7 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
         )
     expert_parallel = config.parallel.enable_expert_parallel
     spec = plan_decoder(name, checkpoint, lambda _: [0], expert_parallel).spec
-    spec = quantized_spec(spec, config.model)
+    spec = quantized_kv_spec(quantized_spec(spec, config.model), config.cache)
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_context(spec, config.model.max_model_len)
     fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]

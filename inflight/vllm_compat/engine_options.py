@@ -137,9 +137,15 @@ ENGINE_RULES = (
         "quantization_param_path FILE", {}, "scales are read from the checkpoint, and computed if it has none"
     ),
     CompatRule(
-        "kv_cache_dtype TYPE, calculate_kv_scales",
-        {"auto": ""},
-        "the KV cache uses the model's dtype",
+        "kv_cache_dtype TYPE",
+        {"auto": "", "fp8": "--kv-cache-dtype fp8", "fp8_e4m3": "--kv-cache-dtype fp8"},
+        "the supported types are auto and fp8",
+    ),
+    CompatRule(
+        "calculate_kv_scales",
+        {"true": ""},
+        "scales of an fp8 KV cache are computed for every token",
+        off_matters=True,
     ),
     CompatRule(
         "cpu_offload_gb GIB, kv_offloading_size GIB",

@@ -60,6 +60,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
     # This step's keys and values are not in the cache yet.
     positions, slot_mapping = slot_mapping_of(scene)
     real = slot_mapping[slot_mapping >= 0].long().cpu()
+    assert isinstance(cache, torch.Tensor)
     content = cache.cpu()
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
@@ -97,3 +98,22 @@ def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, 
     assert all(tile.rows >= group for _, tile in tuning.decodes)
     assert tuning.prefix_members >= 1
     assert tuning.chunk_positions >= 1
+
+
+def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
+    layers = [LayerKV(2, 64, is_quantized=True), LayerKV(2, 64), LayerKV(2, 64, is_quantized=True)]
+    shape = KVShape.of(layers, block_size=8, dtype=torch.bfloat16)
+    cache = TritonAttention(choose(torch.bfloat16, 64, 2, torch.device("cpu"))).allocate(
+        shape, 5, torch.device("cpu")
+    )
+    assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block
+    first, plain, second = cache.layers
+    first.codes.fill_(1)
+    first.scales.fill_(2)
+    second.codes.fill_(3)
+    second.scales.fill_(4)
+    assert (first.codes == 1).all()
+    assert (first.scales == 2).all()
+    assert (second.codes == 3).all()
+    assert plain.shape == first.codes.shape == (5, 2, 2, 8, 64)
+    assert first.scales.shape == (5, 2, 8)

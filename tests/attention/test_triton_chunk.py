@@ -54,6 +54,22 @@ def test_chunks_match_float64_in_every_dtype(dtype: torch.dtype) -> None:
     scene.check(attend(scene, 7))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (None, 2.0)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 80)])
+def test_chunks_over_quantized_keys_match_float64(
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    shape = Shape(num_heads, num_kv_heads, head_dim, 16, softcap=softcap)
+    scene = Scene(shape, [2, 40, 61, 17], [2, 40, 23, 1], dtype, is_quantized=True)
+    scene.check(attend(scene, 7, window), window)
+
+
 @pytest.mark.parametrize(("window", "extra_items"), [(1, 7), (7, 0), (30, 7), (100, 7)])
 def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene = Scene(Shape(), [50, 67, 9], [50, 20, 3])

@@ -46,6 +46,22 @@ def test_decodes_match_float64_in_every_dtype(dtype: torch.dtype) -> None:
     scene.check(decode(scene, 9))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 2.0)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 80)])
+def test_decodes_of_quantized_keys_match_float64(
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    shape = Shape(num_heads, num_kv_heads, head_dim, 16, softcap=softcap)
+    scene = Scene(shape, [1, 47, 16, 33, 100], [1] * 5, dtype, is_quantized=True)
+    scene.check(decode(scene, 9, window), window)
+
+
 @pytest.mark.parametrize(("window", "extra_items"), [(1, 9), (5, 0), (16, 9), (40, 9), (200, 9)])
 def test_windows_match_float64(window: int, extra_items: int) -> None:
     scene = Scene(Shape(), [1, 47, 16, 33, 100], [1] * 5)
@@ -101,7 +117,7 @@ def test_no_items_write_nothing() -> None:
     assert (out == 77.0).all()
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("has_sinks", "is_quantized"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (14, 2, 64)])
 @pytest.mark.parametrize(
     ("window", "extra_items", "programs"), [(None, 0, 12), (None, 0, 1), (50, 6, 12), (10, 6, 1)]
@@ -111,12 +127,14 @@ def test_shared_prefixes_change_nothing(
     num_kv_heads: int,
     head_dim: int,
     has_sinks: bool,
+    is_quantized: bool,
     extra_items: int,
     window: int | None,
     programs: int,
 ) -> None:
     shape = Shape(num_heads, num_kv_heads, head_dim, 8, has_sinks)
-    scene = Scene(shape, [49, 55, 100, 62, 70, 90, 3], [1] * 7, shared=6, shared_blocks=6)
+    context_lens = [49, 55, 100, 62, 70, 90, 3]
+    scene = Scene(shape, context_lens, [1] * 7, shared=6, shared_blocks=6, is_quantized=is_quantized)
     num_blocks = (scene.context_lens - 1) // 8
     groups = find_groups(scene.tables.numpy(), scene.rows, num_blocks, 2, 2, 4)
     assert [(group.entries.tolist(), group.num_blocks) for group in groups] == [([0, 1, 2, 3, 4, 5], 6)]

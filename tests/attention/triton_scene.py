@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer
+from inflight.attention.backend import AttentionLayer, LayerCache, QuantizedKV
 from inflight.attention.triton.plan import Ints
 from inflight.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.attention.triton.tuning import AttentionTile
@@ -60,10 +60,39 @@ class Shape:
         )
 
 
+def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., n] -> e4m3 codes [..., n] uint8, their scales [...] and the numbers that they stand for, like x.
+
+    A scale is the smallest power of two for which all numbers fit.
+    """
+    wide = x.double()
+    scales = torch.exp2(torch.log2(wide.abs().amax(-1) / 448).ceil())
+    codes = (wide / scales.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales, (codes.double() * scales.unsqueeze(-1)).to(x.dtype)
+
+
+def quantized_cache(x: Tensor) -> tuple[QuantizedKV, Tensor]:
+    """x [num_blocks, 2, num_kv_heads, block_size, head_dim] -> the layer's cache in the middle of a slot, and the
+    numbers that it stands for. NaN is nothing: codes and scales that would show in results."""
+    written = ~x.isnan().any(-1)
+    codes, scales, values = quantized(torch.where(written.unsqueeze(-1), x, 1.0))
+    codes = torch.where(written.unsqueeze(-1), codes, 0x7F)
+    bits = torch.where(written, scales, NAN).to(torch.bfloat16).movedim(1, -1).contiguous().view(torch.int32)
+    num_blocks, size = len(x), codes[0].numel()
+    slot = torch.full((num_blocks, size + 4 * bits[0].numel() + 96), 0x7F, dtype=torch.uint8)
+    slot[:, 32 : 32 + size] = codes.view(num_blocks, -1)
+    slot[:, 32 + size : -64] = bits.view(num_blocks, -1).view(torch.uint8)
+    slot = slot.to(DEVICE)
+    held = slot[:, 32 : 32 + size].view(codes.shape)
+    words = slot[:, 32 + size : -64].view(torch.int32).view(bits.shape[:-1])
+    return QuantizedKV(held, words), torch.where(written.unsqueeze(-1), values, NAN)
+
+
 class Scene:
     """Entry e asks the last counts[e] of its context_lens[e] tokens. Unwritten places of the cache are NaN.
 
-    The first `shared` entries' tables begin with the same `shared_blocks` blocks.
+    The first `shared` entries' tables begin with the same `shared_blocks` blocks. If the cache is quantized, `cache` is
+    what it stands for.
     """
 
     def __init__(
@@ -75,6 +104,7 @@ class Scene:
         shared: int = 0,
         shared_blocks: int = 0,
         padding: int = 2,
+        is_quantized: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(len(context_lens) + sum(context_lens))
         self.shape, self.dtype = shape, dtype
@@ -104,8 +134,13 @@ class Scene:
             tokens = slice(self.query_starts[entry], self.query_starts[entry + 1])
             heads = self.qkv[tokens].view(-1, shape.width // shape.head_dim, shape.head_dim)
             kv = heads[:, shape.num_heads :]
+            if is_quantized:
+                kv.copy_(quantized(kv)[2])
             self.cache[blocks[own], :, :, places[own]] = kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
-        self.on_device = (self.qkv.to(DEVICE), self.cache.to(DEVICE), self.tables.to(DEVICE))
+        cache: LayerCache = self.cache.to(DEVICE)
+        if is_quantized:
+            cache, self.cache = quantized_cache(self.cache)
+        self.on_device = (self.qkv.to(DEVICE), cache, self.tables.to(DEVICE))
 
     def workspace(self, max_partials: int = 400, max_counters: int = 16) -> AttentionWorkspace:
         shape = self.shape

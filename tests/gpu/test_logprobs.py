@@ -10,20 +10,22 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.support.checkpoints import GPU_FAMILIES
+from tests.support.checkpoints import GPU_FAMILIES, attention_of
 
 
 @pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(
     family: str, checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint(family)
     prompt = prompts[-1]
 
     def theirs(dtype: torch.dtype) -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        attention = attention_of(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        model = model.cuda().eval()
         with torch.inference_mode():
             logits = model(torch.tensor([prompt], device="cuda")).logits[0].float()
         scores: torch.Tensor = logits.log_softmax(-1)[:-1]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inflight.config import EngineConfig
+from inflight import LLM
+from inflight.config import CacheConfig, EngineConfig
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme, PlainFormat
-from inflight.loading.checkpoint import quantized_spec
+from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec
 from inflight.loading.evaluation import evaluate, unquantized
 from inflight.loading.planning import Devices, plan_model
 from inflight.loading.quantizing import FORMATS, quantize_checkpoint
@@ -200,3 +201,50 @@ def test_text_that_cannot_be_scored_is_rejected(folder: Path, tmp_path: Path) ->
     write_tokenizer(other, 300)
     with pytest.raises(ConfigError, match="the reference has another tokenizer"):
         evaluate(config(folder), TEXT, config(other))
+
+
+def test_keys_and_values_of_layers_are_quantized_unless_skipped(tmp_path: Path) -> None:
+    layers: dict[str, Any] = {"num_hidden_layers": 3}
+    layers |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    folder = write_checkpoint(tmp_path, "qwen3", layer_types=None, **layers)
+    spec = decoder_spec(json.loads((folder / "config.json").read_text()))
+
+    def quantized(*skipped: str, dtype: str = "fp8") -> list[bool]:
+        cache = CacheConfig(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)
+        return [layer.quantized_kv for layer in quantized_kv_spec(spec, cache).attentions]
+
+    assert quantized(dtype="auto") == [False, False, False]
+    assert quantized() == [True, True, True]
+    assert quantized("1") == [True, False, True]
+    assert quantized("sliding_window") == [True, False, False]
+    with pytest.raises(
+        ConfigError, match=r"skip_layers has 3: allowed are layers from 0 to 2, and sliding_window"
+    ):
+        quantized("0", "3")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is auto: set it to fp8"):
+        quantized("0", dtype="auto")
+
+
+def test_fp8_kv_cache_is_rejected_on_a_cpu(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "show_progress": False,
+        "device": "cpu",
+        "num_blocks": 16,
+    }
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8': on a CPU it must be 'auto'"):
+        LLM(write_checkpoint(tmp_path, "qwen3"), kv_cache_dtype="fp8", **options)
+
+
+def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
+    folder, devices = write_checkpoint(tmp_path, "qwen3"), Devices("cuda", 1, 8 << 30)
+    plain, quantized = (
+        plan_model(EngineConfig.create(str(folder), kv_cache_dtype=kind, dtype="bfloat16"), devices).fits[0]
+        for kind in ("auto", "fp8")
+    )
+    ratio = plain.shares[0].kv(1) / quantized.shares[0].kv(1)
+    head_dim = quantized.shares[0].kv_shape.layers[0].head_dim
+    assert ratio == pytest.approx(2 * head_dim / (head_dim + 2))
+    assert quantized.num_blocks / plain.num_blocks == pytest.approx(ratio, rel=1e-3)
+    with pytest.raises(ConfigError, match="on a CPU it must be 'auto'"):
+        plan_model(EngineConfig.create(str(folder), kv_cache_dtype="fp8"), Devices("cpu", 1, 8 << 30))

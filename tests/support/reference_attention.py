@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, AttentionLayer, KVCache, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVCache, KVShape, LayerCache
 from inflight.attention.cpu import TorchCpuAttention
 
 
@@ -21,9 +21,10 @@ class ReferenceAttention:
         key: Tensor,
         value: Tensor,
         layer: AttentionLayer,
-        cache: Tensor,
+        cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
+        assert isinstance(cache, Tensor)
         block_size, window = cache.shape[2], layer.window
         tables = inputs.block_tables[layer.table]
         for token, slot in enumerate(inputs.slot_mapping[layer.table].tolist()):

@@ -58,7 +58,7 @@ def test_command_line_is_accepted(line: str) -> None:
 
 REJECTED = {
     "--enable-lora": "LoRA adapters are not supported yet",
-    "--kv-cache-dtype=fp8": "--kv-cache-dtype fp8: the KV cache uses the model's dtype",
+    "--cpu-offload-gb=2": "--cpu-offload-gb 2: offloading is not supported",
     "--no-enable-chunked-prefill": "--enable-chunked-prefill false: chunked prefill is always on",
     "--speculative-config.method ngram": "--speculative-config.method ngram: speculative decoding is not",
     "--max-num-seq 3": "there is no option --max-num-seq (did you mean --max-num-seqs?)",
@@ -75,7 +75,9 @@ def test_command_line_is_rejected_with_a_reason(line: str) -> None:
 
 
 def test_all_unsupported_flags_are_reported_at_once(tmp_path: Path) -> None:
-    line = "m --enable-lora --lora-modules a=x b=y --port 9 --qwerty 1 2 --kv-cache-dtype fp8 --scheduling-policy"
+    line = (
+        "m --enable-lora --lora-modules a=x b=y --port 9 --qwerty 1 2 --cpu-offload-gb 2 --scheduling-policy"
+    )
     with pytest.raises(ConfigError) as caught:
         parsed(SERVE, *line.split())
     title, *reasons = str(caught.value).splitlines()
@@ -84,17 +86,15 @@ def test_all_unsupported_flags_are_reported_at_once(tmp_path: Path) -> None:
         "--enable-lora:",
         "--lora-modules",
         "there",
-        "--kv-cache-dtype",
+        "--cpu-offload-gb",
         "--scheduling-policy",
     ]
     file = tmp_path / "config.yaml"
-    file.write_text("enable-lora: true\nkv-cache-dtype: fp8\nqwerty: 1\n")
-    with pytest.raises(
-        ConfigError, match=r"(?s)3 options .*--enable-lora: .*--kv-cache-dtype fp8: .*'qwerty'"
-    ):
+    file.write_text("enable-lora: true\ncpu-offload-gb: 2\nqwerty: 1\n")
+    with pytest.raises(ConfigError, match=r"(?s)3 options .*--enable-lora: .*--cpu-offload-gb 2: .*'qwerty'"):
         gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_RULES)
-    with pytest.raises(ConfigError, match=r"(?s)2 options .*enable_lora is True.*kv_cache_dtype is 'fp8'"):
-        EngineConfig.create("m", enable_lora=True, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"(?s)2 options .*enable_lora is True.*cpu_offload_gb is 2"):
+        EngineConfig.create("m", enable_lora=True, cpu_offload_gb=2)
 
 
 def test_several_prompts_may_follow_one_flag_once_the_model_is_known() -> None:
@@ -163,11 +163,12 @@ def test_sizes_are_converted(text: str, size: str) -> None:
 def test_config_file_may_contain_vllm_options(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "uvicorn-log-level: trace\nkv_cache_dtype: null\nenable_log_requests: false\ndtype: half\n"
+        "uvicorn-log-level: trace\nkv_cache_dtype: fp8_e4m3\nenable_log_requests: false\ndtype: half\n"
         "data-parallel-size: 2\nmax-model-len: 4k\n"
     )
     assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_RULES) == {
         "log_level": "debug",
+        "kv_cache_dtype": "fp8",
         "log_requests": False,
         "dtype": "float16",
         "replicas": 2,

@@ -172,7 +172,6 @@ def test_variables_do_what_the_page_says() -> None:
 
 # Features that the README lists as missing, with an argument that must be rejected as long as they are.
 MISSING = {
-    "Quantized KV cache": "--kv-cache-dtype fp8",
     "LoRA": "--enable-lora",
     "Speculative decoding": "--speculative-model x",
     "Images, audio and video": "--allowed-local-media-path x",

@@ -39,6 +39,7 @@ USER = {"role": "user", "content": "Hello"}
 OPTION_VALUES: dict[str, Any] = {
     "dtype": "half",
     "load_format": "dummy",
+    "kv_cache_dtype": "fp8",
     "quantization": "fp8",
     "enforce_eager": True,
     "skip_tokenizer_init": True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, KVCache, KVShape
+from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
@@ -46,19 +46,21 @@ class TritonStep:
 class TritonAttention:
     """Implements `AttentionBackend[TritonStep]`.
 
-    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim]: index 0 keys, 1 values.
+    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim]: index 0 keys, 1 values. So are the codes of
+    a quantized one.
     """
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
-        num_elements, width = num_blocks * shape.values_per_part, shape.dtype.itemsize
+        dtype = shape.slot_dtype
+        num_elements, width = num_blocks * shape.values_per_part, dtype.itemsize
         # Torch allocates device memory in such pieces and puts other tensors into the rest of a piece: the KV cache
         # could then not be released for as long as they live.
         rounded = -(-num_elements * width // PIECE) * PIECE // width
         slots = [
-            torch.empty(rounded, dtype=shape.dtype, device=device)[:num_elements].view(num_blocks, -1)
+            torch.empty(rounded, dtype=dtype, device=device)[:num_elements].view(num_blocks, -1)
             for _ in shape.slots
         ]
         size = shape.block_size
@@ -70,7 +72,7 @@ class TritonAttention:
     def live(self, inputs: TritonStep) -> Tensor:
         return inputs.tables[0].slot_mapping
 
-    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonStep) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
         step, tuning = inputs.tables[layer.table], self.tuning
         rope_write(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.attention.backend import AttentionLayer
+from inflight.attention.backend import AttentionLayer, LayerCache, halves
 from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
@@ -33,7 +33,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 def chunk_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys ready
-    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of CHUNK_FIELDS fields: see plan.py
     workspace: AttentionWorkspace,
@@ -45,14 +45,15 @@ def chunk_attention(
 ) -> None:
     """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
     own = None
+    blocks, scales = halves(cache)
     if descriptors:
         block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
         own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
-        qkv, own, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses,
+        qkv, own, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses,
         workspace.counters, layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
         block_tables.stride(0), DESCRIPTORS=descriptors, FIELDS=CHUNK_FIELDS,
-        **paged_constants(qkv, cache, layer, tile, pdl),
+        **paged_constants(qkv, blocks, layer, tile, pdl),
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def chunk_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _chunk(
-    qkv, own, cache, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
+    qkv, own, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
     qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
@@ -100,9 +101,11 @@ def _chunk(
     lowest = at - window + 1
 
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if scales is not None:
+        scales += head * BLOCK_SIZE
     acc, row_max, row_sum = take_pages(
         q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin,
+        tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), scales, table, blocks, begin,
         tl.minimum(end, num_cached), lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM,
         BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION, CAP,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer
+from inflight.attention.backend import AttentionLayer, LayerCache, halves
 from inflight.attention.triton.plan import DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
@@ -35,7 +35,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 def decode_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
-    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of DECODE_FIELDS fields: see plan.py
     workspace: AttentionWorkspace,
@@ -45,16 +45,17 @@ def decode_attention(
     out: Tensor,  # [T, num_heads * head_dim], written where an item says so
 ) -> None:
     """Attend for every entry that has items; rows of `out` without items are left as they are."""
+    blocks, scales = halves(cache)
     padded_group = triton.next_power_of_2(layer.num_heads // layer.num_kv_heads)
     merged_size = padded_group * triton.next_power_of_2(layer.head_dim)
     # Heads vary fastest, so that programs that run together read neighbouring memory and share block ids.
     grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
-        qkv, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
+        qkv, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
         layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
         FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
         SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)),
-        **paged_constants(qkv, cache, layer, tile, pdl),
+        **paged_constants(qkv, blocks, layer, tile, pdl),
     )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def decode_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _decode(
-    qkv, cache, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
+    qkv, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
     qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
@@ -86,6 +87,8 @@ def _decode(
     if WINDOW:
         begin = tl.maximum(begin, context_len - window)
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
+    if scales is not None:
+        scales += head * BLOCK_SIZE
     table = tables + table_row.to(tl.int64) * table_stride
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
@@ -98,7 +101,7 @@ def _decode(
     q = load_rows(qkv + query, HEAD_DIM, DIM)
     acc, row_max, row_sum = take_pages(
         q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32), keys, table, blocks, begin, end, None, scale, value_offset,
+        tl.zeros([ROWS], tl.float32), keys, scales, table, blocks, begin, end, None, scale, value_offset,
         BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION, CAP,
     )  # fmt: skip
     if SINKS:  # part of the only split, or added when splits are merged
@@ -126,7 +129,7 @@ def _decode(
 
 def prefix_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
-    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of PREFIX_FIELDS fields: see plan.py
     members: Tensor,  # int32, max_members * MEMBER_FIELDS values: see plan.py
@@ -136,10 +139,11 @@ def prefix_attention(
     pdl: bool,
 ) -> None:
     """Write each member's partials to the workspace, where the decode kernel merges them with the entry's own."""
-    constants = paged_constants(qkv, cache, layer, tile, pdl)
+    blocks, scales = halves(cache)
+    constants = paged_constants(qkv, blocks, layer, tile, pdl)
     del constants["SINKS"]  # added when the partials are merged
     _prefix[(layer.num_kv_heads, work.programs)](
-        qkv, cache, block_tables, work.table, work.count, members, workspace.outs, workspace.lses,
+        qkv, blocks, scales, block_tables, work.table, work.count, members, workspace.outs, workspace.lses,
         layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
         FIELDS=PREFIX_FIELDS, MEMBER_FIELDS=MEMBER_FIELDS, **constants,
     )  # fmt: skip
@@ -150,7 +154,7 @@ def prefix_attention(
     do_not_specialize_on_alignment=["items", "num_items", "members"],
 )
 def _prefix(
-    qkv, cache, tables, items, num_items, members, partial_outs, partial_lses, scale, window, qkv_stride,
+    qkv, cache, scales, tables, items, num_items, members, partial_outs, partial_lses, scale, window, qkv_stride,
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FIELDS: tl.constexpr,
@@ -159,6 +163,8 @@ def _prefix(
 ):  # fmt: skip
     head = tl.program_id(0)
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if scales is not None:
+        scales += head * BLOCK_SIZE
     count = tl.load(num_items)
     launch_dependents_then_wait(PDL)
     for number in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
@@ -184,8 +190,8 @@ def _prefix(
         blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = take_pages(
             q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), table, blocks, begin, end,
-            lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+            tl.zeros([ROWS], tl.float32), cache + head * (BLOCK_SIZE * HEAD_DIM), scales, table, blocks, begin,
+            end, lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
             WINDOW, PRECISION, CAP,
         )  # fmt: skip
         result, lse = finish(acc, row_max, row_sum)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.attention.backend import LayerCache, halves
+from inflight.attention.triton.quantized import (
+    encode,
+    largest_magnitude,
+    power_of_two,
+    scale_exponents,
+    store_scales,
+)
+from inflight.layers.triton.quantized import fp8_values
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
@@ -33,14 +43,19 @@ def rope_write(
     q_norm: Tensor | None,  # [head_dim] float32
     k_norm: Tensor | None,  # [head_dim] float32
     eps: float,
-    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     pdl: bool = False,
     tile: HeadTile | None = None,
 ) -> None:
-    """Normalise and rotate queries and keys in place, and write keys and values to the cache."""
+    """Normalise and rotate queries and keys in place, and write keys and values to the cache.
+
+    With a quantized cache, keys and values in `qkv` become what their codes stand for, so that it does not matter to
+    other kernels where they read them.
+    """
+    values, scales = halves(cache)
     num_tokens, rotary_dim = len(qkv), 0 if cos_sin is None else cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
     head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
@@ -48,10 +63,11 @@ def rope_write(
     rest = head_dim - rotary_dim
     _rope_write[grid](
         qkv, positions, slot_mapping, qkv if cos_sin is None else cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, cache, num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.shape[3],
-        BLOCK_STRIDE=cache.stride(0), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        TOKENS=tile.tokens, HEADS=tile.heads, DIM=triton.next_power_of_2(head_dim),
+        qkv if k_norm is None else k_norm, values, None if scales is None else scales.view(torch.int16), num_tokens,
+        eps, qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim, BLOCK_SIZE=values.shape[3], BLOCK_STRIDE=values.stride(0),
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens,
+        HEADS=tile.heads, DIM=triton.next_power_of_2(head_dim),
         HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
         REST=triton.next_power_of_2(rest) if rest else 0, PDL=pdl, num_warps=tile.num_warps,
         **launch_options(pdl),
@@ -63,7 +79,7 @@ def rope_write(
     do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm"],
 )
 def _rope_write(
-    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, num_tokens, eps, qkv_stride,
+    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, scales, num_tokens, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -84,17 +100,21 @@ def _rope_write(
     # Where the token's features for KV head 0 lie: keys here, values `value_offset` further.
     cached = cache + (slot // BLOCK_SIZE).to(tl.int64) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * HEAD_DIM
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if scales is not None:
+        # 16-bit integers, in pairs for key and value. A block has half as many of them as bytes.
+        scales += (slot // BLOCK_SIZE).to(tl.int64) * (BLOCK_STRIDE // 2) + (slot % BLOCK_SIZE) * 2
 
     if head_tile < q_tiles:
         head = head_tile * HEADS + row % HEADS
         rotate_heads(
-            token_heads + head * HEAD_DIM, cached, cos_sin + position * ROTARY_DIM, q_norm, eps,
+            token_heads + head * HEAD_DIM, cached, None, cos_sin + position * ROTARY_DIM, q_norm, eps,
             real & (head < NUM_HEADS), HEAD_DIM, ROTARY_DIM, Q_NORM, False, HALF, REST, PDL,
         )  # fmt: skip
     elif head_tile < q_tiles + kv_tiles:
         head = (head_tile - q_tiles) * HEADS + row % HEADS
         rotate_heads(
             token_heads + (NUM_HEADS + head) * HEAD_DIM, cached + head * (BLOCK_SIZE * HEAD_DIM),
+            None if scales is None else scales + head * (BLOCK_SIZE * 2),
             cos_sin + position * ROTARY_DIM, k_norm, eps, real & (head < NUM_KV_HEADS), HEAD_DIM, ROTARY_DIM,
             K_NORM, True, HALF, REST, PDL,
         )  # fmt: skip
@@ -105,13 +125,22 @@ def _rope_write(
         source = token_heads + (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM
         target = cached + value_offset + head * (BLOCK_SIZE * HEAD_DIM)
         launch_dependents_then_wait(PDL)
-        tl.store(target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=kept), mask=kept)
+        if scales is None:
+            tl.store(
+                target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=kept), mask=kept
+            )
+        else:
+            value = tl.load(source[:, None] + d[None, :], mask=kept, other=0.0).to(tl.float32)
+            exponent = scale_exponents(largest_magnitude(value), qkv.dtype.element_ty)
+            store_scales(scales + head * (BLOCK_SIZE * 2) + 1, exponent, real & (head < NUM_KV_HEADS))
+            _store_codes(target[:, None] + d[None, :], source[:, None] + d[None, :], value, exponent, kept)
 
 
 @triton.jit
 def rotate_heads(
     heads,  # [R] pointers to heads in qkv
     cached,  # [R] pointers to the same heads' places in the cache, read if TO_CACHE
+    scales,  # [R] pointers to their scales, or None: the cache is not quantized
     angles,  # [R] pointers to cosines, sines following
     norm,
     eps,
@@ -149,18 +178,42 @@ def rotate_heads(
             rest *= (
                 factor * tl.load(norm + ROTARY_DIM + j, mask=j < HEAD_DIM - ROTARY_DIM, other=0.0)[None, :]
             )
-            tl.store(heads[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
-            if TO_CACHE:
+            if scales is None:
+                tl.store(heads[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
+            if TO_CACHE and scales is None:
                 tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
     elif REST > 0 and TO_CACHE:
         j = tl.arange(0, REST)
         still = kept[:, None] & (j < HEAD_DIM - ROTARY_DIM)[None, :]
         rest = tl.load(heads[:, None] + ROTARY_DIM + j[None, :], mask=still)
-        tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
+        if scales is None:
+            tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
     new_low = low * cos - high * sin
     new_high = high * cos + low * sin
-    tl.store(heads[:, None] + i[None, :], new_low, mask=rotated)
-    tl.store(heads[:, None] + half + i[None, :], new_high, mask=rotated)
-    if TO_CACHE:
-        tl.store(cached[:, None] + i[None, :], new_low, mask=rotated)
-        tl.store(cached[:, None] + half + i[None, :], new_high, mask=rotated)
+    if scales is None:
+        tl.store(heads[:, None] + i[None, :], new_low, mask=rotated)
+        tl.store(heads[:, None] + half + i[None, :], new_high, mask=rotated)
+        if TO_CACHE:
+            tl.store(cached[:, None] + i[None, :], new_low, mask=rotated)
+            tl.store(cached[:, None] + half + i[None, :], new_high, mask=rotated)
+    else:
+        largest = tl.maximum(largest_magnitude(new_low), largest_magnitude(new_high))
+        if REST > 0:
+            rest = tl.where(still, rest.to(tl.float32), 0.0)
+            largest = tl.maximum(largest, largest_magnitude(rest))
+        exponent = scale_exponents(largest, heads.dtype.element_ty)
+        store_scales(scales, exponent, kept)
+        low_at, high_at = i[None, :], half + i[None, :]
+        _store_codes(cached[:, None] + low_at, heads[:, None] + low_at, new_low, exponent, rotated)
+        _store_codes(cached[:, None] + high_at, heads[:, None] + high_at, new_high, exponent, rotated)
+        if REST > 0:
+            at = ROTARY_DIM + j[None, :]
+            _store_codes(cached[:, None] + at, heads[:, None] + at, rest, exponent, still)
+
+
+@triton.jit
+def _store_codes(cached, heads, x, exponent, kept):
+    """Store the codes of x [R, D] for scales of these exponents [R] to the cache, and what they stand for to heads."""
+    codes = encode(x * power_of_two(-exponent)[:, None])
+    tl.store(cached, codes, mask=kept)
+    tl.store(heads, fp8_values(codes, tl.float32) * power_of_two(exponent)[:, None], mask=kept)

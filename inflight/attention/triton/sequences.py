@@ -199,4 +199,6 @@ def _rotate(
     position = tl.load(positions + token, mask=kept, other=0)
     heads = qkv + token.to(tl.int64) * qkv_stride + head * HEAD_DIM
     angles = cos_sin + position.to(tl.int64) * ROTARY_DIM
-    rotate_heads(heads, heads, angles, cos_sin, 0.0, kept, HEAD_DIM, ROTARY_DIM, False, False, HALF, 0, PDL)
+    rotate_heads(
+        heads, heads, None, angles, cos_sin, 0.0, kept, HEAD_DIM, ROTARY_DIM, False, False, HALF, 0, PDL
+    )

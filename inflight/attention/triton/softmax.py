@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer
+from inflight.attention.triton.quantized import split_scales
 from inflight.attention.triton.tuning import AttentionTile
+from inflight.layers.triton.quantized import fp8_values
 from inflight.triton_utils.pdl import launch_options
 
 
@@ -60,15 +62,15 @@ class AttentionWorkspace:
 
 
 def paged_constants(
-    qkv: Tensor, cache: Tensor, layer: AttentionLayer, tile: AttentionTile, pdl: bool
+    qkv: Tensor, blocks: Tensor, layer: AttentionLayer, tile: AttentionTile, pdl: bool
 ) -> dict[str, Any]:
-    """Return the compile-time arguments that kernels over paged keys have in common."""
+    """Return the compile-time arguments that kernels over paged keys have in common. `blocks` are values or codes."""
     return {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "HEAD_DIM": layer.head_dim,
-        "BLOCK_SIZE": cache.shape[3],
-        "BLOCK_STRIDE": cache.stride(0),
+        "BLOCK_SIZE": blocks.shape[3],
+        "BLOCK_STRIDE": blocks.stride(0),
         "WINDOW": layer.window is not None,
         "SINKS": layer.sinks is not None,
         "CAP": 0.0 if layer.softcap is None else layer.softcap * math.log2(math.e),
@@ -98,7 +100,7 @@ def load_rows(pointers, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     if DIM == HEAD_DIM:
         rows = tl.load(pointers[:, None] + d[None, :])
     else:
-        rows = tl.load(pointers[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+        rows = tl.load(pointers[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0)
     return rows
 
 
@@ -122,9 +124,13 @@ def take_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr = 0.0,
+    k_scale=None,  # [N] float32, or None
+    v_scale=None,
 ):
     """Add one tile of keys to the running softmax. With CAP, scores are limited to it smoothly."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    if k_scale is not None:
+        scores *= k_scale[None, :]
     if CAP > 0.0:
         scores = _tanh(scores * (scale / CAP)) * CAP
         scale = 1.0
@@ -136,6 +142,11 @@ def take_tile(
     weights = tl.exp2(scores * scale - shift[:, None])
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
+    if v_scale is not None:
+        if v.dtype == tl.float16:  # small weights have few bits in float16
+            v *= v_scale.to(tl.float16)[:, None]
+        else:
+            weights *= v_scale[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, new_row_max, row_sum
 
@@ -153,6 +164,24 @@ def page_pointers(base, blocks, positions, block_stride, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
+def load_words(scales, blocks, positions, block_stride, BLOCK_SIZE: tl.constexpr):
+    """Load the words with one head's scales of `positions` [N], which are in `blocks` [N]."""
+    words_per_block: tl.constexpr = block_stride // 4  # a block's stride is in bytes
+    return tl.load(page_pointers(scales, blocks, positions, words_per_block, 1, BLOCK_SIZE))
+
+
+@triton.jit
+def take_codes(
+    q, k, v, words, seen, acc, row_max, row_sum, scale,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of quantized keys to the running softmax: codes k and v [N, DIM], and words [N] with scales."""
+    k_scale, v_scale = split_scales(words)
+    k, v = fp8_values(k, q.dtype), fp8_values(v, q.dtype)
+    return take_tile(q, k, v, seen, acc, row_max, row_sum, scale, MASKED, PRECISION, CAP, k_scale, v_scale)
+
+
+@triton.jit
 def first_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Load the blocks [BLOCK_N] of the first tile of positions [begin, end), for `take_pages`, if it is an item."""
     position = tl.minimum(begin + tl.arange(0, BLOCK_N), tl.maximum(end - 1, 0))
@@ -167,6 +196,7 @@ def take_pages(
     row_max,
     row_sum,
     keys,  # pointer to this head's keys in block 0; its values lie `value_offset` further
+    scales,  # pointer to this head's scales in block 0, or None: keys and values are not quantized
     table,  # pointer to the request's block ids
     blocks,  # [BLOCK_N] the first of them, see `first_blocks`
     begin,
@@ -198,20 +228,37 @@ def take_pages(
             k_at = page_pointers(keys, blocks, start + n, block_stride, HEAD_DIM, BLOCK_SIZE)
             k = load_rows(k_at, HEAD_DIM, DIM)
             v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+            if scales is not None:
+                words = load_words(scales, blocks, start + n, block_stride, BLOCK_SIZE)
             blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last) // BLOCK_SIZE)
-            acc, row_max, row_sum = take_tile(
-                q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
-            )
+            if scales is None:
+                acc, row_max, row_sum = take_tile(
+                    q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
+                )
+            else:
+                acc, row_max, row_sum = take_codes(
+                    q, k, v, words, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
+                )
     for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
         position = start + n
-        k_at = page_pointers(keys, blocks, tl.minimum(position, last), block_stride, HEAD_DIM, BLOCK_SIZE)
+        readable = tl.minimum(position, last)
+        k_at = page_pointers(keys, blocks, readable, block_stride, HEAD_DIM, BLOCK_SIZE)
         k = load_rows(k_at, HEAD_DIM, DIM)
         v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+        if scales is not None:
+            words = load_words(scales, blocks, readable, block_stride, BLOCK_SIZE)
         blocks = tl.load(table + tl.minimum(position + BLOCK_N, last) // BLOCK_SIZE)
         seen = (position < end)[None, :]
         if WINDOW:
             seen = seen & (position[None, :] >= lowest[:, None])
-        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP)
+        if scales is None:
+            acc, row_max, row_sum = take_tile(
+                q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP
+            )
+        else:
+            acc, row_max, row_sum = take_codes(
+                q, k, v, words, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP
+            )
     return acc, row_max, row_sum
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.attention.backend import AttentionBackend, KVShape, LayerCache
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
@@ -116,7 +116,9 @@ class Decoder:
         shard, mixers = self.shard, self.shard.whole.mixers
         layers = [shard.attention(mixer) for mixer in mixers if isinstance(mixer, AttentionSpec)]
         kept = [
-            LayerKV(layer.num_kv_heads, layer.head_dim, self._shorter_window(layer.window))
+            LayerKV(
+                layer.num_kv_heads, layer.head_dim, self._shorter_window(layer.window), layer.quantized_kv
+            )
             for layer in layers
         ]
         before = sum(isinstance(mixer, AttentionSpec) for mixer in mixers[: shard.layers.start])
@@ -137,7 +139,7 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        caches: Sequence[Tensor],
+        caches: Sequence[LayerCache],
         inputs: Any,
         output_tokens: Tensor | None = None,
         states: Sequence[LayerStates] = (),
@@ -155,7 +157,7 @@ class Decoder:
     def run_layers(
         self,
         x: Tensor,
-        caches: Sequence[Tensor],
+        caches: Sequence[LayerCache],
         inputs: Any,
         output_tokens: Tensor | None = None,
         states: Sequence[LayerStates] = (),
@@ -176,8 +178,8 @@ class Decoder:
         return residual.x
 
     def _memories(
-        self, caches: Sequence[Tensor], states: Sequence[LayerStates], inputs: Any
-    ) -> Iterator[tuple[Tensor | LayerStates, Any]]:
+        self, caches: Sequence[LayerCache], states: Sequence[LayerStates], inputs: Any
+    ) -> Iterator[tuple[LayerCache | LayerStates, Any]]:
         """Yield the memory of each layer, and the step as the layer reads it."""
         own_caches, own_states = iter(caches), iter(states)
         for layer in self.layers:

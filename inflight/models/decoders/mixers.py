@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionLayer
+from inflight.attention.backend import AttentionBackend, AttentionLayer, LayerCache
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import DeltaNetLayer, LayerStates
 from inflight.models.decoders.mlps import SchemeOf, empty_norm, norm_targets, unquantized
@@ -108,7 +108,7 @@ class SelfAttention:
     def __call__(
         self,
         residual: Residual,
-        memory: Tensor,
+        memory: LayerCache,
         inputs: Any,
         next_norm: Tensor | None,
         output_tokens: Tensor | None = None,

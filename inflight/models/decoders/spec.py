@@ -122,6 +122,7 @@ class AttentionSpec:
     has_gate: bool = False  # whether the query projection also yields gates of the heads' outputs
     value_norm: bool = False  # whether values are normalised, without a weight
     values_are_keys: bool = False  # whether values are the projected keys, before norm and rotation
+    quantized_kv: bool = False  # whether the KV cache holds its keys and values in fp8
 
     @property
     def query_size(self) -> int:
