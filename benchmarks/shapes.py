@@ -176,3 +176,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+# As it is published: experts with 4 bits.
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+}

@@ -34,7 +34,7 @@ _P, _L, _I, _U, _S = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_u
 _TOKENIZE = ctypes.CFUNCTYPE(_S, _P, _P, _S, _P, _S)
 
 
-class _Limits(ctypes.Structure):
+class _ParserLimits(ctypes.Structure):
     _fields_ = (
         ("max_items_in_row", _S),
         ("initial_lexer_fuel", ctypes.c_uint64),
@@ -54,7 +54,7 @@ class _MatcherOptions(ctypes.Structure):
         ("log_stderr_level", _U),
         ("ff_tokens_ok", ctypes.c_bool),
         ("backtrack_ok", ctypes.c_bool),
-        ("limits", _Limits),
+        ("limits", _ParserLimits),
         ("unused", ctypes.c_byte * 256),  # a larger structure would be written here
     )
 

@@ -205,7 +205,7 @@ class GroupScheme:
         scaled = (groups / exponents.exp2()[..., None]).clamp(-6, 6)
         values = torch.tensor(FP4_VALUES[:8], device=groups.device)
         middles = (values[1:] + values[:-1]) / 2
-        codes = torch.bucketize(scaled.abs(), middles) + 8 * (scaled < 0)
+        codes = torch.bucketize(scaled.abs().contiguous(), middles) + 8 * (scaled < 0)
         return self._matrix(codes, (exponents + _EXPONENT_BIAS).to(torch.uint8), None, num_columns)
 
 
