@@ -37,8 +37,10 @@ class BlockManager:
         self.pool = BlockPool(num_blocks)
         self.cache = cache
         self._groups = layout.groups
+        # How many tokens before its own a token can see, if not all, and the tables of each group.
+        self._shapes = [(None if g.window is None else g.window - 1, g.tables) for g in self._groups]
         self._windowed = [
-            (index, group.window - 1) for index, group in enumerate(self._groups) if group.window is not None
+            (index, reach) for index, (reach, _) in enumerate(self._shapes) if reach is not None
         ]
         self._num_tables = len(layout.windows)
         self._names = [group.name for group in self._groups]
@@ -108,6 +110,9 @@ class BlockManager:
         request.tables = [list(bundles) for bundles in hit.tables] or [[] for _ in self._groups]
         request.first_blocks = [group.first_needed(num_cached, self.block_size) for group in self._groups]
         request.branch = hit.num_present if hit.num_present > hit.num_blocks else 0
+        request.num_continued = max(
+            hit.num_blocks, hit.num_present, request.num_prompt_tokens // self.block_size
+        )
         for index, (table, first) in enumerate(zip(request.tables, request.first_blocks, strict=True)):
             self._num_used[index] += self.pool.acquire(table[first:] if first else table)
         if self.snapshots is not None:
@@ -128,25 +133,28 @@ class BlockManager:
         size = self.block_size
         first = request.kv_capacity // size
         needed = -(-num_tokens // size) - first
-        for index, reach in self._windowed:
-            seen = (request.num_computed - reach) // size
-            if seen > request.first_blocks[index]:
-                self._release_unseen(request, index, seen)
         updates: list[TableUpdate] = []
-        if needed > 0:
-            if needed * self._num_tables > self.pool.num_available and not self._cancel_snapshots(needed):
-                return None
-            self._extend(request, first, needed, updates)
+        has_room = needed * self._num_tables <= self.pool.num_available
+        if needed == 1 and has_room and self._windowed and num_tokens == request.num_computed + 1:
+            self._slide(request, first, updates)
+        else:
+            for index, reach in self._windowed:
+                seen = (request.num_computed - reach) // size
+                if seen > request.first_blocks[index]:
+                    self._release_unseen(request, index, seen)
+            if needed > 0:
+                if not has_room and not self._make_room(needed):
+                    return None
+                self._extend(request, first, needed, updates)
         if self.snapshots is not None:
-            self.snapshots.begin_entry(request)
+            self.snapshots.begin_entry(request, num_tokens)
         return updates
 
     def _extend(self, request: Request, first: int, count: int, updates: list[TableUpdate]) -> None:
         # Hot: every request runs it at every block boundary, and decodes need one block.
         take, num_used, row = self._take, self._num_used, request.row
-        for index, (group, table) in enumerate(zip(self._groups, request.tables, strict=True)):
-            numbers = group.tables
-            size = len(numbers)
+        for index, (_, numbers) in enumerate(self._shapes):
+            table, size = request.tables[index], len(numbers)
             num_used[index] += size * count
             bundles = [take(size)] if count == 1 else [take(size) for _ in range(count)]
             table += bundles
@@ -160,6 +168,39 @@ class BlockManager:
         request.kv_capacity += num_added
         self._total_capacity += num_added
 
+    def _slide(self, request: Request, first: int, updates: list[TableUpdate]) -> None:
+        """Extend the block tables by a block for a decode, which reuses those that leave a window if nobody else could.
+
+        Caching these instead would be of little use: see `_release_unseen`.
+        """
+        # Hot like `_extend`.
+        row, size, first_blocks = request.row, self.block_size, request.first_blocks
+        for index, (reach, numbers) in enumerate(self._shapes):
+            table, bundle = request.tables[index], -1
+            if reach is not None:
+                begin, seen = first_blocks[index], (request.num_computed - reach) // size
+                if (
+                    seen == begin + 1 <= len(table)
+                    and begin >= request.num_continued
+                    and self.pool.refs(table[begin]) == 1
+                ):
+                    bundle = table[begin]  # not published
+                    table[begin] = -1
+                    first_blocks[index] = seen
+                elif seen > begin:
+                    self._release_unseen(request, index, seen)
+            if bundle < 0:
+                bundle = self._take(len(numbers))
+                self._num_used[index] += len(numbers)
+            table.append(bundle)
+            if len(numbers) == 1:
+                updates.append(TableUpdate(row, first, [bundle], numbers[0]))
+            else:
+                for number, block in zip(numbers, self.pool.blocks(bundle), strict=True):
+                    updates.append(TableUpdate(row, first, [block], number))
+        request.kv_capacity += size
+        self._total_capacity += size
+
     def _take(self, size: int) -> int:
         """Allocate a bundle, evicting others if needed."""
         pool = self.pool
@@ -172,12 +213,12 @@ class BlockManager:
         if self.snapshots is not None:
             self.snapshots.forget(bundle)
 
-    def _cancel_snapshots(self, needed: int) -> bool:
-        """Give up the snapshots of this step if that makes room for `needed` blocks per table."""
-        if self.snapshots is None:
-            return False
-        self.snapshots.cancel()
-        return needed * self._num_tables <= self.pool.num_available
+    def _make_room(self, needed: int) -> bool:
+        """Give up the snapshots of this step if there is no room for `needed` blocks per table otherwise."""
+        num_blocks = needed * self._num_tables
+        if num_blocks > self.pool.num_available and self.snapshots is not None:
+            self.snapshots.cancel()
+        return num_blocks <= self.pool.num_available
 
     def _release_unseen(self, request: Request, index: int, first: int) -> None:
         """Release the bundles of a windowed group before block `first`.
@@ -188,19 +229,15 @@ class BlockManager:
         """
         table, begin = request.tables[index], request.first_blocks[index]
         request.first_blocks[index] = first
-        end, size = min(first, len(table)), self.block_size
+        end = min(first, len(table))
+        release, knows = self.pool.release, self.cache.knows
+        size = self.block_size
         reach = -(-(self._groups[index].window or 0) // size)  # blocks of a window
-        cached, branch, last = request.num_cached // size, request.branch, request.num_prompt_tokens // size
-        release, knows, num_freed = self.pool.release, self.cache.knows, 0
+        ends = (request.num_cached // size, request.branch, request.num_prompt_tokens // size)
         for block in range(begin, end):
-            useful = (
-                last - reach <= block < last
-                or cached - reach <= block < cached
-                or branch - reach <= block < branch
-            )
-            num_freed += release((table[block],), knows, not useful)
+            is_useful = any(end - reach <= block < end for end in ends)
+            self._num_used[index] -= release((table[block],), knows, not is_useful)
             table[block] = -1
-        self._num_used[index] -= num_freed
 
     def table_updates(self, request: Request) -> Iterator[TableUpdate]:
         """Yield all blocks of a request."""
@@ -228,6 +265,8 @@ class BlockManager:
 
     def free(self, request: Request) -> int:
         """Release the request's blocks. Return how many have no other holder."""
+        if self._windowed:
+            self.cache.publish_windows(request)
         refs = self.pool.refs
         for index, group in enumerate(self._groups if request.tables else ()):
             held = request.tables[index][request.first_blocks[index] :]

@@ -12,7 +12,8 @@ states:
       └─────────── CACHED (refs = 0, content available for prefix hits)
          evict, least recently used first
 
-so empty + cached + used == total at all times. Every operation is O(1) per block.
+so empty + cached + used == total at all times. The snapshot that a running request overwrites again and again counts as
+cached, though its content is available only once the request ends. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ class BlockPool:
         A bundle without holders becomes cached if `keep` returns true for it, otherwise empty. With `soon`, it will be
         evicted before all that are cached now.
         """
-        refs, num_freed = self._refs, 0
+        refs, several, num_freed = self._refs, self._bundles, 0
         for bundle in bundles:
             refs[bundle] -= 1
             if refs[bundle] == 0:
-                size = self._size(bundle)
+                size = len(several[bundle]) if bundle in several else 1
                 num_freed += size
                 if keep(bundle):
                     self._cached[bundle] = None

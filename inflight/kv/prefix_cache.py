@@ -172,7 +172,13 @@ class PrefixCache(Protocol):
         """Return the cached prefix of the request, leaving at least one token to compute."""
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens` tokens available to prefix hits."""
+        """Make the full blocks among the first `num_tokens` tokens available to prefix hits.
+
+        Those of windows behind `request.num_continued` are not yet: most leave their window before anybody needs them.
+        """
+
+    def publish_windows(self, request: Request) -> None:
+        """Make such blocks available, too: the request ends, and its next turn continues from them."""
 
     def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:
         """Return the hash of the request's first blocks; None if nothing about it is cached."""
@@ -184,7 +190,8 @@ class PrefixCache(Protocol):
 
     def knows(self, bundle: int) -> bool: ...
 
-    def forget(self, bundle: int) -> None: ...
+    def forget(self, bundle: int) -> None:
+        """Forget the content of a bundle, if anything about it is known."""
 
     def clear(self) -> None: ...
 
@@ -259,9 +266,17 @@ class ChainHashCache:
             return
         hashes = self._hasher.hashes(request, num_full)
         for index in range(request.num_published, num_full):
-            for group, table in enumerate(request.tables):
+            tables = request.tables if index < request.num_continued else request.tables[: self._num_full]
+            for group, table in enumerate(tables):
                 self._store(group, hashes[index], table[index])
         request.num_published = num_full
+
+    def publish_windows(self, request: Request) -> None:
+        hashes = request.block_hashes
+        for group in range(self._num_full, len(request.tables)):
+            first = max(request.first_blocks[group], request.num_continued)
+            for index in range(first, request.num_published):
+                self._store(group, hashes[index], request.tables[group][index])
 
     def _store(self, group: int, block_hash: bytes, bundle: int) -> None:
         bundle_of = self._bundle_of[group]
@@ -288,7 +303,10 @@ class ChainHashCache:
         return bundle in self._key_of
 
     def forget(self, bundle: int) -> None:
-        group, block_hash = self._key_of.pop(bundle)
+        key = self._key_of.pop(bundle, None)
+        if key is None:
+            return
+        group, block_hash = key
         del self._bundle_of[group][block_hash]
         if self._changes is not None and group == self._reported:
             self._changes.evict(block_hash)
@@ -317,6 +335,9 @@ class NoPrefixCache:
 
     def publish(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
         request.num_published = sys.maxsize  # nothing left to publish, so the scheduler does not call again
+
+    def publish_windows(self, request: Request) -> None:
+        pass
 
     def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:  # noqa: ARG002
         return None

@@ -7,7 +7,7 @@ prefix can be shared only where a copy of the state was made. Snapshots are take
 - every few blocks of a prompt,
 - where an earlier request's tokens began to differ (`Request.branch`), for the next requests that branch off there,
 - at every boundary that a decoding request passes, in the blocks of its previous one, for the next turn of a
-  conversation.
+  conversation, which can hit it once the request ends.
 
 A state at the start of an entry is copied by the step before it computes anything (a save), one inside an entry by the
 recurrent layers (a capture). Snapshots are bundles of blocks, found by the hash of their prefix from the next step on,
@@ -54,10 +54,26 @@ class StateCopies:
 
 
 class _Planned(NamedTuple):
+    """A snapshot that the step being formed takes."""
+
     request: Request
     position: int
     prefix_hash: bytes
     bundle: int
+    is_save: bool  # whether the entry begins at the position
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The latest snapshot of a decoding request, which it overwrites at each block boundary.
+
+    Nobody else could use it before the request ends, so it can be hit only until it is overwritten for the first time
+    and again once the request leaves.
+    """
+
+    bundle: int
+    num_blocks: int  # of the prefix whose state it holds
+    can_be_hit: bool = True
 
 
 class Snapshots:
@@ -75,9 +91,10 @@ class Snapshots:
         self._limit = max(1, int(pool.num_blocks * MAX_SHARE) // size)
         # Snapshots, least recently used first, and the decoding request whose latest one it is.
         self._kept: OrderedDict[int, Request | None] = OrderedDict()
-        self._latest: dict[Request, int] = {}  # the latest snapshot of each decoding request
+        self._latest: dict[Request, _Latest] = {}
         # The step being formed.
-        self._starts: dict[Request, int] = {}  # positions where entries begin
+        self._starts: dict[Request, int] = {}  # positions where entries of several tokens begin
+        self._overwritten: dict[Request, int] = {}  # latest snapshots, and the blocks before their new states
         self._restores: list[tuple[Request, list[int]]] = []
         self._planned: dict[bytes, _Planned] = {}
 
@@ -107,19 +124,30 @@ class Snapshots:
             self._pool.touch(hit.snapshot)
             self._kept.move_to_end(hit.snapshot)
 
-    def begin_entry(self, request: Request) -> None:
+    def begin_entry(self, request: Request, end: int) -> None:
         """Note that an entry of the step begins at `request.num_computed`, and save the state there if it is wanted."""
-        start = self._starts[request] = request.num_computed
+        # Hot: every request runs it at every block boundary.
+        start = request.num_computed
+        if end > start + 1:
+            self._starts[request] = start
         num_blocks, rest = divmod(start, self._block_size)
         if not start or rest:
             return
-        if start >= request.num_prompt_tokens:
-            if request in self._latest:
-                self._replace_latest(request, num_blocks)
-            else:
-                self._plan(request, num_blocks)
-        elif self._is_wanted(request, num_blocks):
-            self._plan(request, num_blocks)
+        if start < request.num_prompt_tokens:
+            if self._is_wanted(request, num_blocks):
+                self._plan(request, num_blocks, is_save=True)
+            return
+        latest = self._latest.get(request)
+        if latest is None:
+            self._plan(request, num_blocks, is_save=True)
+            return
+        bundle = latest.bundle
+        if latest.can_be_hit:
+            self._cache.forget(bundle)
+            latest.can_be_hit = False
+        self._pool.touch(bundle)
+        self._kept.move_to_end(bundle)
+        self._overwritten[request] = num_blocks
 
     def end_entry(self, request: Request) -> None:
         """Plan the captures of an entry, which ends at `request.num_computed` and can no longer be withdrawn."""
@@ -127,7 +155,7 @@ class Snapshots:
         if start is None:
             return
         for num_blocks in self._wanted_inside(request, start):
-            self._plan(request, num_blocks)
+            self._plan(request, num_blocks, is_save=False)
 
     def _is_wanted(self, request: Request, num_blocks: int) -> bool:
         last = (len(request.token_ids) - 1) // self._block_size
@@ -141,7 +169,7 @@ class Snapshots:
         others = range(-(-first // PROMPT_INTERVAL) * PROMPT_INTERVAL, end, PROMPT_INTERVAL)
         yield from (count for count in reversed(others) if count not in (last, request.branch))
 
-    def _plan(self, request: Request, num_blocks: int) -> None:
+    def _plan(self, request: Request, num_blocks: int, is_save: bool) -> None:
         prefix_hash = self._cache.prefix_hash(request, num_blocks)
         if prefix_hash is None or prefix_hash in self._planned or self._cache.has_snapshot(prefix_hash):
             return
@@ -150,39 +178,30 @@ class Snapshots:
         if len(self._planned) >= self._limit or self._pool.num_available < self._size:
             return
         position = num_blocks * self._block_size
-        self._planned[prefix_hash] = _Planned(request, position, prefix_hash, self._take(self._size))
-
-    def _replace_latest(self, request: Request, num_blocks: int) -> None:
-        """Plan to overwrite the latest snapshot of a decoding request. Nobody can hit it any more."""
-        prefix_hash = self._cache.prefix_hash(request, num_blocks)
-        if prefix_hash is None or prefix_hash in self._planned or self._cache.has_snapshot(prefix_hash):
-            return
-        bundle = self._latest.pop(request)
-        del self._kept[bundle]
-        self._cache.forget(bundle)
-        self._pool.acquire((bundle,))
-        position = num_blocks * self._block_size
-        self._planned[prefix_hash] = _Planned(request, position, prefix_hash, bundle)
+        self._planned[prefix_hash] = _Planned(request, position, prefix_hash, self._take(self._size), is_save)
 
     def take_copies(self) -> StateCopies:
         """Return the copies of the step that has been formed. Its snapshots can be hit from now on."""
         copies = StateCopies([StateCopy(request.row, block_ids) for request, block_ids in self._restores])
-        add, blocks, starts, kept = self._cache.add_snapshot, self._pool.blocks, self._starts, self._kept
-        bundles = []
-        for request, position, prefix_hash, bundle in self._planned.values():
+        blocks, saves, all_latest = self._pool.blocks, copies.saves, self._latest
+        for request, num_blocks in self._overwritten.items():
+            latest = all_latest[request]
+            latest.num_blocks = num_blocks
+            saves.append(StateCopy(request.row, blocks(latest.bundle)))
+        for request, position, prefix_hash, bundle, is_save in self._planned.values():
             owner = None
-            if position != starts[request]:
+            if not is_save:
                 copies.captures.append(StateAt(request, position, blocks(bundle)))
             else:
-                copies.saves.append(StateCopy(request.row, blocks(bundle)))
+                saves.append(StateCopy(request.row, blocks(bundle)))
                 if position >= request.num_prompt_tokens:
-                    self._latest[request], owner = bundle, request
-            add(prefix_hash, bundle)
-            kept[bundle] = owner
-            bundles.append(bundle)
-        self._pool.release(bundles, self._cache.knows)
+                    all_latest[request], owner = _Latest(bundle, position // self._block_size), request
+            self._cache.add_snapshot(prefix_hash, bundle)
+            self._kept[bundle] = owner
+        self._pool.release([planned.bundle for planned in self._planned.values()], self._cache.knows)
         self._restores.clear()
-        starts.clear()
+        self._starts.clear()
+        self._overwritten.clear()
         self._planned.clear()
         return copies
 
@@ -194,26 +213,36 @@ class Snapshots:
 
     def leave(self, request: Request) -> None:
         """Note that a request gives up its memory; its latest snapshot stays for the next turn."""
-        if request in self._starts:
-            del self._starts[request]
-            self._restores = [restore for restore in self._restores if restore[0] is not request]
-            self._give_up([planned for planned in self._planned.values() if planned.request is request])
+        self._starts.pop(request, None)
+        self._overwritten.pop(request, None)
+        self._restores = [restore for restore in self._restores if restore[0] is not request]
+        self._give_up([planned for planned in self._planned.values() if planned.request is request])
         latest = self._latest.pop(request, None)
-        if latest is not None:
-            self._pool.touch(latest)
-            self._kept[latest] = None
-            self._kept.move_to_end(latest)
+        if latest is None:
+            return
+        bundle = latest.bundle
+        if not latest.can_be_hit:
+            prefix_hash = self._cache.prefix_hash(request, latest.num_blocks)
+            if prefix_hash is None or self._cache.has_snapshot(prefix_hash):
+                self._drop(bundle)
+                return
+            self._cache.add_snapshot(prefix_hash, bundle)
+        self._pool.touch(bundle)
+        self._kept[bundle] = None
+        self._kept.move_to_end(bundle)
 
     def forget(self, bundle: int) -> None:
         """Note that a bundle was evicted."""
         owner = self._kept.pop(bundle, None)
-        if owner is not None:
+        if owner in self._latest:
             del self._latest[owner]
+            self._overwritten.pop(owner, None)
 
     def clear(self) -> None:
         """Note that all cached content was dropped."""
         self._kept.clear()
         self._latest.clear()
+        self._overwritten.clear()
 
     def held(self) -> list[int]:
         """Return the bundles that are in use, for checks."""

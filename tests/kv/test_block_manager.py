@@ -226,6 +226,49 @@ def run_through(blocks: BlockManager, prompt: list[int], cache_salt: str = "") -
     return request
 
 
+def decode(blocks: BlockManager, request: Request, ids: list[int]) -> None:
+    """Compute tokens one by one, each in a step of its own, and grow at block boundaries, as the scheduler does."""
+    for token_id in ids:
+        request.token_ids.append(token_id)
+        if request.num_computed == request.kv_capacity:
+            assert blocks.grow(request, request.num_computed + 1) is not None
+        request.num_computed += 1
+        blocks.publish(request, request.num_computed)
+        blocks.take_copies()
+
+
+def test_decode_reuses_the_block_that_leaves_its_window() -> None:
+    blocks = manager(32, KVLayout(BLOCK_SIZE, (None, 6)))
+    request = run_through(blocks, list(range(16)))
+    decode(blocks, request, list(range(100, 108)))  # the window leaves the prompt behind
+    decode(blocks, request, [108])
+    cached, window = blocks.pool.num_cached, request.tables[1][-3:]
+    decode(blocks, request, list(range(109, 120)))
+    assert blocks.pool.num_cached == cached, "nothing but the prompt stays cached"
+    assert sorted(bundle for bundle in request.tables[1] if bundle >= 0) == sorted(window)
+    answer = [*range(16), *range(100, 120)]
+    assert num_hits(blocks, [*answer, 0]) == 4, "the end of the prompt"
+    blocks.free(request)
+    assert num_hits(blocks, [*answer, 0]) == 9, "the last window of the answer"
+
+
+def test_snapshot_of_a_decoding_request_can_be_hit_once_it_ends() -> None:
+    blocks = manager(32, LAYOUTS["full and state"])
+    request = run_through(blocks, list(range(8)))
+    decode(blocks, request, list(range(100, 113)))
+    answer = [*range(8), *range(100, 113)]
+    assert num_hits(blocks, [*answer, 0]) == 1, "the last boundary inside the prompt"
+    blocks.free(request)
+    assert num_hits(blocks, [*answer, 0]) == 5
+    assert blocks.snapshots is not None
+    count = blocks.snapshots.count
+    twin = run_through(blocks, list(range(8)))
+    decode(blocks, twin, list(range(100, 113)))
+    blocks.free(twin)
+    assert blocks.snapshots.count == count, "a snapshot that exists already is dropped"
+    assert num_hits(blocks, [*answer, 0]) == 5
+
+
 def test_tails_are_evicted_before_heads() -> None:
     blocks = manager(4)
     blocks.free(run_through(blocks, list(range(16))))
