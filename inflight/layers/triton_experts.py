@@ -28,7 +28,7 @@ from inflight.layers.triton.grouped_experts import combine, grouped_down, groupe
 from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
-from inflight.layers.triton.quantized import FP8, FP8_BYTES, MXFP4, PLAIN
+from inflight.layers.triton.quantized import INT4, MXFP4, PLAIN, PRODUCTS, int4_shape, pack_int4
 from inflight.layers.triton.routing import Chosen, HalfNormed, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
@@ -44,7 +44,7 @@ _FLOAT32_SUMS = 1024  # tokens up to which the products of experts are held as f
 
 
 class TritonExperts:
-    """Implements `Experts` over weights in the compute dtype, in fp8 or in MXFP4; gate and up rows alternate."""
+    """Implements `Experts` over weights in the compute dtype or quantized ones; gate and up rows alternate."""
 
     def __init__(
         self,
@@ -101,9 +101,17 @@ class TritonExperts:
         if matrices.kind == MXFP4:
             codes.copy_(pack_codes(unpack_nibbles(matrix.codes.to(codes.device))))
             scales.copy_(pack_scales(matrix.scales).T)
+            return
+        middle, num_groups = 0, len(scales)
+        if matrices.kind == INT4:
+            codes.copy_(pack_int4(unpack_nibbles(matrix.codes.to(codes.device)), matrices.group))
+            middle, num_groups = 8, -(-num_columns // matrices.group)
         else:
             codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
-            scales.copy_(matrix.scales.T)
+        scales[:num_groups] = matrix.scales.T  # one scale of a whole row is repeated
+        if matrices.zeros is not None and matrix.zeros is not None:
+            zeros = matrices.zeros[index, :, rows][:, first_row : first_row + num_rows]
+            zeros[:num_groups] = (matrix.zeros.to(torch.int16) - middle).to(torch.int8).T
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         matrices, index, rows, _ = self._part(part, expert)
@@ -175,7 +183,9 @@ class TritonExperts:
         if down.kind == PLAIN:
             tiles = choose_grouped(num_tokens * top_k, num_experts, itemsize)
         else:
-            tiles = choose_grouped_quantized(num_tokens * top_k, num_experts, down.kind == MXFP4)
+            converted = down.kind not in PRODUCTS
+            step = 2 * down.group if down.kind == INT4 else 128
+            tiles = choose_grouped_quantized(num_tokens * top_k, num_experts, converted, step)
         block_m, gate_up_tile, down_tile = tiles
         y, blocks = grouped_gate_up(x, gate_up, chosen, block_m, self._gate, gate_up_tile, pdl)
         dtype = torch.float32 if num_tokens <= _FLOAT32_SUMS else y.dtype
@@ -202,9 +212,18 @@ def _allocate(
         words = torch.empty(count, num_rows, tiles * GROUP, dtype=torch.int16, device=device)
         scales = torch.zeros(count, tiles, num_rows, dtype=torch.int32, device=device)
         return ExpertWeights(words, bias, MXFP4, GROUP, scales)
-    products = scheme.inputs == "fp8" and kernels.fp8_products
-    codes = torch.empty(
-        count, num_rows, num_columns, dtype=torch.float8_e4m3fn if products else torch.uint8, device=device
+    if scheme.codes == "int4":
+        group, num_bytes, num_groups = int4_shape(scheme.group, num_columns)
+        kind, dtype = INT4, torch.uint8
+    else:
+        group, num_bytes, num_groups = scheme.group, num_columns, scheme.num_groups(num_columns)
+        kind, dtype = kernels.byte_codes(scheme, num_columns)
+    shape = count, num_groups, num_rows
+    return ExpertWeights(
+        torch.empty(count, num_rows, num_bytes, dtype=dtype, device=device),
+        bias,
+        kind,
+        group,
+        torch.zeros(shape, device=device),
+        torch.zeros(shape, dtype=torch.int8, device=device) if scheme.zeros else None,
     )
-    scales = torch.empty(count, scheme.num_groups(num_columns), num_rows, device=device)
-    return ExpertWeights(codes, bias, FP8 if products else FP8_BYTES, scheme.group, scales)

@@ -38,16 +38,22 @@ from inflight.layers.triton.quantized import (
     FP8,
     FP8_BYTES,
     INT4,
+    INT8,
+    INT8_CONVERTED,
+    MAX_INT8_FEATURES,
+    PRODUCTS,
+    QuantizedInputs,
     QuantizedWeight,
-    dequantize_int4,
+    dequantize,
+    int4_shape,
     pack_int4,
     quantize_rows,
 )
 from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import (
-    MAX_FP8_SMALL,
-    MAX_INT4_SMALL,
+    MAX_BYTES_SMALL,
+    MAX_CONVERTED_SMALL,
     MAX_TOKENS,
     pays_medium,
     pays_medium_fp8,
@@ -55,8 +61,6 @@ from inflight.layers.triton.tuning import (
 )
 from inflight.layers.triton_experts import TritonExperts
 from inflight.triton_utils.pdl import supports_pdl
-
-_ROW_GROUP = 128  # columns of the groups into which rows of 4-bit codes with a single scale are cut
 
 
 @runtime_checkable
@@ -127,6 +131,17 @@ class TritonKernels:
         if scheme is None or not held_on_gpu(scheme, experts=True):
             scheme = None
         return TritonExperts(self, router, inner, routing, activation, bias, limit, reduce, held, scheme)
+
+    def byte_codes(self, scheme: GroupScheme, num_columns: int) -> tuple[int, torch.dtype]:
+        """Return how kernels name the codes of a scheme of 8 bits, and their type. They are multiplied as they are if
+        the model expects inputs to be quantized, too, and the chip can do so."""
+        quantized = scheme.inputs == scheme.codes and scheme.group in (0, 128) and not scheme.zeros
+        if scheme.codes == "int8":
+            exact = quantized and num_columns <= MAX_INT8_FEATURES
+            return INT8 if exact else INT8_CONVERTED, torch.int8
+        if quantized and self.fp8_products:
+            return FP8, torch.float8_e4m3fn
+        return FP8_BYTES, torch.uint8
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return embed(table, ids, self.pdl)
@@ -318,11 +333,11 @@ def _read_through(hidden: Tensor, norm: Tensor | None, left: NextNorm | None) ->
 
 
 class QuantizedTritonLinear(TritonLinear):
-    """A linear layer over fp8 or 4-bit weights.
+    """A linear layer over fp8, int8 or 4-bit weights.
 
-    On chips with fp8 products, inputs of fp8 weights are quantized as well, if the model expects that: in the kernel
-    for few tokens, otherwise where the norm is read. All other weights are converted in the kernel for few tokens;
-    for many, they are dequantized first, which takes little beside the product.
+    Inputs of fp8 and int8 weights are quantized as well, if the model expects that and the chip multiplies such
+    numbers: in the kernel for few tokens, otherwise where the norm is read. All other weights are converted in the
+    kernel for few tokens; for many, they are dequantized first, which takes little beside the product.
     """
 
     def __init__(
@@ -335,37 +350,36 @@ class QuantizedTritonLinear(TritonLinear):
         scheme: GroupScheme,
     ) -> None:
         self._scheme = scheme
-        self._products = scheme.codes == "fp8" and scheme.inputs == "fp8" and kernels.fp8_products
         super().__init__(kernels, in_features, out_features, bias, reduce)
 
     # ---- loading ----
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:  # noqa: ARG002
         num_rows, num_columns, scheme = self.out_features, self.in_features, self._scheme
-        if scheme.codes == "fp8":
-            self._matrix = scheme.empty(num_rows, num_columns, device)
-            codes, scales = self._matrix.codes, self._matrix.scales
-            kind = FP8 if self._products else FP8_BYTES
+        if scheme.codes == "int4":
+            group, num_bytes, num_groups = int4_shape(scheme.group, num_columns)
             return QuantizedWeight(
-                codes if self._products else codes.view(torch.uint8), kind, scheme.group, scales
+                torch.empty(num_rows, num_bytes, dtype=torch.uint8, device=device),
+                INT4,
+                group,
+                torch.zeros(num_rows, num_groups, device=device),
+                torch.zeros(num_rows, num_groups, device=device) if scheme.zeros else None,
             )
-        group = scheme.group or _ROW_GROUP
-        num_pairs = -(-num_columns // (2 * group))
-        return QuantizedWeight(
-            torch.empty(num_rows, num_pairs * group, dtype=torch.uint8, device=device),
-            INT4,
-            group,
-            torch.zeros(num_rows, 2 * num_pairs, device=device),
-            torch.zeros(num_rows, 2 * num_pairs, device=device) if scheme.zeros else None,
-        )
+        kind, codes = self._kernels.byte_codes(scheme, num_columns)
+        self._matrix = matrix = scheme.empty(num_rows, num_columns, device)
+        return QuantizedWeight(matrix.codes.view(codes), kind, scheme.group, matrix.scales, matrix.zeros)
 
     @property
     def _quantized(self) -> QuantizedWeight:
         assert isinstance(self.weight, QuantizedWeight)
         return self.weight
 
+    @property
+    def _multiplies_codes(self) -> bool:
+        return self._quantized.kind in PRODUCTS
+
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        if self._scheme.codes == "fp8":
+        if self._scheme.codes != "int4":
             copy_quantized(self._matrix, weight, first_row, first_column)
             return
         shape = self.out_features, self.in_features
@@ -382,23 +396,30 @@ class QuantizedTritonLinear(TritonLinear):
 
     def embed(self, ids: Tensor) -> Tensor:
         dtype = self._kernels.compute_dtype
-        if self._scheme.codes == "fp8":
+        if self._scheme.codes != "int4":
             return self._matrix[ids.long()].dequantize(dtype)
         own = self._quantized
         assert own.scales is not None
         zeros = None if own.zeros is None else own.zeros[ids]
         rows = QuantizedWeight(own.codes[ids], own.kind, own.group, own.scales[ids], zeros)
-        return dequantize_int4(rows, self.in_features, dtype)
+        return dequantize(rows, self.in_features, dtype)
 
     # ---- many tokens ----
 
     def _large(self, residual: Residual, eps: float) -> Tensor:
-        if not self._products:
-            return F.linear(self._norm(residual, eps), self._dequantized(), self.bias)
         own, kernels = self._quantized, self._kernels
-        inputs = quantize_rows(residual.x, residual.norm, eps, own.group, kernels.pdl)
+        if not self._multiplies_codes:
+            weight = dequantize(own, self.in_features, kernels.compute_dtype)
+            return F.linear(self._norm(residual, eps), weight, self.bias)
+        inputs = self._quantize_inputs(residual, eps)
         aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
-        if own.group or not aligned or inputs.dtype != torch.bfloat16 or not residual.x.is_cuda:
+        if (
+            own.kind == INT8  # cuBLAS would leave sums of 32 bits for another kernel to scale
+            or own.group
+            or not aligned
+            or inputs.dtype != torch.bfloat16
+            or not residual.x.is_cuda
+        ):
             return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl)
         assert own.scales is not None
         return torch._scaled_mm(
@@ -417,23 +438,22 @@ class QuantizedTritonLinear(TritonLinear):
     def _add_large(self, hidden: Tensor, x: Tensor) -> None:
         hidden.add_(self._large(Residual(x, None), 0.0))
 
-    def _dequantized(self) -> Tensor:
-        dtype = self._kernels.compute_dtype
-        if self._scheme.codes == "fp8":
-            return self._matrix.dequantize(dtype)
-        return dequantize_int4(self._quantized, self.in_features, dtype)
+    def _quantize_inputs(self, residual: Residual, eps: float) -> QuantizedInputs:
+        own = self._quantized
+        return quantize_rows(residual.x, residual.norm, eps, own.group, self._kernels.pdl, own.codes.dtype)
 
     # ---- choosing the kernel ----
 
     def _is_fused(self, x: Tensor, gated: bool = False) -> bool:  # noqa: ARG002
         if len(x) > self._kernels.few_tokens:
             return False
-        return self._is_small(x) or (
-            self._products and pays_medium_fp8(len(x), self.out_features, self.in_features)
-        )
+        if self._is_small(x) or not self._multiplies_codes:
+            return self._is_small(x)
+        kind = self._quantized.kind
+        return kind == INT8 or pays_medium_fp8(len(x), self.out_features, self.in_features)
 
     def _is_small(self, x: Tensor) -> bool:
-        return len(x) <= (MAX_FP8_SMALL if self._products else MAX_INT4_SMALL)
+        return len(x) <= (MAX_BYTES_SMALL if self._multiplies_codes else MAX_CONVERTED_SMALL)
 
     def left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
         """Return what to fill in for the next norm. Where inputs are quantized in a kernel of their own, that does all
@@ -444,7 +464,7 @@ class QuantizedTritonLinear(TritonLinear):
         if self._is_small(read.x):
             return super()._fused(read, eps, **after)
         own, kernels = self._quantized, self._kernels
-        inputs = quantize_rows(read.x, read.norm, eps, own.group, kernels.pdl)
+        inputs = self._quantize_inputs(read, eps)
         return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl, **after)
 
 

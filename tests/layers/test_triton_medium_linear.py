@@ -175,7 +175,7 @@ def test_too_small_workspace_is_rejected(workspace: SplitKWorkspace) -> None:
 def test_tiles_fit_the_workspace_and_the_chip(rows: int, features: int, itemsize: int) -> None:
     workspace = SplitKWorkspace(torch.device("meta"))
     for num_tokens in range(1, MAX_TOKENS + 1):
-        tile = choose_medium(num_tokens, rows, features, itemsize, 132)
+        tile = choose_medium(num_tokens, rows, features, itemsize, 132, 227 << 10)
         if tile.split_k > 1:
             workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
         held = tile.stages * tile.block_k * (tile.block_m + tile.block_n) * itemsize

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ from inflight.layers.formats.schemes import held_on_gpu
 from inflight.layers.kernels import Residual
 from inflight.layers.triton.linear_parts import SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.quantized import FP8, QuantizedWeight, quantize_rows
-from inflight.layers.triton.tuning import LinearTile
+from inflight.layers.triton.quantized import FP8, INT8, INT8_CONVERTED, QuantizedWeight, quantize_rows
+from inflight.layers.triton.tuning import LinearTile, choose_medium
 from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels, TritonLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,12 +30,17 @@ SCHEMES = [
     GroupScheme("int4", 128),
     GroupScheme("int4", 64, zeros=True),
     GroupScheme("int4"),
+    GroupScheme("int8", inputs="int8"),
+    GroupScheme("int8", 128, inputs="int8"),
+    GroupScheme("int8"),
+    GroupScheme("int8", 32, zeros=True, inputs="int8"),  # inputs are not quantized for this
 ]
 
 
 def tolerance(scheme: GroupScheme) -> float:
-    """The relative error of a product: of bfloat16, or of inputs in fp8, which the interpreter rounds towards zero."""
-    return 0.09 if scheme.inputs else 0.012
+    """The relative error of a product: of bfloat16 or int8, or of inputs in fp8, which the interpreter rounds towards
+    zero."""
+    return 0.09 if scheme.inputs == "fp8" else 0.012
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -89,19 +96,22 @@ def test_rows_are_looked_up(scheme: GroupScheme) -> None:
     torch.testing.assert_close(linear.embed(ids).double(), weight[ids], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("codes", "kind"), [("fp8", FP8), ("int8", INT8)])
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("split_k", [1, 3])
-def test_products_of_fp8_match_their_inputs(group: int, split_k: int) -> None:
+def test_products_of_codes_match_their_inputs(
+    codes: Literal["fp8", "int8"], kind: int, group: int, split_k: int
+) -> None:
     """With inputs as they were quantized, only the result is rounded."""
     torch.manual_seed(0)
-    scheme = GroupScheme("fp8", group)
+    scheme = GroupScheme(codes, group)
     matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
-    weight = QuantizedWeight(matrix.codes, FP8, group, matrix.scales)
+    weight = QuantizedWeight(matrix.codes, kind, group, matrix.scales)
     x, norm = torch.randn(70, COLUMNS, device=DEVICE).bfloat16(), torch.rand(COLUMNS, device=DEVICE) + 0.5
-    inputs = quantize_rows(x, norm, EPS, group)
+    inputs = quantize_rows(x, norm, EPS, group, dtype=matrix.codes.dtype)
     scales = inputs.scales.double().repeat_interleave(group or COLUMNS, 1)[:, :COLUMNS]
     quantized = inputs.codes.double() * scales
-    assert error(quantized, normed(x, norm)) < 0.09
+    assert error(quantized, normed(x, norm)) < tolerance(GroupScheme(codes, inputs=codes))
     workspace = SplitKWorkspace(torch.device(DEVICE))
     tile = LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2, split_k=split_k)
     product = quantized @ matrix.dequantize(torch.float64).T
@@ -111,9 +121,30 @@ def test_products_of_fp8_match_their_inputs(group: int, split_k: int) -> None:
     assert error(gated, torch.nn.functional.silu(gate) * up) < 1e-2
 
 
-def test_sums_of_many_products_keep_their_precision() -> None:
+def test_inputs_are_rounded_to_the_nearest_int8() -> None:
+    x = torch.tensor([[127.0, -127.0, 0.5, 1.5, -2.5, 0.49, -0.51, 126.6]], device=DEVICE)
+    inputs = quantize_rows(x, dtype=torch.int8)
+    assert inputs.scales.tolist() == [[1.0]]
+    assert inputs.codes.tolist() == [[127, -127, 0, 2, -2, 0, -1, 127]]
+    assert quantize_rows(torch.zeros(1, 8, device=DEVICE), dtype=torch.int8).codes.tolist() == [[0] * 8]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_inputs_that_are_not_finite_show_in_products_of_int8(value: float) -> None:
+    linear = make(GroupScheme("int8", inputs="int8"))[0]
+    for num_tokens in (2, 20):
+        x = torch.ones(num_tokens, COLUMNS, device=DEVICE).bfloat16()
+        x[1, 300] = value
+        y = linear(x)
+        assert not y[1].isfinite().any()
+        assert y[0].isfinite().all()
+
+
+@pytest.mark.parametrize("codes", ["fp8", "int8"])
+def test_sums_of_many_products_keep_their_precision(codes: Literal["fp8", "int8"]) -> None:
     """8,192 products of equal sign: a sum that lost bits on the way would be off by more than the result's rounding."""
-    scheme = GroupScheme("fp8", inputs="fp8")
+    scheme = GroupScheme(codes, inputs=codes)
     linear = TritonKernels(torch.bfloat16, DEVICE).linear(8192, 16, torch.bfloat16, False, scheme=scheme)
     linear.load(torch.ones(16, 8192, device=DEVICE))
     for num_tokens in (1, 40):
@@ -121,9 +152,29 @@ def test_sums_of_many_products_keep_their_precision() -> None:
         assert torch.equal(linear(x), torch.full((num_tokens, 16), 8192.0, device=DEVICE).bfloat16())
 
 
+def test_rows_too_long_for_exact_sums_are_converted() -> None:
+    kernels, scheme = TritonKernels(torch.bfloat16, "meta"), GroupScheme("int8", inputs="int8")
+    assert kernels.byte_codes(scheme, 132_104)[0] == INT8
+    assert kernels.byte_codes(scheme, 132_105)[0] == INT8_CONVERTED
+
+
+@pytest.mark.parametrize("shared_bytes", [227 << 10, 99 << 10])
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize(("rows", "features"), [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)])
+def test_tiles_of_bytes_fit_the_workspace_and_the_chip(
+    rows: int, features: int, group: int, shared_bytes: int
+) -> None:
+    workspace = SplitKWorkspace(torch.device("meta"))
+    for num_tokens in (17, 64, 65, 128, 129, 256, 257, 400, 1000, 8192, 32768):
+        tile = choose_medium(num_tokens, rows, features, 1, 132, shared_bytes, group)
+        if tile.split_k > 1:
+            workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
+        assert tile.stages * tile.block_k * (tile.block_m + tile.block_n) <= shared_bytes
+
+
 def test_other_schemes_are_held_as_plain_weights() -> None:
     kernels = TritonKernels(torch.bfloat16, DEVICE)
-    for scheme in (GroupScheme("int8"), GroupScheme("fp4", 32), GroupScheme("int4", 48)):
+    for scheme in (GroupScheme("int8", 48), GroupScheme("fp4", 32), GroupScheme("int4", 48)):
         assert not held_on_gpu(scheme)
         linear = kernels.linear(96, 16, torch.bfloat16, False, scheme=scheme)
         assert type(linear) is TritonLinear

@@ -24,33 +24,42 @@ SCHEMES = [
     GroupScheme("fp8"),
     GroupScheme("fp8", 128),
     GroupScheme("fp4", 32),
+    GroupScheme("int4", 32, zeros=True),
+    GroupScheme("int4", 128),
+    GroupScheme("int4", zeros=True),
+    GroupScheme("int8", inputs="int8"),
+    GroupScheme("int8", 128, inputs="int8"),
+    GroupScheme("int8", 64, zeros=True),
 ]
+FP8, FP8_BLOCKS, MXFP4, INT4, INT8 = (SCHEMES[i] for i in (0, 1, 4, 5, 8))
 
 
 def tolerance(scheme: GroupScheme, dtype: torch.dtype) -> float:
-    """The relative error of what experts add: of inputs in fp8, which the interpreter rounds towards zero, or of the
-    compute type."""
+    """The relative error of what experts add: of inputs in fp8, which the interpreter rounds towards zero, or in int8,
+    or of the compute type."""
     if scheme.inputs:
-        return 0.12
+        return 0.12 if scheme.inputs == "fp8" else 0.03
     return 0.02 if dtype == torch.bfloat16 else 1e-4
 
 
-def dequantized(weights: Weights, scheme: GroupScheme) -> Weights:
-    """Return weights that the scheme can hold exactly."""
+Matrices = dict[str, list[GroupedMatrix]]  # by part, those of all experts
+
+
+def dequantized(weights: Weights, matrices: Matrices) -> Weights:
+    """Return the same weights, but those that quantized matrices stand for."""
     parts = {
-        part: torch.stack([scheme.quantize(matrix).dequantize() for matrix in getattr(weights, part)])
-        for part in ("gate", "up", "down")
+        part: torch.stack([matrix.dequantize() for matrix in own]).cpu() for part, own in matrices.items()
     }
     return Weights(**{**{name: getattr(weights, name) for name in Weights.__dataclass_fields__}, **parts})
 
 
-def load(experts: TritonExperts, weights: Weights, scheme: GroupScheme, held: range, inner: range) -> None:
+def load(experts: TritonExperts, weights: Weights, matrices: Matrices, held: range, inner: range) -> None:
     """Load the quantized weights in two pieces of rows, as dummy weights come."""
     experts.router.load(weights.router.to(DEVICE))
     experts.router.load_bias(weights.router_bias.to(DEVICE))
     for expert in held:
         for part in ("gate", "up", "down"):
-            matrix: QuantizedMatrix = scheme.quantize(getattr(weights, part)[expert].to(DEVICE))
+            matrix: QuantizedMatrix = matrices[part][expert]
             bias = getattr(weights, f"{part}_bias")[expert].to(DEVICE)
             if part == "down":
                 matrix = matrix[:, inner.start : inner.stop]
@@ -70,13 +79,18 @@ def make(
     held: range | None = None,
 ) -> tuple[TritonExperts, Weights]:
     torch.manual_seed(0)
-    weights = dequantized(random_weights(routing, HIDDEN, INNER), scheme)
+    random = random_weights(routing, HIDDEN, INNER)
+    matrices = {
+        part: [scheme.quantize(matrix.to(DEVICE)) for matrix in getattr(random, part)]
+        for part in ("gate", "up", "down")
+    }
+    weights = dequantized(random, matrices)
     kernels = TritonKernels(dtype, DEVICE)
     experts = kernels.experts(
         HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, reduce, held, scheme=scheme
     )
     assert isinstance(experts, TritonExperts)
-    load(experts, weights, scheme, held or range(routing.num_experts), inner)
+    load(experts, weights, matrices, held or range(routing.num_experts), inner)
     return experts, weights
 
 
@@ -107,7 +121,7 @@ def test_experts_match_float64(scheme: GroupScheme, dtype: torch.dtype, num_toke
     check(actual, x, expected, tolerance(scheme, dtype))
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[1], SCHEMES[4]], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, MXFP4, INT4, INT8], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 64, 65])
 def test_one_expert_may_receive_every_token(scheme: GroupScheme, num_tokens: int) -> None:
     routing = ExpertRouting(num_experts=3, top_k=1, scores="chosen", has_bias=True)
@@ -136,10 +150,10 @@ def test_padding_tokens_have_no_experts(scheme: GroupScheme, num_tokens: int) ->
 
 
 @pytest.mark.parametrize("split", ["inner features", "experts"])
-@pytest.mark.parametrize("num_tokens", [2, 9])
-def test_ranks_add_up_to_all_experts(split: str, num_tokens: int) -> None:
+@pytest.mark.parametrize(("scheme", "num_tokens"), [(MXFP4, 2), (MXFP4, 9), (INT4, 9)])
+def test_ranks_add_up_to_all_experts(split: str, scheme: GroupScheme, num_tokens: int) -> None:
     x, norm = inputs(num_tokens, torch.float32)
-    scheme, reduce = SCHEMES[4], Sum()
+    reduce = Sum()
     for rank, part in enumerate((range(96), range(96, INNER))):
         held = (range(3), range(3, 5))[rank] if split == "experts" else None
         inner = range(INNER) if split == "experts" else part
@@ -154,7 +168,7 @@ def test_ranks_add_up_to_all_experts(split: str, num_tokens: int) -> None:
 
 def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
     kernels = TritonKernels(torch.bfloat16, DEVICE)
-    for scheme in (GroupScheme("int8"), GroupScheme("fp4", 64), GroupScheme("int4", 128, zeros=True)):
+    for scheme in (GroupScheme("int8", 16), GroupScheme("fp4", 64), GroupScheme("int4", 16, zeros=True)):
         experts = kernels.experts(64, 32, ROUTING, torch.bfloat16, "silu", scheme=scheme)
         assert isinstance(experts, TritonExperts)
         assert experts.down.weight.dtype == torch.bfloat16
@@ -164,6 +178,8 @@ def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
 def test_codes_stay_in_four_bits() -> None:
     experts, _ = make(GroupScheme("fp4", 32), torch.bfloat16)
     assert experts.gate_up.weight.nbytes == 5 * 2 * INNER * 384 // 2  # whole tiles
+    experts, _ = make(GroupScheme("int4", 128, zeros=True), torch.bfloat16)
+    assert experts.gate_up.weight.nbytes == 5 * 2 * INNER * 512 // 2  # an even number of groups
     assert pack_codes(torch.zeros(3, 2880, dtype=torch.uint8)).shape == (3, 32 * 23)
 
 

@@ -16,6 +16,9 @@ from inflight.errors import ConfigError, ModelError, WeightsError
 from inflight.layers.formats import GroupScheme, PlainFormat
 from inflight.layers.formats.packed import AwqFormat, GptqFormat
 from inflight.layers.kernels import TorchKernels
+from inflight.layers.triton.quantized import QuantizedWeight
+from inflight.layers.triton_experts import TritonExperts
+from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
@@ -83,6 +86,14 @@ CASES: dict[str, tuple[Writer, dict[str, Any]]] = {
     "compressed int8": compressed_case(
         "int-quantized", strategy="channel", num_bits=8, type="int", symmetric=True
     ),
+    "compressed int8, inputs too": compressed_case(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        strategy="channel",
+        num_bits=8,
+        type="int",
+        symmetric=True,
+    ),
     "compressed int4": compressed_case(
         "pack-quantized", strategy="group", group_size=32, symmetric=True, **INT4
     ),
@@ -122,6 +133,16 @@ def keeping(folder: Path) -> Decoder:
     return load_decoder(open_checkpoint(str(folder)), kernels, backend, torch.float32, CPU)
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+
+
+def on_gpu(folder: Path) -> Decoder:
+    """Load a decoder whose layers are those of a GPU, in Triton's interpreter."""
+    backend = ComposedAttention(TorchKernels(), TorchCpuAttention())
+    kernels = TritonKernels(torch.float32, CPU)
+    return load_decoder(open_checkpoint(str(folder)), kernels, backend, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_format_loads_as_the_weights_it_stands_for(case: str, original: Path, tmp_path: Path) -> None:
     write, config = CASES[case]
@@ -134,6 +155,22 @@ def test_format_loads_as_the_weights_it_stands_for(case: str, original: Path, tm
     torch.testing.assert_close(logprobs(kept, prompt()), expected, rtol=1e-4, atol=1e-4)
     smaller = num_bytes(kept.layers) < 0.5 * num_bytes(plain.layers)
     assert smaller == ("act-order" not in case)
+
+
+@interpreted
+@pytest.mark.parametrize(("case", "error"), [("gptq, 8 bits", 1e-4), ("compressed int8, inputs too", 0.05)])
+def test_int8_is_held_and_multiplied_on_a_gpu(
+    case: str, error: float, original: Path, tmp_path: Path
+) -> None:
+    write, config = CASES[case]
+    folder = rewrite(original, tmp_path / "quantized", {"_proj": write}, config)
+    decoder = on_gpu(folder)
+    down = decoder.layers[0].mlp.down  # type: ignore[attr-defined]
+    assert isinstance(down, QuantizedTritonLinear)
+    assert isinstance(down.weight, QuantizedWeight)
+    assert down.weight.codes.dtype == torch.int8
+    expected = logprobs(load(folder / "plain"), prompt())
+    torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -200,9 +237,10 @@ def test_modules_may_have_different_schemes(original: Path, tmp_path: Path) -> N
         torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_quantized_experts_load(tmp_path: Path) -> None:
+def split_experts(tmp_path: Path) -> Path:
+    """Write a checkpoint with a tensor for each expert, as quantized ones have them. Newer versions of transformers
+    store all experts of a layer in one tensor."""
     folder = write_checkpoint(tmp_path / "original", "qwen3-moe", moe_intermediate_size=32)
-    # Newer versions of transformers store all experts of a layer in one tensor, quantized checkpoints do not.
     tensors = load_file(folder / "model.safetensors")
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -218,12 +256,30 @@ def test_quantized_experts_load(tmp_path: Path) -> None:
         else:
             split[name] = tensor
     save_file(split, folder / "model.safetensors")
+    return folder
+
+
+def test_quantized_experts_load(tmp_path: Path) -> None:
     config = fp8(weight_block_size=[16, 32])
-    quantized = rewrite(folder, tmp_path / "quantized", {"_proj": block_fp8(16, 32)}, config)
+    writers = {"_proj": block_fp8(16, 32)}
+    quantized = rewrite(split_experts(tmp_path), tmp_path / "quantized", writers, config)
     expected = logprobs(load(quantized / "plain"), prompt())
     torch.testing.assert_close(logprobs(load(quantized), prompt()), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logprobs(keeping(quantized), prompt()), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logprobs(load(quantized, fast=True), prompt()), expected, rtol=1e-3, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["awq", "gptq", "compressed int4, channels", "compressed int8, packed"])
+def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: Path) -> None:
+    write, config = CASES[case]
+    quantized = rewrite(split_experts(tmp_path), tmp_path / "quantized", {"_proj": write}, config)
+    decoder = on_gpu(quantized)
+    experts = decoder.layers[0].mlp.experts  # type: ignore[attr-defined]
+    assert isinstance(experts, TritonExperts)
+    assert experts.down.weight.dtype in (torch.uint8, torch.int8)
+    expected = logprobs(load(quantized / "plain"), prompt())
+    torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:

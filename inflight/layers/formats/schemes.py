@@ -294,9 +294,8 @@ def held_on_gpu(scheme: Scheme, experts: bool = False) -> bool:
     """Return whether layers on a GPU hold this scheme, or their experts; if not, they hold plain weights."""
     if not isinstance(scheme, GroupScheme):
         return False
-    groups: dict[Codes, tuple[int, ...]] = {"fp8": (0, 128)}
-    groups |= {"fp4": (32,)} if experts else {"int4": (0, 32, 64, 128)}
-    return scheme.group in groups.get(scheme.codes, ())
+    groups: dict[Codes, tuple[int, ...]] = {"fp8": (0, 128), "fp4": (32,) if experts else ()}
+    return scheme.group in groups.get(scheme.codes, (0, 32, 64, 128))
 
 
 def check_cut(scheme: Scheme, columns: range, num_columns: int) -> None:

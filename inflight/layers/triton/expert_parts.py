@@ -11,7 +11,16 @@ from torch import Tensor
 from inflight.layers.triton.elementwise import activate
 from inflight.layers.triton.linear_parts import dot
 from inflight.layers.triton.mxfp4 import mxfp4_values
-from inflight.layers.triton.quantized import PLAIN, dot_fp8, fp8_values
+from inflight.layers.triton.quantized import (
+    PLAIN,
+    converted,
+    dot_codes,
+    group_product,
+    less_zeros,
+    nibbles,
+    products,
+    quantized,
+)
 
 CLAMPED = 6  # the activation of gpt-oss, beside those of `elementwise.ACTIVATIONS`
 
@@ -21,11 +30,12 @@ class ExpertWeights:
     """One matrix of each expert. Gate and up are one matrix in which row 2i is the gate of output i, and row 2i + 1 its
     up."""
 
-    weight: Tensor  # [E, N, K]; of MXFP4 words [E, N, 32 * tiles]
+    weight: Tensor  # [E, N, K]; of MXFP4 words [E, N, 32 * tiles], of int4 [E, N, bytes]
     bias: Tensor | None = None  # [E, N]
     kind: int = PLAIN  # see `quantized.py`
     group: int = 0  # columns that share a scale; 0: all
     scales: Tensor | None = None  # [E, groups, N] float32; of MXFP4 [E, tiles, N] int32
+    zeros: Tensor | None = None  # [E, groups, N] int8; of int4 less 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +54,91 @@ def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _quantized(features, AXIS: tl.constexpr):
-    """Return the features of each pair as fp8, and the pairs' scales. Features are along an axis."""
-    wide = features.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), AXIS), 1e-10) / 448.0
-    return (wide * tl.expand_dims(1.0 / scale, AXIS)).to(tl.float8e4nv), scale
-
-
-@triton.jit
-def multiply_fp8_pairs(
-    x_rows, x_scale_rows, rows, scale_rows, stride, is_live, K,
+def multiply_byte_pairs(
+    x_rows, x_scale_rows, rows, scales, zeros, place, stride, is_live, K,
     CODES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of pairs with a tile of fp8 weights, BLOCK_K features at a time: [BLOCK_N, BLOCK_M] with
+    """Multiply a block of pairs with a tile of 8-bit weights, BLOCK_K features at a time: [BLOCK_N, BLOCK_M] with
     WEIGHTS_LEFT, else its transpose.
 
-    `x_rows` [BLOCK_M], `rows` and `scale_rows` [BLOCK_N] are pointers; scales of the next group are `stride` further.
-    Inputs are fp8 with scales (`x_scale_rows`), or they are quantized here, BLOCK_K features at a time. With bytes of
-    fp8 for weights (CODES 2), these are converted instead.
+    `x_rows` [BLOCK_M] and `rows` [BLOCK_N] are pointers. Scales and zero points of the first group are at `place`
+    [BLOCK_N], those of the next one `stride` further. Inputs are quantized and have scales (`x_scale_rows`), or they
+    are quantized here, BLOCK_K features at a time, or the weights are converted instead.
     """
     k = tl.arange(0, BLOCK_K)
     ROWS: tl.constexpr = BLOCK_N if WEIGHTS_LEFT else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if WEIGHTS_LEFT else BLOCK_N
     K_AXIS: tl.constexpr = 0 if WEIGHTS_LEFT else 1  # of features
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Sums that are scaled once, at the end.
+    WHOLE: tl.constexpr = GROUP == 0 and x_scale_rows is not None
+    acc = tl.zeros([ROWS, COLUMNS], tl.int32 if WHOLE and CODES == 5 else tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = k < (BLOCK_K if EVEN_K else K - start)
         w = tl.load(
-            rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0 if CODES == 2 else 0.0
+            rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0 if CODES == 1 else 0
         )
         live = tl.expand_dims(inside, 1 - K_AXIS) & tl.expand_dims(is_live, K_AXIS)
         places = tl.expand_dims(x_rows, K_AXIS) + tl.expand_dims(start + k, 1 - K_AXIS)
         features = tl.load(places, mask=live, other=0.0)
-        empty = tl.zeros([ROWS, COLUMNS], tl.float32)
-        if CODES == 2:
-            numbers = fp8_values(w, features.dtype)
-            if WEIGHTS_LEFT:
-                part = dot(numbers, features, empty, PRECISION)
-            else:
-                part = dot(features, tl.trans(numbers), empty, PRECISION)
-        else:
-            if x_scale_rows is None:
-                codes, x_scale = _quantized(features, K_AXIS)
-            else:
-                codes = features
-                x_scale = tl.load(
-                    x_scale_rows + (start // GROUP if GROUP != 0 else 0), mask=is_live, other=0.0
-                )
-            if WEIGHTS_LEFT:
-                part = dot_fp8(w, codes, empty)
-            else:
-                part = dot_fp8(codes, tl.trans(w), empty)
-            part *= tl.expand_dims(x_scale, K_AXIS)
+        at = place
         if GROUP != 0:
-            part *= tl.expand_dims(tl.load(scale_rows + start // GROUP * stride), 1 - K_AXIS)
-        acc += part
+            at += start // GROUP * stride
+        if WHOLE:
+            if WEIGHTS_LEFT:
+                acc = dot_codes(w, features, acc)
+            else:
+                acc = dot_codes(features, tl.trans(w), acc)
+        else:
+            if CODES == 1 or CODES == 5:
+                if x_scale_rows is None:
+                    codes, x_scale = quantized(features, K_AXIS, w.dtype)
+                else:
+                    codes = features
+                    x_scale = tl.load(x_scale_rows + start // GROUP, mask=is_live, other=0.0)
+                if WEIGHTS_LEFT:
+                    part = products(w, codes)
+                else:
+                    part = products(codes, tl.trans(w))
+                part *= tl.expand_dims(x_scale, K_AXIS)
+            else:
+                empty = tl.zeros([ROWS, COLUMNS], tl.float32)
+                numbers = converted(w, CODES, features.dtype)
+                if zeros is not None:
+                    numbers = less_zeros(numbers, tl.load(zeros + at))
+                if WEIGHTS_LEFT:
+                    part = dot(numbers, features, empty, PRECISION)
+                else:
+                    part = dot(features, tl.trans(numbers), empty, PRECISION)
+            if GROUP != 0:
+                part *= tl.expand_dims(tl.load(scales + at), 1 - K_AXIS)
+            acc += part
     if GROUP == 0:
-        acc *= tl.expand_dims(tl.load(scale_rows), 1 - K_AXIS)
+        acc = acc.to(tl.float32) * tl.expand_dims(tl.load(scales + place), 1 - K_AXIS)
+    if WHOLE:
+        acc *= tl.expand_dims(tl.load(x_scale_rows, mask=is_live, other=0.0), K_AXIS)
+    return acc
+
+
+@triton.jit
+def multiply_int4_pairs(
+    x_rows, rows, scales, zeros, place, stride, is_live, K,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block of pairs with rows of 4-bit weights, two groups at a time: [BLOCK_N, BLOCK_M]. Arguments are as
+    for `multiply_byte_pairs`."""
+    k = tl.arange(0, GROUP)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, 2 * GROUP, num_stages=STAGES):
+        packed = tl.load(rows[:, None] + (start // 2 + k)[None, :])
+        weights = nibbles(packed, x_rows.dtype.element_ty)
+        for half in tl.static_range(2):
+            column = start + half * GROUP + k
+            live = (column < K)[:, None] & is_live[None, :]
+            features = tl.load(x_rows[None, :] + column[:, None], mask=live, other=0.0)
+            at = place + (start // GROUP + half) * stride
+            acc += group_product(weights[half], features, scales, zeros, at, PRECISION)
     return acc
 
 
@@ -111,7 +148,7 @@ def multiply_mxfp4(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs with rows of MXFP4 weights, four groups at a time: [BLOCK_N, BLOCK_M]. Pointers are as
-    for `multiply_fp8_pairs`; scales of the next tile are `stride` further."""
+    for `multiply_byte_pairs`; scales of the next tile are `stride` further."""
     j = tl.arange(0, 32)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(0, tl.cdiv(K, 128), num_stages=STAGES):

@@ -21,11 +21,12 @@ from inflight.layers.triton.expert_parts import (
     ExpertWeights,
     Gate,
     gated,
-    multiply_fp8_pairs,
+    multiply_byte_pairs,
+    multiply_int4_pairs,
     multiply_mxfp4,
 )
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
-from inflight.layers.triton.quantized import FP8, QuantizedInputs, quantize_rows
+from inflight.layers.triton.quantized import PRODUCTS, QuantizedInputs, quantize_rows
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import GroupedTile
 from inflight.triton_utils.padding import padded_empty
@@ -48,10 +49,11 @@ def _find_block(counts, block, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.c
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
 def _grouped_kernel(
     x,  # GATED: [T, K], else [max_blocks * BLOCK_M, K] in the order of the blocks
-    x_scales,  # [rows of x, groups] float32 of fp8 inputs, or None
+    x_scales,  # [rows of x, groups] float32 of quantized inputs, or None
     factors,  # [T] float32, or None: the half of the norm that is left to do
-    weight,  # [E, num_rows, K]; of MXFP4 words
-    scales,  # of quantized weights: see `ExpertWeights`
+    weight,  # [E, num_rows, K]; of MXFP4 words, of int4 bytes
+    scales,  # of quantized weights, and their zero points: see `ExpertWeights`
+    zeros,
     bias,  # [E, num_rows], or None
     counts,  # [E] int32
     pairs,  # [E, T] int32
@@ -129,15 +131,22 @@ def _grouped_kernel(
             acc = multiply_mxfp4(
                 x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, PRECISION
             )
+        elif CODES == 3:
+            num_pairs = tl.cdiv(K, 2 * GROUP)
+            rows = weight + (expert * num_rows + row) * (num_pairs * GROUP)
+            place = expert * (2 * num_pairs) * num_rows + row
+            acc = multiply_int4_pairs(
+                x_rows, rows, scales, zeros, place, num_rows, is_live, K, GROUP, BLOCK_M, BLOCK_N, STAGES, PRECISION
+            )  # fmt: skip
         else:
             rows = weight + (expert * num_rows + row) * K
             num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
-            scale_rows = scales + expert * num_groups * num_rows + row
+            place = expert * num_groups * num_rows + row
             x_scale_rows = x_scales
             if x_scales is not None:
                 x_scale_rows = x_scales + x_row * num_groups
-            acc = multiply_fp8_pairs(
-                x_rows, x_scale_rows, rows, scale_rows, num_rows, is_live, K,
+            acc = multiply_byte_pairs(
+                x_rows, x_scale_rows, rows, scales, zeros, place, num_rows, is_live, K,
                 CODES, GROUP, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION,
             )  # fmt: skip
         if factors is not None:
@@ -155,22 +164,22 @@ def _grouped_kernel(
             values = gated(gate, up, ACTIVATION, LIMIT)
             column = tile * WIDTH + tl.arange(0, WIDTH)
             num_columns = num_rows // 2
-            place = at
+            target = at
         else:
             values = acc
             column = n
             num_columns = num_rows
-            place = pair.to(tl.int64)
+            target = pair.to(tl.int64)
             if weights is not None:
                 factor = tl.load(weights + pair, mask=is_live, other=0.0)
                 values *= factor[None, :] if WEIGHTS_LEFT else factor[:, None]
         values = values.to(out.dtype.element_ty)
         exists = column < num_columns
         if WEIGHTS_LEFT:
-            where = place[None, :] * num_columns + column[:, None]
+            where = target[None, :] * num_columns + column[:, None]
             tl.store(out + where, values, mask=exists[:, None] & is_live[None, :])
         else:
-            where = place[:, None] * num_columns + column[None, :]
+            where = target[:, None] * num_columns + column[None, :]
             tl.store(out + where, values, mask=exists[None, :] & is_live[:, None])
 
 
@@ -268,12 +277,14 @@ def _max_blocks(chosen: Chosen, num_experts: int, block_m: int) -> int:
 
 def _inputs(x: Tensor, matrices: ExpertWeights, tile: GroupedTile, pdl: bool) -> Tensor | QuantizedInputs:
     """Return x as the kernel reads it."""
-    return quantize_rows(x, group=matrices.group, pdl=pdl) if _quantizes_before(matrices, tile) else x
+    if not _quantizes_before(matrices, tile):
+        return x
+    return quantize_rows(x, group=matrices.group, pdl=pdl, dtype=matrices.weight.dtype)
 
 
 def _quantizes_before(matrices: ExpertWeights, tile: GroupedTile) -> bool:
     """Return whether inputs are quantized in a kernel of its own. Blocks of few pairs are where they are multiplied."""
-    return matrices.kind == FP8 and not tile.weights_left
+    return matrices.kind in PRODUCTS and not tile.weights_left
 
 
 def _launch(
@@ -294,12 +305,14 @@ def _launch(
     codes, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
     num_features = codes.shape[1]
     max_blocks = blocks.shape[1]
+    block_k = matrices.group or tile.block_k
     _grouped_kernel[(max_blocks * triton.cdiv(num_rows, tile.block_n),)](
         codes,
         x_scales,
         chosen.factors if gate.activation else None,
         matrices.weight,
         matrices.scales,
+        matrices.zeros,
         matrices.bias,
         chosen.groups.counts,
         chosen.groups.pairs,
@@ -316,9 +329,9 @@ def _launch(
         TOP_K=top_k,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=block_k,
         BLOCK_E=triton.next_power_of_2(num_experts),
-        EVEN_K=num_features % tile.block_k == 0,
+        EVEN_K=num_features % block_k == 0,
         STAGES=tile.stages,
         WEIGHTS_LEFT=tile.weights_left,
         PRECISION="ieee" if codes.dtype == torch.float32 else "tf32",

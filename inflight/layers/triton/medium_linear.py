@@ -30,8 +30,20 @@ from inflight.layers.triton.linear_parts import (
     leave_for_norm,
     load_squares,
 )
-from inflight.layers.triton.quantized import QuantizedInputs, QuantizedWeight, as_quantized, dot_fp8
-from inflight.layers.triton.tuning import LinearTile, can_describe, choose_medium, num_multiprocessors
+from inflight.layers.triton.quantized import (
+    QuantizedInputs,
+    QuantizedWeight,
+    as_quantized,
+    dot_codes,
+    products,
+)
+from inflight.layers.triton.tuning import (
+    LinearTile,
+    can_describe,
+    choose_medium,
+    num_multiprocessors,
+    shared_memory,
+)
 from inflight.triton_utils.padding import readable_rows
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
@@ -74,7 +86,8 @@ def _multiply(
     x_rows = x + m.to(tl.int64) * K
     row = _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE)
     rows = weight + row.to(tl.int64) * K
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8 and GROUP == 0
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGERS else tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         inside = k < (BLOCK_K if EVEN_K else last - start)
         if x_tiles is None:
@@ -90,16 +103,16 @@ def _multiply(
         if scales is None:
             acc = dot(features, tl.trans(w), acc, PRECISION)
         elif GROUP == 0:
-            acc = dot_fp8(features, tl.trans(w), acc)
+            acc = dot_codes(features, tl.trans(w), acc)
         else:
             num_groups = tl.cdiv(K, GROUP)
             x_scale = tl.load(x_scales + m * num_groups + start // GROUP)
             scale = tl.load(scales + row * num_groups + start // GROUP)
-            part = dot_fp8(features, tl.trans(w), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            part = products(features, tl.trans(w))
             acc += part * (x_scale[:, None] * scale[None, :])
     if scales is not None:
         if GROUP == 0:
-            acc *= tl.load(x_scales + m)[:, None] * tl.load(scales + row)[None, :]
+            acc = acc.to(tl.float32) * (tl.load(x_scales + m)[:, None] * tl.load(scales + row)[None, :])
     return acc
 
 
@@ -243,7 +256,7 @@ def _medium_linear_kernel(
 
 def medium_linear(
     x: Tensor | QuantizedInputs,  # [T, K]
-    weight: Tensor | QuantizedWeight,  # [N, K], quantized to fp8 if the inputs are
+    weight: Tensor | QuantizedWeight,  # [N, K], quantized as the inputs are
     workspace: SplitKWorkspace,
     *,
     squares: Tensor | None = None,  # [n, T], where x is already scaled for its norm: see `NextNorm`
@@ -270,7 +283,8 @@ def medium_linear(
         return out
     if tile is None:
         sizes = num_tokens, *codes.shape, x.element_size()
-        tile = choose_medium(*sizes, num_multiprocessors(x.device), quantized.group)
+        chip = num_multiprocessors(x.device), shared_memory(x.device)
+        tile = choose_medium(*sizes, *chip, quantized.group)
     launch_linear(
         _medium_linear_kernel,
         (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, quantized.scales),

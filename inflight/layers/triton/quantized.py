@@ -1,15 +1,16 @@
 """Products with quantized weights, and the conversions around them.
 
-`multiply_fp8` and `multiply_int4` multiply a tile of weights with all tokens of a step, as `multiply_tensor_cores` in
+`multiply_bytes` and `multiply_int4` multiply a tile of weights with all tokens of a step, as `multiply_tensor_cores` in
 `linear_parts.py` does. Codes are multiplied as they are, or converted in registers to the type of the inputs, exactly.
-The sum of each group of features is scaled before it is added, so that long rows keep their precision.
+The sum of each group of features is scaled before it is added, so that long rows keep their precision; sums of int8
+products are exact.
 
 4-bit codes are packed so that no lane has to be shuffled. Byte b of a row holds two columns that are one group apart:
 
     column = b // GROUP * 2 * GROUP + b % GROUP  (low nibble),  column + GROUP  (high nibble)
 
-A missing last group has scale 0. `quantize_rows` quantizes inputs to fp8 with one scale for each token, or for each
-group of features of a token, and applies the norm before; `dequantize` writes weights as plain numbers.
+A missing last group has scale 0. `quantize_rows` quantizes inputs to fp8 or int8 with one scale for each token, or for
+each group of features of a token, and applies the norm before; `dequantize` writes weights as plain numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from inflight.layers.triton.linear_parts import dot
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
-# How kernels name the codes: plain numbers, fp8, fp8 as bytes that are converted, packed 4-bit integers, and MXFP4.
-PLAIN, FP8, FP8_BYTES, INT4, MXFP4 = 0, 1, 2, 3, 4
+# How kernels name the codes: plain numbers, fp8, fp8 as bytes that are converted, packed 4-bit integers, MXFP4, int8,
+# and int8 that is converted.
+PLAIN, FP8, FP8_BYTES, INT4, MXFP4, INT8, INT8_CONVERTED = 0, 1, 2, 3, 4, 5, 6
+PRODUCTS = (FP8, INT8)  # those that are multiplied with inputs of the same kind
+MAX_INT8_FEATURES = (1 << 31) // (128 * 127)  # for which a sum of int8 products is sure to fit 32 bits
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _FP8_MAX = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-10)  # the smallest maximum of a token
+_LEAST_BITS = tl.constexpr(0x2EDBE6FF)  # the same as bits
+_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
+_ROW_GROUP = 128  # columns of the groups into which rows of 4-bit codes with a single scale are cut
+_DEQUANTIZED = 256  # columns of rows with one scale that a program dequantizes
 
 # Four bytes to four low and four high nibbles, less 8, as bfloat16. A nibble in the mantissa of 128.0 is 128 + nibble.
 _NIBBLES_TO_BF16 = tl.constexpr(
@@ -77,15 +85,47 @@ _FP8_TO_BF16 = tl.constexpr(
     }
     """
 )
+# Four bytes of int8 to bfloat16. A byte plus 128 in the mantissa of 2^23 is 2^23 + 128 + byte.
+_INT8_TO_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 u, f0, f1, f2, f3, less;
+    mov.b32 less, 0xCB000080;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 f0, u, 0x4B000000, 0x7440;
+    prmt.b32 f1, u, 0x4B000000, 0x7441;
+    prmt.b32 f2, u, 0x4B000000, 0x7442;
+    prmt.b32 f3, u, 0x4B000000, 0x7443;
+    add.f32 f0, f0, less;
+    add.f32 f1, f1, less;
+    add.f32 f2, f2, less;
+    add.f32 f3, f3, less;
+    cvt.rn.bf16x2.f32 $0, f1, f0;
+    cvt.rn.bf16x2.f32 $1, f3, f2;
+    }
+    """
+)
 
 
 @triton.jit
-def dot_fp8(a, b, acc):
-    """Return acc + a @ b for fp8. The tensor cores keep few bits of such sums, so they add at most 128 products before
-    the sum is added in float32."""
-    if _INTERPRETED:
+def dot_codes(a, b, acc):
+    """Return acc + a @ b for int8, as int32, or fp8. The tensor cores keep few bits of sums of fp8, so they add at most
+    128 products before the sum is added in float32."""
+    if a.dtype == tl.int8:
+        return tl.dot(a, b, acc, out_dtype=tl.int32)
+    elif _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, max_num_imprecise_acc=128)
+    else:
+        return tl.dot(a, b, acc, max_num_imprecise_acc=128)
+
+
+@triton.jit
+def products(a, b):
+    """Return a @ b for int8 or fp8, as float32."""
+    if a.dtype == tl.int8:
+        return dot_codes(a, b, tl.zeros([a.shape[0], b.shape[1]], tl.int32)).to(tl.float32)
+    else:
+        return dot_codes(a, b, tl.zeros([a.shape[0], b.shape[1]], tl.float32))
 
 
 @triton.jit
@@ -119,6 +159,27 @@ def fp8_values(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def converted(codes, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Return the numbers that bytes stand for: int8, or fp8 as uint8."""
+    if CODES != 6:
+        return fp8_values(codes, dtype)
+    elif dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            _INT8_TO_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        return codes.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def less_zeros(weights, zeros):
+    """Return weights [BLOCK_N, n] less the zero points [BLOCK_N]: small integers, so that the difference is exact."""
+    if _INTERPRETED:
+        return (weights.to(tl.float32) - zeros.to(tl.float32)[:, None]).to(weights.dtype)
+    return weights - zeros[:, None].to(weights.dtype)
+
+
+@triton.jit
 def _features(x, norm, k, last, m, num_tokens, K):
     """Return features k of all tokens [BLOCK_K, BLOCK_M], scaled by the norm's weights, and their squares before."""
     inside = k < last
@@ -134,21 +195,42 @@ def _features(x, norm, k, last, m, num_tokens, K):
 
 
 @triton.jit
-def _quantized(features):
-    """Return features [BLOCK_K, BLOCK_M] as fp8 with one scale for each token, and the scales."""
-    wide = features.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 0), _LEAST) / _FP8_MAX
-    return (wide * (1.0 / scale)[None, :]).to(tl.float8e4nv), scale
+def _scales(wide, AXIS: tl.constexpr, dtype: tl.constexpr):
+    """Return the scales with which the largest numbers along an axis become the largest codes."""
+    if (
+        dtype == tl.int8
+    ):  # which has no NaN: compared as bits, that is the largest number, and makes a scale NaN
+        bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+        return tl.maximum(bits, _LEAST_BITS).to(tl.float32, bitcast=True) / 127.0
+    else:
+        return tl.maximum(tl.max(tl.abs(wide), AXIS), _LEAST) / _FP8_MAX
 
 
 @triton.jit
-def multiply_fp8(
-    x, rows, row, norm, scales, first, last, num_tokens, K,
-    GROUP: tl.constexpr, PRODUCTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _codes(scaled, dtype: tl.constexpr):
+    """Return the nearest codes. An integer that is added to 1.5 * 2^23 is in the low bits of the sum."""
+    if dtype == tl.int8:
+        return (scaled + _ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return scaled.to(dtype)
+
+
+@triton.jit
+def quantized(features, AXIS: tl.constexpr, dtype: tl.constexpr):
+    """Return features, which are along an axis, as codes with one scale for each token, and the scales."""
+    wide = features.to(tl.float32)
+    scale = _scales(wide, AXIS, dtype)
+    return _codes(wide * tl.expand_dims(1.0 / scale, AXIS), dtype), scale
+
+
+@triton.jit
+def multiply_bytes(
+    x, rows, row, norm, scales, zeros, first, last, num_tokens, K,
+    GROUP: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all tokens with fp8 weights, BLOCK_K features at a time. With PRODUCTS in fp8, these features of each
-    token are quantized, too; otherwise weights are uint8 and converted."""
+    """Multiply all tokens with 8-bit weights, BLOCK_K features at a time. These features of each token are quantized,
+    too, or weights are converted."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -160,16 +242,22 @@ def multiply_fp8(
         features, own = _features(x, norm, start + k, last, m, num_tokens, K)
         if norm is not None:
             squares += own
-        if PRODUCTS:
-            codes = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            values, x_scale = _quantized(features)
-            part = dot_fp8(codes, values, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * x_scale[None, :]
+        place = row * num_groups
+        if GROUP != 0:
+            place += start // GROUP
+        codes = tl.load(
+            pointers, mask=inside[None, :], other=0.0 if CODES == 1 else 0, eviction_policy="evict_first"
+        )
+        if CODES == 1 or CODES == 5:
+            values, x_scale = quantized(features, 0, codes.dtype)
+            part = products(codes, values) * x_scale[None, :]
         else:
-            codes = tl.load(pointers, mask=inside[None, :], other=0, eviction_policy="evict_first")
-            weights = fp8_values(codes, x.dtype.element_ty)
+            weights = converted(codes, CODES, x.dtype.element_ty)
+            if zeros is not None:
+                weights = less_zeros(weights, tl.load(zeros + place))
             part = dot(weights, features, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
         if GROUP != 0:
-            part *= tl.load(scales + row * num_groups + start // GROUP)[:, None]
+            part *= tl.load(scales + place)[:, None]
         acc += part
     if GROUP == 0:
         acc *= tl.load(scales + row)[:, None]
@@ -193,25 +281,21 @@ def multiply_int4(
         low, high = nibbles(packed, x.dtype.element_ty)
         place = row * num_groups + start // GROUP
         features, own = _features(x, norm, start + k, last, m, num_tokens, K)
-        acc += _group_product(low, features, scales, zeros, place, PRECISION)
+        acc += group_product(low, features, scales, zeros, place, PRECISION)
         if norm is not None:
             squares += own
         features, own = _features(x, norm, start + GROUP + k, last, m, num_tokens, K)
-        acc += _group_product(high, features, scales, zeros, place + 1, PRECISION)
+        acc += group_product(high, features, scales, zeros, place + 1, PRECISION)
         if norm is not None:
             squares += own
     return acc, tl.sum(squares, 0)
 
 
 @triton.jit
-def _group_product(weights, features, scales, zeros, place, PRECISION: tl.constexpr):
+def group_product(weights, features, scales, zeros, place, PRECISION: tl.constexpr):
     """Return the product over one group, whose scales and zero points are at `place` [BLOCK_N]."""
-    if zeros is not None:  # small integers, so that the difference is exact
-        zero = tl.load(zeros + place)[:, None]
-        if _INTERPRETED:
-            weights = (weights.to(tl.float32) - zero).to(weights.dtype)
-        else:
-            weights -= zero.to(weights.dtype)
+    if zeros is not None:
+        weights = less_zeros(weights, tl.load(zeros + place))
     empty = tl.zeros([weights.shape[0], features.shape[1]], tl.float32)
     return dot(weights, features, empty, PRECISION) * tl.load(scales + place)[:, None]
 
@@ -224,14 +308,14 @@ class QuantizedWeight:
     kind: int = 0
     group: int = 0  # columns that share a scale; 0: all
     scales: Tensor | None = None  # [N, groups] float32; of 4-bit codes an even number of groups
-    zeros: Tensor | None = None  # the same, less 8
+    zeros: Tensor | None = None  # the same; of 4-bit codes less 8, of int8 as int8
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedInputs:
     """Inputs as `quantize_rows` returns them."""
 
-    codes: Tensor  # [T, K] fp8
+    codes: Tensor  # [T, K] fp8 or int8
     scales: Tensor  # [T, groups] float32
     dtype: torch.dtype  # of the inputs, and of products
 
@@ -257,18 +341,19 @@ def _quantize_rows_kernel(
     values = tl.load(x + row * num_features + column, mask=live, other=0.0).to(tl.float32)
     if norm is not None:
         values *= tl.rsqrt(tl.sum(values * values, 0) / num_features + eps) * weight
+    dtype: tl.constexpr = codes.dtype.element_ty
     if GROUP == 0:
-        scale = tl.maximum(tl.max(tl.abs(values), 0), _LEAST) / _FP8_MAX
+        scale = _scales(values, 0, dtype)
         tl.store(scales + row, scale)
         scaled = values / scale
     else:
         groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
-        scale = tl.maximum(tl.max(tl.abs(groups), 1), _LEAST) / _FP8_MAX
+        scale = _scales(groups, 1, dtype)
         group = tl.arange(0, BLOCK // GROUP)
         num_groups = tl.cdiv(num_features, GROUP)
         tl.store(scales + row * num_groups + group, scale, mask=group < num_groups)
         scaled = tl.reshape(groups / scale[:, None], [BLOCK])
-    tl.store(codes + row * num_features + column, scaled.to(tl.float8e4nv), mask=live)
+    tl.store(codes + row * num_features + column, _codes(scaled, dtype), mask=live)
 
 
 def quantize_rows(
@@ -277,10 +362,11 @@ def quantize_rows(
     eps: float = 0.0,
     group: int = 0,
     pdl: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedInputs:
-    """Quantize rms_norm(x), or x without a norm."""
+    """Quantize rms_norm(x), or x without a norm, to fp8 or int8."""
     num_tokens, num_features = x.shape
-    codes = padded_empty(num_tokens, num_features, torch.float8_e4m3fn, x.device)
+    codes = padded_empty(num_tokens, num_features, dtype, x.device)
     num_groups = -(-num_features // group) if group else 1
     scales = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x.device)
     if num_tokens:
@@ -302,6 +388,14 @@ def quantize_rows(
 
 
 # ---- weights ----
+
+
+def int4_shape(group: int, num_columns: int) -> tuple[int, int, int]:
+    """Return how rows of 4-bit codes are held: the columns of a group, bytes and groups. `group` is that of the scheme;
+    a row with a single scale is cut into groups, too."""
+    group = group or _ROW_GROUP
+    num_pairs = -(-num_columns // (2 * group))
+    return group, num_pairs * group, 2 * num_pairs
 
 
 def pack_int4(codes: Tensor, group: int) -> Tensor:
@@ -337,22 +431,58 @@ def _dequantize_int4_kernel(
     tl.store(start + GROUP, high.to(out.dtype.element_ty), mask=live & (column + GROUP < K))
 
 
-def dequantize_int4(weight: QuantizedWeight, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Return weights [N, K]."""
-    codes, group = weight.codes, weight.group
-    num_rows, num_bytes = codes.shape
+@triton.jit
+def _dequantize_bytes_kernel(
+    codes, scales, zeros, out, num_rows, K, num_groups, CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = (row < num_rows)[:, None] & (column < K)[None, :]
+    places = row[:, None] * K + column[None, :]
+    values = converted(tl.load(codes + places, mask=live, other=0), CODES, tl.float32)
+    place = row * num_groups
+    if num_groups != 1:
+        place += tl.program_id(1)
+    if zeros is not None:
+        values -= tl.load(zeros + place, mask=row < num_rows, other=0).to(tl.float32)[:, None]
+    values *= tl.load(scales + place, mask=row < num_rows, other=0.0)[:, None]
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=live)
+
+
+def dequantize(weight: QuantizedWeight, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """Return weights [N, K] that are converted, not multiplied as they are."""
+    codes, group, scales = weight.codes, weight.group, weight.scales
+    assert scales is not None
+    num_rows = len(codes)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
-    num_pairs, rows = num_bytes // group, max(1, 4096 // group)
-    _dequantize_int4_kernel[(triton.cdiv(num_rows, rows), num_pairs)](
+    if weight.kind == INT4:
+        num_pairs, rows = codes.shape[1] // group, max(1, 4096 // group)
+        _dequantize_int4_kernel[(triton.cdiv(num_rows, rows), num_pairs)](
+            codes,
+            scales,
+            weight.zeros,
+            out,
+            num_rows,
+            num_columns,
+            num_pairs,
+            GROUP=group,
+            ROWS=rows,
+            num_warps=4,
+        )
+        return out
+    block = group or _DEQUANTIZED
+    rows = max(1, 4096 // block)
+    _dequantize_bytes_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_columns, block))](
         codes,
-        weight.scales,
+        scales,
         weight.zeros,
         out,
         num_rows,
         num_columns,
-        num_pairs,
-        GROUP=group,
+        scales.shape[1],
+        CODES=weight.kind,
         ROWS=rows,
+        BLOCK=block,
         num_warps=4,
     )
     return out

@@ -31,7 +31,7 @@ from inflight.layers.triton.linear_parts import (
     multiply_tensor_cores,
     weight_rows,
 )
-from inflight.layers.triton.quantized import QuantizedWeight, as_quantized, multiply_fp8, multiply_int4
+from inflight.layers.triton.quantized import QuantizedWeight, as_quantized, multiply_bytes, multiply_int4
 from inflight.layers.triton.tuning import (
     LinearTile,
     choose_small,
@@ -176,8 +176,8 @@ def _small_linear_kernel(
             PRECISION,
         )
     elif CODES != 0:
-        acc, sums = multiply_fp8(
-            x, rows, row, norm, scales, first, last, num_tokens, K, GROUP, CODES == 1, BLOCK_M, BLOCK_N, BLOCK_K,
+        acc, sums = multiply_bytes(
+            x, rows, row, norm, scales, zeros, first, last, num_tokens, K, GROUP, CODES, BLOCK_M, BLOCK_N, BLOCK_K,
             STAGES, PRECISION,
         )  # fmt: skip
     elif BLOCK_M <= 4:

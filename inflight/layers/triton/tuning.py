@@ -13,8 +13,8 @@ MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
-MAX_FP8_SMALL = 16  # tokens up to which `small_linear` multiplies fp8 weights with fp8 inputs
-MAX_INT4_SMALL = 128  # and weights that it converts
+MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
+MAX_CONVERTED_SMALL = 128  # and weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
 _MODERATE = 24 << 20  # bytes of weights of which one or two tokens are multiplied without tensor cores
@@ -186,7 +186,8 @@ def choose_small_quantized(
         block_n = 128 if num_tokens > 16 and num_rows >= 128 * num_sms else 64
     else:
         block_n = 128 if num_rows >= 128 * num_sms else 64
-        block_k = step = group or (128 if block_n == 128 else 256)
+        # More features of more tokens are more than the registers hold.
+        block_k = step = group or (128 if block_n == 128 or num_tokens > 16 else 256)
         most = 4
     num_tiles = -(-num_rows // block_n)
     split_k = min(4, _split_k((3 if block_m == 16 else 2) * num_sms, num_tiles, num_features // (2 * step)))
@@ -199,16 +200,24 @@ def choose_small_quantized(
 
 @functools.cache
 def choose_medium(
-    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, group: int = 0
+    num_tokens: int,
+    num_rows: int,
+    num_features: int,
+    itemsize: int,
+    num_sms: int,
+    shared_bytes: int,
+    group: int = 0,
 ) -> LinearTile:
     """Return the tile of `medium_linear`, with about one program per multiprocessor over all tiles of tokens.
 
-    `group` is that of quantized weights.
+    `shared_bytes` is the chip's `shared_memory`, and `group` that of quantized weights.
     """
     if itemsize == 4:
         return LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2)
     if itemsize == 1:
-        return _choose_medium_fp8(num_tokens, num_rows, num_features, num_sms, group)
+        tile = _choose_medium_bytes(num_tokens, num_rows, num_features, num_sms, group)
+        most = shared_bytes // ((tile.block_m + tile.block_n) * tile.block_k)
+        return replace(tile, stages=max(2, min(tile.stages, most)))
     if num_rows >= 128 * num_sms:
         if num_tokens <= 64:
             return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
@@ -228,9 +237,16 @@ def choose_medium(
     return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
 
 
-def _choose_medium_fp8(
+def _choose_medium_bytes(
     num_tokens: int, num_rows: int, num_features: int, num_sms: int, group: int
 ) -> LinearTile:
+    """Return the tile for fp8 or int8 (measured with fp8 up to MAX_TOKENS, a guess beyond)."""
+    if num_tokens > MAX_TOKENS:
+        # The largest tiles of which there is one for each multiprocessor. Groups need the registers for their sums.
+        widths = [width for width in (256, 128) if not (group and width == 256)]
+        token_tiles = -(-num_tokens // 128)
+        fits = [width for width in widths if token_tiles * -(-num_rows // width) >= num_sms]
+        return LinearTile(128, (*fits, 64)[0], 128, num_warps=8, stages=4)
     wide, long = num_rows >= 128 * num_sms, num_features > num_rows
     if num_tokens <= 64:
         if wide:
@@ -286,16 +302,19 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
 
 
 def choose_grouped_quantized(
-    num_pairs: int, num_experts: int, four_bits: bool
+    num_pairs: int, num_experts: int, converted: bool, step: int = 128
 ) -> tuple[int, GroupedTile, GroupedTile]:
-    """Return the same for fp8 or MXFP4 weights (guesses: not measured yet)."""
+    """Return the same for quantized weights, which may be `converted`, `step` features at a time (guesses: not measured
+    yet)."""
     average = num_pairs / num_experts
     if average <= 32:
         tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True)
         return 16 if average <= 10 else 32, tile, tile
     # Converted weights stay in registers only as the left operand.
-    tile = GroupedTile(block_n=128, block_k=128, num_warps=8, stages=3, weights_left=four_bits)
-    return 64 if average <= 64 else 128, tile, tile
+    block_m = 64 if average <= 64 else 128
+    stages = 2 if block_m * step > 128 * 128 else 3  # of what shared memory holds
+    tile = GroupedTile(block_n=128, block_k=128, num_warps=8, stages=stages, weights_left=converted)
+    return block_m, tile, tile
 
 
 def _padded(size: int) -> int:
