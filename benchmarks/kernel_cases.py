@@ -19,7 +19,8 @@ from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.plan import Ints
 from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
-from inflight.attention.triton.softmax import Items
+from inflight.attention.triton.softmax import AttentionWorkspace, Items
+from inflight.attention.triton.tuning import HeadShape
 from inflight.attention.triton.tuning import choose as choose_tuning
 from inflight.execution.sampling.triton import (
     LogprobBuffers,
@@ -194,12 +195,10 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
 
 
 def planner_for(bench: Bench, max_entries: int) -> AttentionPlanner:
-    group = bench.num_heads // bench.num_kv_heads
-    tuning = choose_tuning(bench.dtype, bench.head_dim, group, bench.device)
+    heads = HeadShape(bench.num_heads, bench.num_kv_heads, bench.head_dim)
+    tuning = choose_tuning(bench.dtype, heads.head_dim, heads.group, bench.device)
     num_processors = num_multiprocessors(bench.device)
-    return AttentionPlanner(
-        tuning, bench.num_kv_heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False
-    )
+    return AttentionPlanner(tuning, heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False)
 
 
 def decode_cases(bench: Bench) -> Iterator[Case]:
@@ -211,7 +210,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
         work = planner.decodes(np.full(batch, context, dtype=np.int32), rows, tables, 0)
         items = on_device(bench, work.decode.items)
         layer = attention_layer(bench, 1)
-        workspace = planner.workspace(bench.num_heads, bench.num_kv_heads, bench.head_dim, bench.device)
+        workspace = AttentionWorkspace.allocate([planner.workspace_need], bench.device)
         qkv = bench.randn(batch, bench.qkv_size)
         out = torch.empty_like(
             qkv[:, : bench.num_heads * bench.head_dim], memory_format=torch.contiguous_format
@@ -253,7 +252,7 @@ def chunk_cases(bench: Bench) -> Iterator[Case]:
         plan = planner.chunks(ends, ends[1:], np.zeros(1, dtype=np.int32))
         work = on_device(bench, plan.items)
         layer = attention_layer(bench, 1)
-        workspace = planner.workspace(bench.num_heads, bench.num_kv_heads, bench.head_dim, bench.device)
+        workspace = AttentionWorkspace.allocate([planner.workspace_need], bench.device)
         qkv = bench.randn(length, bench.qkv_size)
         out = bench.randn(length, bench.num_heads * bench.head_dim)
         tables = torch.arange(blocks, dtype=torch.int32, device=bench.device).unsqueeze(0)

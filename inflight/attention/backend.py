@@ -142,6 +142,7 @@ class AttentionLayer:
     table: int = 0  # the block table that leads to its keys and values
     sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    v_norm: Tensor | None = None  # [head_dim] float32
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class AttentionBackend(Protocol[InputsT]):
         cache: LayerCache,
         inputs: InputsT,
     ) -> Tensor:  # [T, num_heads * head_dim]
-        """Normalise and rotate queries and keys, write this step's keys and values for all entries, then attend. So an
+        """Normalise and rotate queries and keys, normalise values, write this step's keys and values for all entries, then attend. So an
         entry may read blocks that another entry of the same step fills."""
 
     def live(self, inputs: InputsT) -> Tensor | None:

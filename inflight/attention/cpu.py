@@ -81,6 +81,8 @@ class ComposedAttention:
                 query = kernels.rotate(query, positions, cos_sin)
                 key = kernels.rotate(key, positions, cos_sin)
         value = heads[:, num_rotated:]
+        if layer.v_norm is not None:
+            value = kernels.rms_norm(value, layer.v_norm, layer.eps)
         out = self._heads.attend(query, key, value, layer, cache, inputs)
         return out.reshape(len(qkv), -1)
 

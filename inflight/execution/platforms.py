@@ -25,7 +25,6 @@ from inflight.kv.budget import blocks_for_memory, most_blocks, requested_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
 from inflight.models.tensors import tensors_of
@@ -50,9 +49,7 @@ class Platform(Protocol):
     target_step_ms: float  # default
     max_text_tokens: int  # default size of a step of an encoder
 
-    def kernels_and_attention(
-        self, spec: DecoderSpec, dtype: torch.dtype
-    ) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
         """Return kernels and attention for a model whose weights are held as `dtype`."""
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
@@ -113,7 +110,6 @@ class CpuPlatform:
 
     def kernels_and_attention(
         self,
-        spec: DecoderSpec,  # noqa: ARG002
         dtype: torch.dtype,  # noqa: ARG002
     ) -> tuple[Kernels, AttentionBackend[Any]]:
         kernels = cpu_kernels()

@@ -1,8 +1,8 @@
 """Where the layers of a model keep their keys and values: block tables, and slots of the memory behind the blocks.
 
 All blocks of the KV memory are equal, so memory goes where it is needed. A block holds `block_size` tokens and has the
-same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers that keep the same
-tokens, all or the last `window` of them, and gives each of these layers a slot (small layers may share one):
+same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers with the same heads
+that keep the same tokens, all or the last `window` of them, and gives each a slot (small layers may share one):
 
                  slot 0      slot 1      slot 2
     table 0      layer 5     layer 11    layer 17      all tokens
@@ -133,12 +133,13 @@ class KVPlace:
 
 def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlace], tuple[int | None, ...]]:
     """Return the place of each layer, and the window of each table. Values have `width` bytes if not quantized."""
-    kinds: dict[tuple[bool, int, int], list[int]] = {}  # those that keep all tokens come first
+    kinds: dict[tuple[bool, int, int, int, int], list[int]] = {}  # those that keep all tokens come first
     for index, layer in enumerate(layers):
         size = layer.value_bytes(width)  # no scales: two quantized layers fit in place of a plain one
-        kinds.setdefault((layer.window is not None, layer.window or 0, size), []).append(index)
+        kind = layer.window is not None, layer.window or 0, size, layer.num_kv_heads, layer.head_dim
+        kinds.setdefault(kind, []).append(index)
     largest = max((layer.value_bytes(width) for layer in layers), default=0)
-    ordered = [(window or None, largest // size, kinds[_, window, size]) for _, window, size in sorted(kinds)]
+    ordered = [(kind[1] or None, largest // kind[2], kinds[kind]) for kind in sorted(kinds)]
     num_slots = _num_slots([(window, -(-len(indices) // share)) for window, share, indices in ordered])
     places: dict[int, KVPlace] = {}
     windows: list[int | None] = []

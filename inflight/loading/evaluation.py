@@ -114,7 +114,7 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
     if not spec.has_lm_head:
         raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
     dtype = resolve_dtype(model.dtype, checkpoint.config)
-    kernels, attention = platform.kernels_and_attention(spec, dtype)
+    kernels, attention = platform.kernels_and_attention(dtype)
     is_quantized = any(layer.quantized_kv for layer in spec.attentions)
     if is_quantized or not isinstance(attention, ComposedAttention):
         # Windows need no plans and graphs: plain attention over their tokens is fast enough.

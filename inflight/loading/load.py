@@ -180,7 +180,7 @@ def _fill_decoder(
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        *platform.kernels_and_attention(shard.spec, dtype),
+        *platform.kernels_and_attention(dtype),
         dtype,
         platform.device,
         progress=progress,

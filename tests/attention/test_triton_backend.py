@@ -66,6 +66,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
     cache = content.to(DEVICE)
     workspace = scene.workspace()
     table = TableStep(
+        tuning=tuning,
         slot_mapping=slot_mapping,
         block_tables=tables,
         decodes=items(decodes.items, 12),
@@ -73,8 +74,8 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),
     )
-    step = TritonStep(positions, (table,), short_context=False, workspace=workspace)
-    out = TritonAttention(tuning).attend(qkv, shape.layer(window), cache, step)
+    step = TritonStep(positions, slot_mapping, (table,), short_context=False, workspace=workspace)
+    out = TritonAttention(torch.float32, DEVICES).attend(qkv, shape.layer(window), cache, step)
     expected = scene.expected(window)
     got = out[: len(expected)].view(expected.shape).double().cpu()
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[torch.float32])
@@ -84,14 +85,13 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
 
 def test_cache_has_the_bytes_of_its_shape() -> None:
     shape = KVShape.of([LayerKV(num_kv_heads=2, head_dim=64)] * 3, block_size=8, dtype=torch.float16)
-    tuning = choose(torch.float16, 64, 2, DEVICES)
-    caches = TritonAttention(tuning).allocate(shape, 5, DEVICES).layers
+    caches = TritonAttention(torch.float16, DEVICES).allocate(shape, 5, DEVICES).layers
     assert [list(cache.shape) for cache in caches] == [[5, 2, 2, 8, 64]] * 3
     assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
     tuning = choose(dtype, head_dim, group, DEVICES)
@@ -103,9 +103,7 @@ def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, 
 def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
     layers = [LayerKV(2, 64, is_quantized=True), LayerKV(2, 64), LayerKV(2, 64, is_quantized=True)]
     shape = KVShape.of(layers, block_size=8, dtype=torch.bfloat16)
-    cache = TritonAttention(choose(torch.bfloat16, 64, 2, torch.device("cpu"))).allocate(
-        shape, 5, torch.device("cpu")
-    )
+    cache = TritonAttention(torch.bfloat16, torch.device("cpu")).allocate(shape, 5, torch.device("cpu"))
     assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block
     first, plain, second = cache.layers
     first.codes.fill_(1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inflight.attention.triton.planner import AttentionPlanner
-from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning
+from inflight.attention.triton.tuning import ANY, AttentionTile, HeadShape, Tuning
 from tests.attention.triton_scene import SMALL
 
 FEW, SOME, MANY = (replace(SMALL, programs=programs) for programs in (3.0, 2.0, 5.0))
@@ -21,7 +21,12 @@ def planner(short_context: AttentionTile | None = None, num_heads: int = HEADS) 
         2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False, short_context=short_context
     )
     return AttentionPlanner(
-        tuning, num_heads, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False
+        tuning,
+        HeadShape(2 * num_heads, num_heads, 64),
+        16,
+        max_entries=256,
+        num_processors=PROCESSORS,
+        share_prefixes=False,
     )
 
 

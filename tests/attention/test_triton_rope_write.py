@@ -46,6 +46,7 @@ def test_heads_are_normalised_rotated_and_cached(
     qkv = torch.randn(num_tokens, width, generator=generator).to(dtype)
     q_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed == "both" else None
     k_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed != "none" else None
+    v_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed == "both" else None
     positions = torch.tensor([3, 0, 11, 29, 7, 1, 2], dtype=torch.int32)
     slot_mapping = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
     cos_sin = torch.randn(30, rotary_dim, generator=generator)
@@ -66,6 +67,7 @@ def test_heads_are_normalised_rotated_and_cached(
         num_kv_heads,
         head_dim,
         tile=tile,
+        v_norm=None if v_norm is None else v_norm.to(DEVICE),
     )
 
     def heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,12 +85,16 @@ def test_heads_are_normalised_rotated_and_cached(
     torch.testing.assert_close(
         got[real].double(), expected[real], rtol=TOLERANCE[dtype] / 2, atol=TOLERANCE[dtype]
     )
-    assert torch.equal(new_value, value)
+    if v_norm is None:
+        assert torch.equal(new_value, value)
+    else:
+        normalised = reference(value, v_norm, positions, torch.empty(30, 0))
+        torch.testing.assert_close(new_value[real].double(), normalised[real], rtol=0, atol=TOLERANCE[dtype])
     assert torch.equal(rotated[~real], qkv[~real])
 
     blocks, offsets = slot_mapping[real].long() // block_size, slot_mapping[real].long() % block_size
     assert torch.equal(written[blocks, 0, :, offsets], new_key[real])
-    assert torch.equal(written[blocks, 1, :, offsets], value[real])
+    assert torch.equal(written[blocks, 1, :, offsets], new_value[real])
     written[blocks, :, :, offsets] = NAN
     assert written.isnan().all()
 

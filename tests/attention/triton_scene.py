@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer, LayerCache, QuantizedKV
 from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.softmax import AttentionWorkspace, Items
+from inflight.attention.triton.softmax import AttentionWorkspace, Items, WorkspaceNeed
 from inflight.attention.triton.tuning import AttentionTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,14 +144,8 @@ class Scene:
 
     def workspace(self, max_partials: int = 400, max_counters: int = 16) -> AttentionWorkspace:
         shape = self.shape
-        made = AttentionWorkspace.allocate(
-            max_partials,
-            max_counters,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            torch.device(DEVICE),
-        )
+        need = WorkspaceNeed(max_partials, max_counters, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        made = AttentionWorkspace.allocate([need], torch.device(DEVICE))
         made.outs.fill_(NAN)
         made.lses.fill_(NAN)
         return made

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.support.checkpoints import GPU_FAMILIES, attention_of
+from tests.support.checkpoints import FAMILIES, attention_of
 
 
-@pytest.mark.parametrize("family", GPU_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(
     family: str, checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:

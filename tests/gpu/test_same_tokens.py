@@ -10,12 +10,12 @@ import pytest
 
 from inflight import SamplingParams
 from tests.gpu.conftest import Ask
-from tests.support.checkpoints import GPU_FAMILIES
+from tests.support.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
 
 
-@pytest.mark.parametrize("family", GPU_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_in_float32_matches_the_cpu(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
     folder = checkpoint(family)
     assert ask(folder, dtype="float32") == ask(folder, dtype="float32", device="cpu")

@@ -39,7 +39,7 @@ def test_weights_take_the_planned_memory(family: str, dtype: torch.dtype) -> Non
     kernels = meta_kernels("cpu", dtype)
     platform = platforms.CpuPlatform()
     for shard in (shard_of(spec, 0, 1), shard_of(spec, 1, 2), shard_of(spec, 0, 2, range(2))):
-        parts = platform.kernels_and_attention(shard.spec, dtype)
+        parts = platform.kernels_and_attention(dtype)
         decoder = Decoder(spec, *parts, dtype, platform.device, 300, shard)
         planned = meta_decoder(shard, kernels, dtype, 300)
         assert num_bytes(planned) == held(decoder)

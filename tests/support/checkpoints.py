@@ -165,8 +165,6 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
     "qwen3.5-moe": _config("Qwen3_5MoeTextConfig", **_RECURRENT_EXPERTS),
 }
 
-# Those that run on GPUs, where all layers must have heads of the same size.
-GPU_FAMILIES = tuple(name for name in FAMILIES if name != "gemma4")
 # Families with layers that keep a state.
 RECURRENT_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 

@@ -12,7 +12,7 @@ from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.softmax import AttentionWorkspace, Items
-from inflight.attention.triton.tuning import Tuning
+from inflight.attention.triton.tuning import HeadShape, Tuning, choose
 from inflight.layers.triton.recurrent import RecurrentStep
 from inflight.triton_utils.padding import padded_empty
 
@@ -23,6 +23,7 @@ PIECE = 2 << 20  # bytes
 class TableStep:
     """A step as the layers of one block table read it. Kernels whose items are None are not launched."""
 
+    tuning: Tuning  # the tiles that the items are planned for
     # [T] int32, where each token's KV goes: block_id * block_size + offset; below 0: padding
     slot_mapping: Tensor
     block_tables: Tensor  # [max_rows, max_blocks] int32
@@ -37,7 +38,8 @@ class TritonStep:
     """One step in device memory; all contents may change between replays of a graph."""
 
     positions: Tensor  # [T] int32; any valid position for padding
-    tables: tuple[TableStep, ...]
+    live: Tensor  # [T] int32; below 0: padding
+    tables: tuple[TableStep | None, ...]  # None: no layer here has keys and values in this table
     short_context: bool  # DecodeWork.short_context
     workspace: AttentionWorkspace
     state: RecurrentStep | None = None  # None: no layer is recurrent
@@ -50,8 +52,13 @@ class TritonAttention:
     a quantized one.
     """
 
-    def __init__(self, tuning: Tuning) -> None:
-        self.tuning = tuning
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def tuning_for(self, heads: HeadShape) -> Tuning:
+        """Return the tiles for layers with such heads."""
+        return choose(self._dtype, heads.head_dim, heads.group, self._device)
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         dtype = shape.slot_dtype
@@ -70,11 +77,13 @@ class TritonAttention:
         return inputs.state
 
     def live(self, inputs: TritonStep) -> Tensor:
-        return inputs.tables[0].slot_mapping
+        return inputs.live
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonStep) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
-        step, tuning = inputs.tables[layer.table], self.tuning
+        step = inputs.tables[layer.table]
+        assert step is not None
+        tuning = step.tuning
         rope_write(
             qkv,
             inputs.positions,
@@ -88,6 +97,7 @@ class TritonAttention:
             layer.num_kv_heads,
             layer.head_dim,
             tuning.pdl,
+            v_norm=layer.v_norm,
         )
         tables, workspace, pdl = step.block_tables, inputs.workspace, tuning.pdl
         out = padded_empty(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)

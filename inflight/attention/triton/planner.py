@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from inflight.attention.triton.plan import (
     ChunkPlan,
     DecodePlan,
@@ -16,8 +14,8 @@ from inflight.attention.triton.plan import (
     plan_decode,
     plan_prefix,
 )
-from inflight.attention.triton.softmax import AttentionWorkspace
-from inflight.attention.triton.tuning import Tuning
+from inflight.attention.triton.softmax import WorkspaceNeed
+from inflight.attention.triton.tuning import HeadShape, Tuning
 
 # Programs per multiprocessor, over all KV heads, that splitting may add. Measured on an H200: more programs read no
 # faster, and every split has to be written, read again and merged. Decodes may be split further, up to the number of
@@ -55,23 +53,25 @@ class DecodeWork:
 
 
 class AttentionPlanner:
-    """Plans the steps of one model with at most `max_entries` entries. Remembers which decodes share a prefix."""
+    """Plans the steps of layers whose heads have one shape, with at most `max_entries` entries. Remembers which decodes
+    share a prefix."""
 
     def __init__(
         self,
         tuning: Tuning,
-        num_kv_heads: int,
+        heads: HeadShape,
         block_size: int,
         max_entries: int,
         num_processors: int,
         share_prefixes: bool = True,
     ) -> None:
         self.tuning = tuning
+        self.heads = heads
         self.block_size = block_size
         self.max_entries = max_entries
         self.share_prefixes = share_prefixes
 
-        self._processors_per_head = num_processors / num_kv_heads
+        self._processors_per_head = num_processors / heads.num_kv_heads
         self._decode_extra_items = self._items(DECODE_EXTRA_PROGRAMS)
         self.chunk_extra_items = self._items(CHUNK_EXTRA_PROGRAMS)
         self.prefix_extra_items = self._items(PREFIX_EXTRA_PROGRAMS)
@@ -107,14 +107,18 @@ class AttentionPlanner:
     def max_prefix_partials(self) -> int:
         return (1 + self.prefix_extra_items) * self.max_entries
 
-    def workspace(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> AttentionWorkspace:
+    @property
+    def workspace_need(self) -> WorkspaceNeed:
         decode_partials = self.max_decode_items(self.max_entries) + self.max_prefix_partials
         chunk_partials = 2 * self.chunk_extra_items * self.tuning.chunk_positions
         counters = max(self.max_entries, self.chunk_extra_items)
-        return AttentionWorkspace.allocate(
-            max(decode_partials, chunk_partials), counters, num_heads, num_kv_heads, head_dim, device
+        heads = self.heads
+        return WorkspaceNeed(
+            max(decode_partials, chunk_partials),
+            counters,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
         )
 
     # ---- plans ----

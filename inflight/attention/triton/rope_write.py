@@ -1,4 +1,4 @@
-"""Normalise and rotate queries and keys, and write keys and values to the cache: one pass over the projected heads."""
+"""Normalise and rotate heads, and write keys and values to the cache: one pass over the projected heads."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def rope_write(
     head_dim: int,
     pdl: bool = False,
     tile: HeadTile | None = None,
+    v_norm: Tensor | None = None,  # [head_dim] float32
 ) -> None:
-    """Normalise and rotate queries and keys in place, and write keys and values to the cache.
+    """Normalise and rotate queries and keys in place, normalise values, and write keys and values to the cache.
 
     With a quantized cache, keys and values in `qkv` become what their codes stand for, so that it does not matter to
     other kernels where they read them.
@@ -63,7 +64,7 @@ def rope_write(
     rest = head_dim - rotary_dim
     _rope_write[grid](
         qkv, positions, slot_mapping, qkv if cos_sin is None else cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, values, None if scales is None else scales.view(torch.int16), num_tokens,
+        qkv if k_norm is None else k_norm, v_norm, values, None if scales is None else scales.view(torch.int16), num_tokens,
         eps, qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim, BLOCK_SIZE=values.shape[3], BLOCK_STRIDE=values.stride(0),
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens,
@@ -76,10 +77,11 @@ def rope_write(
 
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm", "v_norm"],
 )
 def _rope_write(
-    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, scales, num_tokens, eps, qkv_stride,
+    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, v_norm, cache, scales, num_tokens, eps,
+    qkv_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -125,15 +127,24 @@ def _rope_write(
         source = token_heads + (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM
         target = cached + value_offset + head * (BLOCK_SIZE * HEAD_DIM)
         launch_dependents_then_wait(PDL)
-        if scales is None:
+        if v_norm is None and scales is None:
             tl.store(
                 target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=kept), mask=kept
             )
         else:
             value = tl.load(source[:, None] + d[None, :], mask=kept, other=0.0).to(tl.float32)
-            exponent = scale_exponents(largest_magnitude(value), qkv.dtype.element_ty)
-            store_scales(scales + head * (BLOCK_SIZE * 2) + 1, exponent, real & (head < NUM_KV_HEADS))
-            _store_codes(target[:, None] + d[None, :], source[:, None] + d[None, :], value, exponent, kept)
+            if v_norm is not None:
+                factor = tl.rsqrt(tl.sum(value * value, 1) / HEAD_DIM + eps)
+                value *= factor[:, None] * tl.load(v_norm + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+            if scales is None:
+                tl.store(source[:, None] + d[None, :], value, mask=kept)
+                tl.store(target[:, None] + d[None, :], value, mask=kept)
+            else:
+                exponent = scale_exponents(largest_magnitude(value), qkv.dtype.element_ty)
+                store_scales(scales + head * (BLOCK_SIZE * 2) + 1, exponent, real & (head < NUM_KV_HEADS))
+                _store_codes(
+                    target[:, None] + d[None, :], source[:, None] + d[None, :], value, exponent, kept
+                )
 
 
 @triton.jit

@@ -7,6 +7,7 @@ score that a query row has met, `row_sum` the sum of its weights relative to tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,27 +38,35 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkspaceNeed:
+    """How much of a workspace the layers with heads of one shape use."""
+
+    max_partials: int
+    max_counters: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWorkspace:
     """Partial results of queries whose keys are split. One serves all layers and kernels of a step: each launch is
-    done with it before the next begins."""
+    done with it before the next begins. A layer reads it in the shapes below, with the number and size of its heads."""
 
     outs: Tensor  # [max_partials, num_heads, head_dim] float32
     lses: Tensor  # [max_partials, num_heads] float32, base 2
     counters: Tensor  # [max_counters, num_kv_heads] int32: splits stored so far; 0 between launches
 
     @staticmethod
-    def allocate(
-        max_partials: int,
-        max_counters: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-    ) -> AttentionWorkspace:
+    def allocate(needs: Sequence[WorkspaceNeed], device: torch.device) -> AttentionWorkspace:
+        """Return one that is large enough for each of these needs."""
+        num_outs = max((need.max_partials * need.num_heads * need.head_dim for need in needs), default=0)
+        num_lses = max((need.max_partials * need.num_heads for need in needs), default=0)
+        num_counters = max((need.max_counters * need.num_kv_heads for need in needs), default=0)
         return AttentionWorkspace(
-            outs=torch.empty(max_partials, num_heads, head_dim, dtype=torch.float32, device=device),
-            lses=torch.empty(max_partials, num_heads, dtype=torch.float32, device=device),
-            counters=torch.zeros(max_counters, num_kv_heads, dtype=torch.int32, device=device),
+            outs=torch.empty(num_outs, dtype=torch.float32, device=device),
+            lses=torch.empty(num_lses, dtype=torch.float32, device=device),
+            counters=torch.zeros(num_counters, dtype=torch.int32, device=device),
         )
 
 

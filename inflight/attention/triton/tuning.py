@@ -25,8 +25,22 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tiles of each kernel for one model on one device."""
+    """Tiles of each kernel for heads of one shape on one device."""
 
     group: int  # query heads per KV head
     # (most tokens of a step, tile), ascending. The fewer programs, the more data each must have in flight.
@@ -92,13 +106,17 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
     if dtype == torch.float32:
         # Full-precision products do not use tensor cores: small tiles, for parity rather than speed.
         keys = 32 if dim <= 128 else 16
+        rows = max(16, next_power_of_2(group)) if dim > 256 else 32
+        stages = 1 if dim > 256 else 2
         return Tuning(
             group=group,
-            decodes=((ANY, AttentionTile(rows=decode_rows, keys=keys, num_warps=4, num_stages=2)),),
-            prefix=AttentionTile(rows=32, keys=keys, num_warps=4, num_stages=1),
-            chunk=AttentionTile(rows=32, keys=keys, num_warps=4, num_stages=1),
+            decodes=((ANY, AttentionTile(rows=decode_rows, keys=keys, num_warps=4, num_stages=stages)),),
+            prefix=AttentionTile(rows=rows, keys=keys, num_warps=4, num_stages=1),
+            chunk=AttentionTile(rows=rows, keys=keys, num_warps=4, num_stages=1),
             descriptors=False,
         )
+    if dim > 256:
+        return _wide(group, decode_rows, _is_hopper(device))
     if not _is_hopper(device):
         # About 100 KB of shared memory per multiprocessor on the smallest of these devices.
         keys = 64 if dim <= 64 else 32
@@ -127,6 +145,30 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         pdl=True,
         short_context=AttentionTile(
             rows=decode_rows, keys=2 * keys, num_warps=4, num_stages=3, merged=8192, programs=1.0
+        ),
+    )
+
+
+def _wide(group: int, decode_rows: int, is_hopper: bool) -> Tuning:
+    """Tiles for heads of 512 features in 16 bits. They are the largest that fit shared memory and registers, as far as
+    compiling for the device tells; they have not been measured."""
+    if not is_hopper:
+        rows = max(16, next_power_of_2(group))
+        tile = AttentionTile(rows=rows, keys=16, num_warps=4, num_stages=2, programs=1.0)
+        return Tuning(group=group, decodes=((ANY, tile),), prefix=tile, chunk=tile, descriptors=False)
+    few = AttentionTile(rows=decode_rows, keys=16, num_warps=4, num_stages=4, merged=8192, programs=2.0)
+    many = AttentionTile(rows=decode_rows, keys=16, num_warps=4, num_stages=2, programs=4.0)
+    # Eight warps hold the accumulators of 64 rows; four would spill six times as much.
+    queries = AttentionTile(rows=64, keys=32, num_warps=8, num_stages=2)
+    return Tuning(
+        group=group,
+        decodes=((32, few), (ANY, many)),
+        prefix=queries,
+        chunk=queries,
+        descriptors=True,
+        pdl=True,
+        short_context=AttentionTile(
+            rows=decode_rows, keys=32, num_warps=4, num_stages=3, merged=8192, programs=1.0
         ),
     )
 

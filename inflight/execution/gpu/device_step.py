@@ -24,6 +24,14 @@ MIN_UPDATES = 32  # table updates that fit every shape
 
 
 @dataclass(frozen=True, slots=True)
+class TableKind:
+    """Block tables whose layers have the same plans: they keep the same tokens, and their heads have the same shape."""
+
+    window: int | None
+    planner: AttentionPlanner
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """The samples of a step."""
 
@@ -38,19 +46,16 @@ class DeviceStep:
         self,
         rows: DeviceRows,
         buckets: Buckets,
-        planner: AttentionPlanner,
+        tables: Sequence[TableKind | None],
         workspace: AttentionWorkspace,
-        windows: tuple[int | None, ...] = (None,),
         states: DeviceStates | None = None,
     ) -> None:
-        """`windows`: of each block table."""
+        """`tables`: the kind of each block table; None: no layer here has keys and values in it."""
         self.rows = rows
-        self._windows = windows
-        # Layers with the same window have the same plans.
-        self._kinds = {window: index for index, window in enumerate(dict.fromkeys(windows))}
+        self._tables = tables
+        self._kinds = list(dict.fromkeys(kind for kind in tables if kind is not None))
         self.states = states or DeviceStates([], 0, 1)
         self.buckets = buckets
-        self.planner = planner
         self.workspace = workspace
         device = rows.device
         self._slot_mappings = [f"slot_mapping_{table}" for table in range(len(rows.mirror))]
@@ -74,22 +79,24 @@ class DeviceStep:
         return self._layouts[shape]
 
     def _sizes(self, shape: StepShape) -> dict[str, int]:
-        planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
+        num_tokens, num_samples = shape.num_tokens, shape.num_samples
         num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
-        sizes = {"num_prefix_items": 1}
-        for kind in self._kinds.values():
-            sizes |= {f"num_decode_{kind}_items": 1, f"num_chunk_{kind}_items": 1}
-            sizes[f"decode_{kind}_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
+        sizes: dict[str, int] = {}
+        for index, kind in enumerate(self._kinds):
+            planner = kind.planner
+            sizes |= {f"num_decode_{index}_items": 1, f"num_chunk_{index}_items": 1}
+            sizes[f"decode_{index}_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
             if shape.chunks:
                 max_chunks = planner.max_chunk_items(num_tokens, shape.num_chunks)
-                sizes[f"chunk_{kind}_items"] = max_chunks * CHUNK_FIELDS
+                sizes[f"chunk_{index}_items"] = max_chunks * CHUNK_FIELDS
+            if shape.prefix and kind.window is None:
+                sizes[f"num_prefix_{index}_items"] = 1
+                sizes[f"prefix_{index}_items"] = planner.max_prefix_items * PREFIX_FIELDS
+                sizes[f"members_{index}"] = shape.num_decodes * MEMBER_FIELDS
         sizes |= dict.fromkeys(("token_rows", "positions", *self._slot_mappings), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
         sizes |= {"logprob_counts": num_samples, "logprob_places": num_samples, "logprob_width": 1}
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
-        if shape.prefix:
-            sizes["prefix_items"] = planner.max_prefix_items * PREFIX_FIELDS
-            sizes["members"] = shape.num_decodes * MEMBER_FIELDS
         return sizes | self.states.sizes(shape)
 
     # ---- on the host ----
@@ -112,7 +119,7 @@ class DeviceStep:
         shared = any(work.prefix is not None for work in works)
         num_samples = len(host.sample_tokens)
         if host.only_decodes:
-            short_context = bool(works) and works[0].short_context
+            short_context = bool(works) and all(work.short_context for work in works)
             shape = self.buckets.decode(num_decodes, shared, short_context)
         else:
             num_chunks = len(host.rows) - num_decodes
@@ -142,39 +149,40 @@ class DeviceStep:
         return shape
 
     def _plan_decodes(self, host: HostStep) -> list[DecodeWork]:
-        """Plan the decodes for each kind of layers."""
+        """Plan the decodes for each kind of tables."""
         rows, count = self.rows, host.num_decodes
         contexts, entry_rows = host.context_lens[:count], host.rows[:count]
         return [
-            self.planner.decodes(
+            kind.planner.decodes(
                 contexts,
                 entry_rows,
-                rows.mirror[self._windows.index(window)],
+                rows.mirror[self._tables.index(kind)],
                 rows.version,
                 host.only_decodes,
-                window,
+                kind.window,
             )
-            for window in self._kinds
+            for kind in self._kinds
         ]
 
     def _plan(self, host: HostStep, works: list[DecodeWork], shape: StepShape, part: dict[str, Ints]) -> None:
-        """Write the plans for each kind of layers."""
+        """Write the plans for each kind of tables."""
         num_decodes = host.num_decodes
-        part["num_prefix_items"][0] = 0
-        for window, kind in self._kinds.items():
-            num_items = num_chunk_items = 0
+        for index, kind in enumerate(self._kinds):
+            num_items = num_chunk_items = num_prefix_items = 0
             if works:
-                work = works[kind]
-                num_items = put_items(part[f"decode_{kind}_items"], work.decode.items)
+                work = works[index]
+                num_items = put_items(part[f"decode_{index}_items"], work.decode.items)
                 if work.prefix is not None:
-                    part["num_prefix_items"][0] = put_items(part["prefix_items"], work.prefix.items)
-                    put_items(part["members"], work.members())
+                    num_prefix_items = put_items(part[f"prefix_{index}_items"], work.prefix.items)
+                    put_items(part[f"members_{index}"], work.members())
             if shape.chunks:
                 starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
-                plan = self.planner.chunks(starts, contexts, host.rows[num_decodes:], window)
-                num_chunk_items = put_items(part[f"chunk_{kind}_items"], plan.items)
-            part[f"num_decode_{kind}_items"][0] = num_items
-            part[f"num_chunk_{kind}_items"][0] = num_chunk_items
+                plan = kind.planner.chunks(starts, contexts, host.rows[num_decodes:], kind.window)
+                num_chunk_items = put_items(part[f"chunk_{index}_items"], plan.items)
+            part[f"num_decode_{index}_items"][0] = num_items
+            part[f"num_chunk_{index}_items"][0] = num_chunk_items
+            if shape.prefix and kind.window is None:
+                part[f"num_prefix_{index}_items"][0] = num_prefix_items
 
     def upload_nothing(self, shape: StepShape) -> None:
         """Upload a step of this shape that is all padding."""
@@ -197,27 +205,33 @@ class DeviceStep:
     def open(self, shape: StepShape) -> tuple[Tensor, TritonStep]:
         """Launch the first kernel of the step; return its token ids [T] and its attention inputs."""
         part = self.layout(shape).on_device(self._packed)
-        rows, token_ids, planner = self.rows, self._token_ids[: shape.num_tokens], self.planner
-        max_chunks = planner.max_chunk_items(shape.num_tokens, shape.num_chunks)
+        rows, token_ids = self.rows, self._token_ids[: shape.num_tokens]
         updates = TableUpdates(part["update_rows"], part["update_columns"], part["update_blocks"])
         tokens = StepTokens(part["token_rows"], part["positions"], token_ids)
         open_step(rows.tokens, rows.block_tables, updates, tokens)
-        tables = []
-        for table, window in enumerate(self._windows):
-            kind, prefix = self._kinds[window], shape.prefix and window is None
-            tables.append(
-                TableStep(
-                    slot_mapping=part[self._slot_mappings[table]],
-                    block_tables=rows.block_tables[table],
-                    decodes=_items(part, f"decode_{kind}", planner.max_decode_items(shape.num_decodes)),
-                    prefixes=_items(part, "prefix", planner.prefix_programs) if prefix else None,
-                    members=part["members"] if prefix else None,
-                    chunks=_items(part, f"chunk_{kind}", max_chunks) if shape.chunks else None,
-                )
-            )
+        tables = tuple(
+            None if kind is None else self._table_step(shape, table, kind, part)
+            for table, kind in enumerate(self._tables)
+        )
         state = self.states.step(shape, part)
-        step = TritonStep(part["positions"], tuple(tables), shape.short_context, self.workspace, state)
-        return token_ids, step
+        live, workspace = part["token_rows"], self.workspace
+        return token_ids, TritonStep(part["positions"], live, tables, shape.short_context, workspace, state)
+
+    def _table_step(
+        self, shape: StepShape, table: int, kind: TableKind, part: dict[str, Tensor]
+    ) -> TableStep:
+        planner, index = kind.planner, self._kinds.index(kind)
+        max_chunks = planner.max_chunk_items(shape.num_tokens, shape.num_chunks)
+        prefix = shape.prefix and kind.window is None
+        return TableStep(
+            tuning=planner.tuning,
+            slot_mapping=part[self._slot_mappings[table]],
+            block_tables=self.rows.block_tables[table],
+            decodes=_items(part, f"decode_{index}", planner.max_decode_items(shape.num_decodes)),
+            prefixes=_items(part, f"prefix_{index}", planner.prefix_programs) if prefix else None,
+            members=part[f"members_{index}"] if prefix else None,
+            chunks=_items(part, f"chunk_{index}", max_chunks) if shape.chunks else None,
+        )
 
     def samples(self, shape: StepShape) -> Samples:
         part = self.layout(shape).on_device(self._packed)

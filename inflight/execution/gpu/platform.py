@@ -14,7 +14,7 @@ import torch
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.sequences import TritonSequenceAttention
-from inflight.attention.triton.tuning import choose, choose_sequences
+from inflight.attention.triton.tuning import choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError
@@ -28,7 +28,6 @@ from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_fo
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import AttentionSpec, DecoderSpec
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
 from inflight.scheduling import Limits
@@ -61,12 +60,8 @@ class CudaPlatform:
             )
         torch.cuda.set_device(device)
 
-    def kernels_and_attention(
-        self, spec: DecoderSpec, dtype: torch.dtype
-    ) -> tuple[Kernels, AttentionBackend[Any]]:
-        heads = only_heads(spec)
-        tuning = choose(dtype, heads.head_dim, heads.num_heads // heads.num_kv_heads, self.device)
-        return TritonKernels(dtype, self.device), TritonAttention(tuning)
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
+        return TritonKernels(dtype, self.device), TritonAttention(dtype, self.device)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
         cache = config.cache
@@ -171,18 +166,6 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return peak - before + GRAPH_OVERHEAD
-
-
-def only_heads(spec: DecoderSpec) -> AttentionSpec:
-    """Return a layer's attention. Raise unless all layers have heads of the same number and size, as plans assume."""
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in spec.attentions}
-    if len(shapes) > 1:
-        heads = ", ".join(f"{num_kv_heads} KV heads of {dim}" for _, num_kv_heads, dim in sorted(shapes))
-        raise ConfigError(
-            f"{spec.architecture} has layers with different heads ({heads}), which are not supported on GPUs yet: "
-            "use --device cpu"
-        )
-    return spec.attentions[0]
 
 
 def _version(capability: tuple[int, int]) -> str:

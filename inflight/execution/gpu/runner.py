@@ -10,14 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inflight.attention.backend import KVShape
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
+from inflight.attention.triton.softmax import AttentionWorkspace
+from inflight.attention.triton.tuning import HeadShape
 from inflight.constraints import UNKNOWN, GrammarCompiler
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
-from inflight.execution.gpu.device_step import DeviceStep
+from inflight.execution.gpu.device_step import DeviceStep, TableKind
 from inflight.execution.gpu.host_step import HostStep, Ints, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
@@ -153,16 +156,21 @@ class GpuRunner:
         if shard.collective is not None:
             assert isinstance(shard.collective, GatheringCollective)
             self._vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
-        processors = _num_processors(device)
-        heads = spec.attentions[0]
-        planner = AttentionPlanner(
-            decoder.attention.tuning, heads.num_kv_heads, block_size, max_rows, processors
+        planners = _planners(decoder, kv_shape, max_rows)
+        used = [planner for planner in dict.fromkeys(planners) if planner is not None]
+        # Where kinds of layers differ, those sizes that all of them have a tile for.
+        short_context_sizes = min(
+            (planner.short_context_sizes for planner in used), key=len, default=range(0)
         )
-        self.buckets = Buckets(max_rows, max_tokens, planner.short_context_sizes)
-        workspace = planner.workspace(heads.num_heads, heads.num_kv_heads, heads.head_dim, device)
+        self.buckets = Buckets(max_rows, max_tokens, short_context_sizes)
+        workspace = AttentionWorkspace.allocate([planner.workspace_need for planner in used], device)
+        tables = [
+            None if planner is None else TableKind(window, planner)
+            for window, planner in zip(kv_shape.windows, planners, strict=True)
+        ]
         states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
         self.states = DeviceStates(states, kv_shape.snapshot_blocks, PROMPT_INTERVAL * block_size)
-        self.step = DeviceStep(self.rows, self.buckets, planner, workspace, kv_shape.windows, self.states)
+        self.step = DeviceStep(self.rows, self.buckets, tables, workspace, self.states)
         self.steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
         # The two halves of a step, for steps that wait for masks.
@@ -368,6 +376,23 @@ def _use_device(device: torch.device) -> None:
     """Make a device the current one of a thread that waits for its events and allocates pinned memory."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[AttentionPlanner | None]:
+    """Return the planner of each block table, one for all tables whose layers have heads of the same shape; None for
+    tables of layers that other stages have."""
+    backend, processors = decoder.attention, _num_processors(decoder.device)
+    assert isinstance(backend, TritonAttention)
+    planners: dict[HeadShape, AttentionPlanner] = {}
+    of_tables: list[AttentionPlanner | None] = [None] * len(shape.windows)
+    for layer, place in zip(decoder.spec.attentions, shape.places, strict=True):
+        heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if heads not in planners:
+            planners[heads] = AttentionPlanner(
+                backend.tuning_for(heads), heads, shape.block_size, max_rows, processors
+            )
+        of_tables[place.table] = planners[heads]
+    return of_tables
 
 
 def _num_processors(device: torch.device) -> int:

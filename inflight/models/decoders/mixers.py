@@ -87,7 +87,6 @@ class SelfAttention:
         of_all, any_norm = own.qk_norm is QKNorm.WHOLE, own.qk_norm is not QKNorm.NONE
         self.q_norm = empty_norm(any_norm, own.query_size if of_all else own.head_dim, device)
         self.k_norm = empty_norm(any_norm, own.kv_size if of_all else own.head_dim, device)
-        self._value_norm = torch.ones(own.head_dim, device=device) if own.value_norm else None
         self.sinks = empty_norm(own.has_sinks, own.num_heads, device)
         self._heads = AttentionLayer(
             num_heads=own.num_heads,
@@ -103,6 +102,7 @@ class SelfAttention:
             table=table,
             sinks=self.sinks,
             softcap=own.softcap,
+            v_norm=torch.ones(own.head_dim, device=device) if own.value_norm else None,
         )
 
     def __call__(
@@ -118,9 +118,6 @@ class SelfAttention:
         qkv = projected[:, : self._qkv_size] if own.has_gate else projected
         if own.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
-        if self._value_norm is not None:
-            values = qkv[:, -own.kv_size :].view(len(qkv), own.num_kv_heads, own.head_dim)
-            values.copy_(self._kernels.rms_norm(values, self._value_norm, spec.norm_eps))
         attended = self._backend.attend(qkv, self._heads, memory, inputs)
         if own.has_gate:
             attended = self._kernels.sigmoid_gate(attended, projected[:, self._qkv_size :])

@@ -9,7 +9,6 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.triton.backend import TritonAttention
-from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
@@ -19,7 +18,6 @@ from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import DecoderSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -35,14 +33,10 @@ class InterpretedPlatform:
     def __init__(self) -> None:
         self.runners: list[GpuRunner] = []
 
-    def kernels_and_attention(
-        self, spec: DecoderSpec, dtype: torch.dtype
-    ) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
         # Every program takes long in the interpreter: the smallest steps are enough for the fused kernels.
         few_tokens = MAX_TOKENS if DEVICE.type == "cuda" else 1
-        heads = spec.attentions[0]
-        tuning = choose(dtype, heads.head_dim, heads.num_heads // heads.num_kv_heads, DEVICE)
-        return TritonKernels(dtype, DEVICE, few_tokens=few_tokens), TritonAttention(tuning)
+        return TritonKernels(dtype, DEVICE, few_tokens=few_tokens), TritonAttention(dtype, DEVICE)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:  # noqa: ARG002
         return config.cache.num_blocks or 64

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.errors import ConfigError
 from inflight.execution.gpu import platform as cuda
 from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY
-from inflight.models.decoders.families import decoder_spec
-from tests.support.checkpoints import FAMILIES
 
 GIB = 1 << 30
 
@@ -35,9 +32,3 @@ def test_blocks_of_a_shared_gpu_are_counted_from_the_memory_of_this_process(
     )
     config = EngineConfig.create(model="none", gpu_memory_utilization=0.25)
     assert platform.num_blocks(config, decoder, 64) == (35 * GIB - 3 * GIB - outside - 2 * GIB) >> 20
-
-
-def test_heads_of_several_sizes_are_rejected_by_name() -> None:
-    assert cuda.only_heads(decoder_spec(FAMILIES["gemma3"]().to_dict())).head_dim == 32
-    with pytest.raises(ConfigError, match=r"Gemma4ForCausalLM .* \(1 KV heads of 32, 2 KV heads of 16\)"):
-        cuda.only_heads(decoder_spec(FAMILIES["gemma4"]().to_dict()))

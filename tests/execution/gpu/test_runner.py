@@ -131,7 +131,7 @@ def test_short_contexts_have_a_tile_of_their_own(
         used.add(args[6].keys)
         decode_attention(*args)
 
-    monkeypatch.setattr("tests.execution.gpu.interpreted.choose", tuned)
+    monkeypatch.setattr("inflight.attention.triton.backend.choose", tuned)
     monkeypatch.setattr("inflight.attention.triton.backend.decode_attention", watched)
     monkeypatch.setattr("inflight.attention.triton.planner.SHORT_CONTEXT", 35)
     monkeypatch.setattr("inflight.execution.gpu.runner._num_processors", lambda _: 8)

@@ -96,7 +96,7 @@ class StagedPlatform(InterpretedPlatform):
         for layer in range(spec.num_layers):
             part = load_decoder(
                 open_checkpoint(str(self._folder)),
-                *self.kernels_and_attention(spec, torch.float32),
+                *self.kernels_and_attention(torch.float32),
                 torch.float32,
                 DEVICE,
                 spec=spec,

@@ -1,0 +1,55 @@
+"""Layers whose heads differ in number and size in the GPU runner, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from inflight.attention.triton import rope_write
+from inflight.execution import platforms
+from tests.execution.gpu.interpreted import InterpretedPlatform
+from tests.support.checkpoints import write_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+PROMPTS = [[*range(40, 55)], [*range(40, 52), 9, 8], [7, 8, 9]]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "vocab_size": 96,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def answers(folder: Path, **options: Any) -> list[list[int]]:
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 13, "block_size": 4, "num_blocks": 80}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    with LLM(folder, skip_tokenizer_init=True, show_progress=False, **(sizes | options)) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.stats().kv.num_used == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("context", [64, 24])
+def test_heads_of_several_shapes_match_the_cpu(
+    context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a short context no layer has a window, and all read the prefix that requests share together."""
+    folder = write_checkpoint(tmp_path, "gemma4", sliding_window=24, **SHAPE)
+    expected = answers(folder, device="cpu", enable_prefix_caching=False, max_model_len=context)
+    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
+    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    place = InterpretedPlatform()
+    monkeypatch.setattr(platforms, "platform", lambda _: place)
+    assert answers(folder, dtype="float32", max_model_len=context) == expected
+    runner = place.runners[-1]
+    assert any(shape.prefix for shape in runner.step.shapes_met)
+    assert runner.decoder.kv_shape(4).windows == ((None, 24) if context == 64 else (None, None))
