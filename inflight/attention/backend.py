@@ -143,6 +143,9 @@ class AttentionLayer:
     sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     v_norm: Tensor | None = None  # [head_dim] float32
+    has_kv: bool = (
+        True  # whether it has keys and values of its own; otherwise an earlier layer's are in its cache
+    )
 
 
 @dataclass(slots=True)
@@ -175,13 +178,17 @@ class AttentionBackend(Protocol[InputsT]):
 
     def attend(
         self,
-        qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], as projected; may be overwritten
+        # [T, (num_heads + 2 * num_kv_heads) * head_dim], as projected, or queries only; may be overwritten
+        qkv: Tensor,
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: InputsT,
     ) -> Tensor:  # [T, num_heads * head_dim]
-        """Normalise and rotate queries and keys, normalise values, write this step's keys and values for all entries, then attend. So an
-        entry may read blocks that another entry of the same step fills."""
+        """Normalise and rotate queries and keys, normalise values, write this step's keys and values for all entries,
+        then attend. So an entry may read blocks that another entry of the same step fills.
+
+        A layer without keys and values of its own reads those that an earlier layer of the step wrote to `cache`.
+        """
 
     def live(self, inputs: InputsT) -> Tensor | None:
         """Return a tensor [T] that is negative for padding tokens; None if there are none."""

@@ -33,8 +33,8 @@ class HeadAttention(Protocol):
     def attend(
         self,
         query: Tensor,  # [T, num_heads, head_dim]
-        key: Tensor,  # [T, num_kv_heads, head_dim]
-        value: Tensor,  # [T, num_kv_heads, head_dim]
+        key: Tensor | None,  # [T, num_kv_heads, head_dim]; None: this step's are in the cache
+        value: Tensor | None,  # [T, num_kv_heads, head_dim]
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: AttentionInputs,
@@ -69,6 +69,11 @@ class ComposedAttention:
         kernels, positions, cos_sin = self._kernels, inputs.positions, layer.cos_sin
         num_heads, num_rotated = layer.num_heads, layer.num_heads + layer.num_kv_heads
         heads = qkv.view(len(qkv), -1, layer.head_dim)
+        if not layer.has_kv:
+            query = heads if layer.q_norm is None else kernels.rms_norm(heads, layer.q_norm, layer.eps)
+            if cos_sin is not None:
+                query = kernels.rotate(query, positions, cos_sin)
+            return self._heads.attend(query, None, None, layer, cache, inputs).reshape(len(qkv), -1)
         if layer.q_norm is None or layer.k_norm is None:
             rotated = heads[:, :num_rotated]
             if cos_sin is not None:
@@ -122,22 +127,23 @@ class CpuAttention:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
         assert isinstance(cache, Tensor)
-        query, key, value = _heads(query), _heads(key), _heads(value)
+        query = _heads(query)
+        key = None if key is None else _heads(key)
+        value = None if value is None else _heads(value)
         num_tokens, num_heads, head_dim = query.shape
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
         _check(query, key, value, cache, inputs, tables, slot_mapping)
         sinks = None if layer.sinks is None else _sinks(layer.sinks, num_heads)
         out = torch.empty(num_tokens, num_heads, head_dim)
         self._library.attend(
-            query.data_ptr(), query.stride(0), query.stride(1), key.data_ptr(), key.stride(0), key.stride(1),
-            value.data_ptr(), value.stride(0), value.stride(1), cache.data_ptr(), out.data_ptr(),
+            *_strided(query), *_strided(key), *_strided(value), cache.data_ptr(), out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
             tables.data_ptr(), slot_mapping.data_ptr(), None if sinks is None else sinks.data_ptr(),
             len(inputs.rows), num_tokens, num_heads, cache.shape[1], head_dim, cache.shape[4], cache.stride(0),
@@ -163,16 +169,17 @@ class TorchCpuAttention:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
         block_size, window = halves(cache)[0].shape[2], layer.window
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
-        kv = torch.stack((key, value), 1)
-        _write(cache, kv, slot_mapping // block_size, slot_mapping % block_size)
+        if key is not None and value is not None:
+            kv = torch.stack((key, value), 1)
+            _write(cache, kv, slot_mapping // block_size, slot_mapping % block_size)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -253,16 +260,25 @@ def _heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _strided(heads: Tensor | None) -> tuple[int | None, int, int]:
+    """Return the address of heads [T, heads, head_dim] and their strides."""
+    return (None, 0, 0) if heads is None else (heads.data_ptr(), heads.stride(0), heads.stride(1))
+
+
 def _sinks(sinks: Tensor, num_heads: int) -> Tensor:
     if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
         raise ConfigError(f"sinks are {sinks.dtype} {list(sinks.shape)}: they must be float32 [{num_heads}]")
     return sinks
 
 
+def _shape(x: Tensor | None) -> list[int] | None:
+    return None if x is None else list(x.shape)
+
+
 def _check(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     cache: Tensor,
     inputs: AttentionInputs,
     tables: Tensor,
@@ -273,15 +289,15 @@ def _check(
     num_kv_heads = cache.shape[1]
     expected = (num_tokens, num_kv_heads, head_dim)
     if (
-        key.shape != expected
-        or value.shape != expected
+        any(x is not None and x.shape != expected for x in (key, value))
+        or (key is None) != (value is None)
         or cache.shape[3] != head_dim
         or not cache[0].is_contiguous()
         or num_heads % num_kv_heads
     ):
         raise ConfigError(
-            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)} and cache "
-            f"{list(cache.shape)} do not match"
+            f"query {list(query.shape)}, key {_shape(key)}, value {_shape(value)} and cache {list(cache.shape)} "
+            "do not match"
         )
     num_entries = len(inputs.rows)
     sizes = (

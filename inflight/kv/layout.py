@@ -1,7 +1,7 @@
 """Where the layers of a model keep their keys and values: block tables, and slots of the memory behind the blocks.
 
 All blocks of the KV memory are equal, so memory goes where it is needed. A block holds `block_size` tokens and has the
-same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers with the same heads
+same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers with equal heads
 that keep the same tokens, all or the last `window` of them, and gives each a slot (small layers may share one):
 
                  slot 0      slot 1      slot 2

@@ -103,6 +103,7 @@ class ExpertRouting:
     top_groups: int = 1
     has_bias: bool = False  # whether the router has one
     has_correction: bool = False  # whether the scores have a bias that affects only which experts are chosen
+    has_scales: bool = False  # whether each expert has a factor of its weight
 
 
 class Experts(Protocol):
@@ -110,6 +111,7 @@ class Experts(Protocol):
 
     router: Linear  # [num_experts, hidden]
     correction: Tensor | None  # [num_experts] float32
+    scales: Tensor | None  # [num_experts] float32
     tokens: Tensor  # [num_experts] int64: how many have chosen each expert so far, held here or not
 
     def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
@@ -132,6 +134,10 @@ class Experts(Protocol):
 
         `live` [T] is negative for padding tokens, which have no experts. May overwrite the residual and `partial`.
         """
+
+    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts of x [T, hidden], chosen by the router from `routed`
+        [T, hidden], and reduced if the layer has a `Reduce`. `live` is as above."""
 
 
 class Kernels(Protocol):
@@ -288,7 +294,7 @@ def check_expert(experts: range, expert: int, part: str) -> None:
 
 
 def choose_experts(
-    logits: Tensor, routing: ExpertRouting, correction: Tensor | None
+    logits: Tensor, routing: ExpertRouting, correction: Tensor | None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the ids [T, top_k] int64 and weights [T, top_k] float32 of each token's experts, best first."""
     logits = logits.float()
@@ -304,7 +310,8 @@ def choose_experts(
         weights = scores.gather(1, ids)
     if routing.normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # all sigmoids may be 0
-    return ids, weights * routing.scale
+    weights = weights * routing.scale
+    return ids, weights if scales is None else weights * scales[ids]
 
 
 def _only_best_groups(ranking: Tensor, routing: ExpertRouting) -> Tensor:
@@ -474,6 +481,7 @@ class TorchExperts:
             check_gate(activation)
         self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
         self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
         self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
         self._kernels = kernels
         self._inner = inner
@@ -522,7 +530,19 @@ class TorchExperts:
         x = residual.x
         if residual.norm is not None:
             x = self._kernels.rms_norm(x, residual.norm, eps)
-        ids, weights = choose_experts(self.router(x), self._routing, self.correction)
+        y = self._sum(x, self.router(x), live)
+        if partial is not None:
+            y = y + partial
+        if self._reduce is not None:
+            y = self._reduce.sum(y.contiguous())
+        return Residual(self._kernels.add(residual.x, y), next_norm)
+
+    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+        y = self._sum(x, self.router(routed), live)
+        return y if self._reduce is None else self._reduce.sum(y.contiguous())
+
+    def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
+        ids, weights = choose_experts(logits, self._routing, self.correction, self.scales)
         if live is not None:
             ids = ids.masked_fill(live[:, None] < 0, -1)
         self.tokens += torch.bincount(ids.flatten() + 1, minlength=len(self.tokens) + 1)[1:]
@@ -535,11 +555,7 @@ class TorchExperts:
         y = products[:, 0]
         for rank in range(1, self._routing.top_k):
             y = y + products[:, rank]
-        if partial is not None:
-            y = y + partial
-        if self._reduce is not None:
-            y = self._reduce.sum(y.contiguous())
-        return Residual(self._kernels.add(residual.x, y), next_norm)
+        return y
 
     def _product(self, index: int, x: Tensor) -> Tensor:
         gate_up_bias = None if self._gate_up_bias is None else self._gate_up_bias[index]

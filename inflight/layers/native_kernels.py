@@ -77,6 +77,7 @@ class NativeExperts:
             kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device
         )
         self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
         self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
         self._kernels = kernels
         self._library = library
@@ -96,6 +97,7 @@ class NativeExperts:
             pointer(self._gate_up_bias),
             pointer(self._down_bias),
             pointer(self.correction),
+            pointer(self.scales),
             pointer(self.tokens),
             hidden,
             inner,
@@ -144,19 +146,29 @@ class NativeExperts:
         hidden = dense(residual.x)
         x = hidden if residual.norm is None else self._kernels.rms_norm(hidden, residual.norm, eps)
         logits = self.router(x)
-        live = None if live is None else live.to(torch.int32).contiguous()
         adds_at_once = self._reduce is None and partial is None
         if residual.norm is None and adds_at_once:
             x = x.clone()  # it is read while the result is written
         total = hidden if adds_at_once else partial
         y = torch.empty_like(hidden) if total is None else dense(total)
-        self._multiply(
-            ctypes.byref(self._layer), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
-            total is not None, self._library.threads,
-        )  # fmt: skip
+        self._sum(x, logits, live, y, total is not None)
         if not adds_at_once:
             y = self._kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
         return Residual(y, next_norm)
+
+    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+        x = dense(x)
+        y = torch.empty_like(x)
+        self._sum(x, self.router(routed), live, y, False)
+        return y if self._reduce is None else self._reduce.sum(y)
+
+    def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None, y: Tensor, adds: bool) -> None:
+        """Write the weighted sums to y, or add them to it."""
+        live = None if live is None else live.to(torch.int32).contiguous()
+        self._multiply(
+            ctypes.byref(self._layer), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
+            adds, self._library.threads,
+        )  # fmt: skip
 
 
 class NativeKernels:

@@ -75,6 +75,7 @@ class TritonExperts:
         self.router: Linear = router
         dtype, device = kernels.compute_dtype, kernels.device
         self.correction = torch.zeros(num_experts, device=device) if routing.has_correction else None
+        self.scales = torch.ones(num_experts, device=device) if routing.has_scales else None
         count, hidden = len(held), router.in_features
         gate_up_bias = torch.zeros(count, 2 * inner, dtype=dtype, device=device) if bias else None
         down_bias = torch.zeros(count, hidden, dtype=dtype, device=device) if bias else None
@@ -149,17 +150,7 @@ class TritonExperts:
         else:
             x, half_normed = residual.scaled, HalfNormed(residual.squares, hidden.shape[1], eps)
             logits = self._router.wide(residual, eps)
-        chosen = choose_experts(
-            logits,
-            self._routing,
-            self.tokens,
-            correction=self.correction,
-            live=live,
-            held=self._held,
-            counts=None if len(x) <= MAX_PAIRED and self._scheme is None else self._counts,
-            half_normed=half_normed,
-            pdl=kernels.pdl,
-        )
+        chosen = self._choose(logits, live, half_normed)
         if self._reduce is not None or partial is not None:
             y = self._sum(x, chosen, partial, None)
             kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
@@ -169,6 +160,25 @@ class TritonExperts:
         if left is None:
             return Residual(hidden, next_norm)
         return Residual(hidden, next_norm, left.scaled, left.squares)
+
+    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+        chosen = self._choose(self._router.wide(Residual(routed, None), 0.0), live, None)
+        y = self._sum(x, chosen, None, None)
+        return y if self._reduce is None else self._reduce.sum(y)
+
+    def _choose(self, logits: Tensor, live: Tensor | None, half_normed: HalfNormed | None) -> Chosen:
+        return choose_experts(
+            logits,
+            self._routing,
+            self.tokens,
+            correction=self.correction,
+            scales=self.scales,
+            live=live,
+            held=self._held,
+            counts=None if len(logits) <= MAX_PAIRED and self._scheme is None else self._counts,
+            half_normed=half_normed,
+            pdl=self._kernels.pdl,
+        )
 
     def _sum(self, x: Tensor, chosen: Chosen, residual: Tensor | None, left: NextNorm | None) -> Tensor:
         """Return the weighted sum of each token's experts, added to the residual in place if there is one."""

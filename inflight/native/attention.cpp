@@ -42,7 +42,7 @@ struct Strided {
 };
 
 struct Job {
-    Strided query, key, value;
+    Strided query, key, value;  // key and value are null if this step's are in the cache
     float* cache;
     float* out;                   // [tokens][heads][dim]
     const int32_t* query_starts;  // [entries + 1]
@@ -310,10 +310,11 @@ void attend(const Job& job, int threads) {
     const int64_t units = (job.tokens + kWriteTokens - 1) / kWriteTokens * job.kv_heads;
     const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
     const bool writes_much = job.tokens * job.kv_heads * job.dim > kParallelFloats;
-    parallel_for(writes_much ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
+    const auto write = [&](int64_t unit) {
         const int64_t begin = unit / job.kv_heads * kWriteTokens;
         write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
-    });
+    };
+    if (job.key.data) parallel_for(writes_much ? threads : 1, units, even_chunk(threads, units), write);
     parallel_for(parallel ? threads : 1, work, 1, [&](int64_t unit) {
         attend_tile(job, tiles[unit / job.kv_heads], unit % job.kv_heads);
     });

@@ -32,6 +32,7 @@ struct Layer {
     const float* gate_up_bias;  // [held][2 * inner] or null
     const float* down_bias;     // [held][hidden] or null
     const float* correction;    // [experts] or null
+    const float* scales;        // [experts] or null
     int64_t* tokens;            // [experts]: increased by the tokens that choose each
     int64_t hidden, inner, experts, first_held, held, top_k;
     Scores scores;
@@ -93,7 +94,10 @@ void choose(const Layer& layer, const float* logits, int64_t* ids, float* weight
     float total = kSmallest;
     for (int64_t j = 0; j < layer.top_k; ++j) total += weights[j];
     const float divisor = layer.normalise ? total : 1.0f;
-    for (int64_t j = 0; j < layer.top_k; ++j) weights[j] = weights[j] / divisor * layer.scale;
+    for (int64_t j = 0; j < layer.top_k; ++j) {
+        weights[j] = weights[j] / divisor * layer.scale;
+        if (layer.scales) weights[j] *= layer.scales[ids[j]];
+    }
 }
 
 // Rows [first, first + count) of the pairs in the order of their experts, all of one expert.

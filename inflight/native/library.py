@@ -46,6 +46,7 @@ class ExpertLayer(ctypes.Structure):
         ("gate_up_bias", _P),
         ("down_bias", _P),
         ("correction", _P),
+        ("scales", _P),
         ("tokens", _P),
         ("hidden", _L),
         ("inner", _L),

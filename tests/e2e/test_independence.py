@@ -102,7 +102,9 @@ def test_other_requests_do_not_change_an_answer(scene: str, folder: Folder, alon
 
 
 @pytest.mark.parametrize("scene", ["crowd", "crowd-scarce-depth-2-chunked"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "gemma4", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "gemma4-small", "gemma4-moe", "qwen3.5-moe"]
+)
 def test_other_requests_do_not_change_an_answer_of_other_families(
     family: str, scene: str, folder: Folder
 ) -> None:

@@ -35,6 +35,8 @@ def test_weights_take_the_planned_memory(family: str, dtype: torch.dtype) -> Non
     fields: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 4001}
     if family == "gemma3":
         fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    if family == "gemma4-small":
+        fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     spec = decoder_spec(FAMILIES[family](**fields).to_dict())
     kernels = meta_kernels("cpu", dtype)
     platform = platforms.CpuPlatform()

@@ -78,6 +78,15 @@ _RECURRENT_EXPERTS = _RECURRENT | {
     "shared_expert_intermediate_size": 40,
 }
 
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "final_logit_softcapping": 8.0,
+}
+
 # family -> a function that makes its transformers config; keywords replace fields
 FAMILIES: Mapping[str, Callable[..., Any]] = {
     "llama": _config("LlamaConfig"),
@@ -150,15 +159,29 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
     ),
     "gemma4": _config(
         "Gemma4TextConfig",
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=8,
-        head_dim=16,
-        global_head_dim=32,
+        **_GEMMA4,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
-        final_logit_softcapping=8.0,
+    ),
+    "gemma4-small": _config(
+        "Gemma4TextConfig",
+        **_GEMMA4 | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "gemma4-moe": _config(
+        "Gemma4TextConfig",
+        **_GEMMA4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=24,
     ),
     "qwen3-next": _config("Qwen3NextConfig", **_RECURRENT_EXPERTS, mlp_only_layers=[1]),
     "qwen3.5": _config("Qwen3_5TextConfig", **_RECURRENT),
@@ -179,7 +202,9 @@ def tolerance(family: str) -> float:
 DENSE_FAMILIES = tuple(
     name
     for name in FAMILIES
-    if "moe" not in name and name not in ("mixtral", "gpt-oss", "gemma4", *RECURRENT_FAMILIES)
+    if "moe" not in name
+    and not name.startswith(("mixtral", "gpt-oss", "gemma4"))
+    and name not in RECURRENT_FAMILIES
 )
 
 # Its usual pattern, one full layer in six, would leave a small model without any.

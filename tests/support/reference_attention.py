@@ -18,8 +18,8 @@ class ReferenceAttention:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: AttentionInputs,
@@ -27,9 +27,10 @@ class ReferenceAttention:
         assert isinstance(cache, Tensor)
         block_size, window = cache.shape[2], layer.window
         tables = inputs.block_tables[layer.table]
-        for token, slot in enumerate(inputs.slot_mapping[layer.table].tolist()):
-            cache[slot // block_size, 0, slot % block_size] = key[token]
-            cache[slot // block_size, 1, slot % block_size] = value[token]
+        if key is not None and value is not None:
+            for token, slot in enumerate(inputs.slot_mapping[layer.table].tolist()):
+                cache[slot // block_size, 0, slot % block_size] = key[token]
+                cache[slot // block_size, 1, slot % block_size] = value[token]
         out = torch.empty_like(query)
         starts = inputs.query_starts.tolist()
         entries = zip(starts, starts[1:], inputs.context_lens.tolist(), inputs.rows.tolist(), strict=False)

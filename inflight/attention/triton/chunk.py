@@ -1,4 +1,7 @@
-"""Attention of prompt chunks: cached keys through the block table, the chunk's own keys from the projection."""
+"""Attention of prompt chunks: cached keys through the block table, the chunk's own keys from the projection.
+
+A layer without keys of its own finds those of the chunk in the cache, too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 def chunk_attention(
-    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys ready
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys ready, or queries only
     cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of CHUNK_FIELDS fields: see plan.py
@@ -46,13 +49,14 @@ def chunk_attention(
     """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
     own = None
     blocks, scales = halves(cache)
+    descriptors = descriptors and layer.has_kv
     if descriptors:
         block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
         own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
         qkv, own, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses,
         workspace.counters, layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
-        block_tables.stride(0), DESCRIPTORS=descriptors, FIELDS=CHUNK_FIELDS,
+        block_tables.stride(0), DESCRIPTORS=descriptors, ALL_CACHED=not layer.has_kv, FIELDS=CHUNK_FIELDS,
         **paged_constants(qkv, blocks, layer, tile, pdl),
     )  # fmt: skip
 
@@ -66,7 +70,7 @@ def _chunk(
     qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ALL_CACHED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -110,11 +114,20 @@ def _chunk(
         BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION, CAP,
     )  # fmt: skip
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    acc, row_max, row_sum = _take_own(
-        q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM,
-        tl.maximum(begin, num_cached), end, position, at, lowest, scale, qkv_stride, NUM_KV_HEADS * HEAD_DIM,
-        HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION, CAP,
-    )  # fmt: skip
+    begin = tl.maximum(begin, num_cached)
+    if ALL_CACHED:
+        blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
+        acc, row_max, row_sum = take_pages(
+            q, acc, row_max, row_sum, cache + head * (BLOCK_SIZE * HEAD_DIM), scales, table, blocks, begin, end,
+            lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION,
+            CAP, at,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = _take_own(
+            q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM, begin, end,
+            position, at, lowest, scale, qkv_stride, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_N, WINDOW,
+            DESCRIPTORS, PRECISION, CAP,
+        )  # fmt: skip
     sink = load_sinks(sinks, query_head) if SINKS else None
     if SINKS:  # part of the only split, or added when splits are merged
         alone = tl.where(num_splits == 1, sink, float("-inf"))

@@ -54,18 +54,19 @@ def rope_write(
     """Normalise and rotate queries and keys in place, normalise values, and write keys and values to the cache.
 
     With a quantized cache, keys and values in `qkv` become what their codes stand for, so that it does not matter to
-    other kernels where they read them.
+    other kernels where they read them. If `qkv` has only queries, nothing is written.
     """
     values, scales = halves(cache)
+    num_written = num_kv_heads if qkv.shape[1] > num_heads * head_dim else 0
     num_tokens, rotary_dim = len(qkv), 0 if cos_sin is None else cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
-    head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
+    head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_written, tile.heads)
     grid = (head_tiles * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
     _rope_write[grid](
         qkv, positions, slot_mapping, qkv if cos_sin is None else cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, v_norm, values, None if scales is None else scales.view(torch.int16), num_tokens,
-        eps, qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        qkv if k_norm is None else k_norm, v_norm, values, None if scales is None else scales.view(torch.int16),
+        num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_written, HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim, BLOCK_SIZE=values.shape[3], BLOCK_STRIDE=values.stride(0),
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens,
         HEADS=tile.heads, DIM=triton.next_power_of_2(head_dim),

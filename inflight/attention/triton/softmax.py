@@ -222,8 +222,9 @@ def take_pages(
     MASK_ALL: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    highest=None,  # [M] last position that each row sees, with MASK_ALL; None: all precede the queries
 ):
-    """Add cached keys at positions [begin, end), all of which precede the queries, to the running softmax.
+    """Add cached keys at positions [begin, end) to the running softmax.
 
     Positions past the end are clamped, not masked: only written slots are loaded, so nothing left over in an unused
     slot can reach a result. Block ids are loaded one tile ahead, so that no tile waits for them. With MASK_ALL one loop
@@ -260,6 +261,8 @@ def take_pages(
         seen = (position < end)[None, :]
         if WINDOW:
             seen = seen & (position[None, :] >= lowest[:, None])
+        if highest is not None:
+            seen = seen & (position[None, :] <= highest[:, None])
         if scales is None:
             acc, row_max, row_sum = take_tile(
                 q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP

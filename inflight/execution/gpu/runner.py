@@ -385,7 +385,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
     assert isinstance(backend, TritonAttention)
     planners: dict[HeadShape, AttentionPlanner] = {}
     of_tables: list[AttentionPlanner | None] = [None] * len(shape.windows)
-    for layer, place in zip(decoder.spec.attentions, shape.places, strict=True):
+    for layer, place in zip(decoder.spec.kv_layers.values(), shape.places, strict=True):
         heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in planners:
             planners[heads] = AttentionPlanner(

@@ -28,6 +28,7 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # "chosen": a softmax over 
 def _choose_kernel(
     logits,  # [T, E] float32
     correction,  # [E] float32, or None: added to the scores that experts are chosen by
+    expert_scales,  # [E] float32, or None: factors of the weights
     live,  # [T] int32, negative: padding; or None
     squares,  # [num_squares, T] float32: sums of squares of the K features that the experts read; or None
     ids,  # [T, TOP_K] int32; num_held: none
@@ -95,6 +96,8 @@ def _choose_kernel(
     elif NORMALISE:
         total = tl.sum(tl.where(inside, chosen, 0.0), 0)
         chosen = chosen / (total + 1e-20)
+    if expert_scales is not None:
+        chosen *= tl.load(expert_scales + chosen_ids, mask=inside & (chosen_ids < num_experts), other=0.0)
     pair = token * TOP_K + slot
     own = chosen_ids - first_held
     is_held = inside & (own >= 0) & (own < num_own)
@@ -167,6 +170,7 @@ def choose_experts(
     totals: Tensor,  # [E] int64: increased by the tokens of each expert
     *,
     correction: Tensor | None = None,
+    scales: Tensor | None = None,
     live: Tensor | None = None,
     held: range | None = None,
     counts: Tensor | None = None,
@@ -189,6 +193,7 @@ def choose_experts(
         _choose_kernel[(num_tokens,)](
             logits,
             correction,
+            scales,
             live,
             half.squares,
             ids,

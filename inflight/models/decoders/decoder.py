@@ -18,6 +18,7 @@ from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
+from inflight.models.decoders.layer_inputs import InputGate, LayerInputs
 from inflight.models.decoders.mixers import DeltaNet, Mixer, SelfAttention
 from inflight.models.decoders.mlps import ExpertsMlp, Mlp, build_mlp
 from inflight.models.decoders.spec import (
@@ -37,10 +38,13 @@ class Layer:
     mixer: Mixer
     mlp: Mlp
     scale: Tensor | None = None  # [1], multiplies the residual at the end
+    input_gate: InputGate | None = None  # reads the layer's own input
 
     def targets(self) -> Mapping[str, Target]:
         """Return the load targets by the names that `WeightNames.layer` uses."""
         parts = {"attention": self.mixer.targets(), "mlp": self.mlp.targets()}
+        if self.input_gate is not None:
+            parts["input"] = self.input_gate.targets()
         targets = {f"{part}.{name}": to for part, own in parts.items() for name, to in own.items()}
         return targets if self.scale is None else {**targets, "scale": PlainTensor(self.scale, dummy=1.0)}
 
@@ -72,14 +76,17 @@ class Decoder:
         self._max_position = length = max_position or spec.default_context
         ropes = {layer.rope for layer in spec.attentions if layer.rope is not None}
         tables = {rope: rope.table(length, device) for rope in ropes}
-        places = iter(self.kv_shape(1).places)
+        kv_layers = [index for index in shard.whole.kv_layers if index in shard.layers]
+        tables_of = {
+            index: place.table for index, place in zip(kv_layers, self.kv_shape(1).places, strict=True)
+        }
         self.layers: list[Layer] = []
         for index, mlp in zip(shard.layers, spec.mlps, strict=True):
             mixer: Mixer
             whole, scheme_of = shard.whole.mixers[index], partial(shard.whole.scheme, index)
             if isinstance(whole, AttentionSpec):
                 cos_sin = None if whole.rope is None else tables[whole.rope]  # shared between layers
-                table = next(places).table
+                table = tables_of[index if whole.kv_source is None else whole.kv_source]
                 mixer = SelfAttention(
                     shard, whole, kernels, attention, dtype, device, cos_sin, table, scheme_of
                 )
@@ -89,7 +96,10 @@ class Decoder:
             if spec.has_layer_scales:
                 scale = torch.empty(1, dtype=kernels.compute_dtype, device=device)
             own_mlp = build_mlp(shard, mlp, kernels, dtype, device, scheme_of)
-            self.layers.append(Layer(mixer, own_mlp, scale))
+            gate = None
+            if spec.layer_inputs is not None:
+                gate = InputGate(spec, spec.layer_inputs, kernels, dtype, device, scheme_of)
+            self.layers.append(Layer(mixer, own_mlp, scale, gate))
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -104,6 +114,9 @@ class Decoder:
         self.embedding: Tensor | None = None
         if shard.is_first and (self.head is None or not spec.tied_embeddings):
             self.embedding = torch.empty(len(shard.vocab), spec.hidden_size, dtype=dtype, device=device)
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            self.layer_inputs = LayerInputs(shard, spec.layer_inputs, kernels, dtype, device)
         # Models that scale their embedding were trained with a factor in the precision of the weights.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
@@ -113,16 +126,16 @@ class Decoder:
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
-        shard, mixers = self.shard, self.shard.whole.mixers
-        layers = [shard.attention(mixer) for mixer in mixers if isinstance(mixer, AttentionSpec)]
+        shard, kv_layers = self.shard, self.shard.whole.kv_layers
+        layers = [shard.attention(layer) for layer in kv_layers.values()]
         kept = [
             LayerKV(
                 layer.num_kv_heads, layer.head_dim, self._shorter_window(layer.window), layer.quantized_kv
             )
             for layer in layers
         ]
-        before = sum(isinstance(mixer, AttentionSpec) for mixer in mixers[: shard.layers.start])
-        own = range(before, before + len(self.spec.attentions))
+        before = sum(index < shard.layers.start for index in kv_layers)
+        own = range(before, before + sum(index in shard.layers for index in kv_layers))
         shape = KVShape.of(kept, block_size, self.kernels.compute_dtype, own)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
@@ -146,13 +159,17 @@ class Decoder:
     ) -> Tensor:
         """Return the hidden states [T, hidden_size] of token ids [T].
 
-        `inputs` is the step as the attention backend reads it. There is a cache for each layer with attention, and
-        states for each recurrent layer.
+        `inputs` is the step as the attention backend reads it. There is a cache for each layer that keeps keys and
+        values, and states for each recurrent layer.
 
         With `output_tokens` [W], token indices, return only theirs, [W, hidden_size]. The last layer then computes only
         keys and values for the other tokens, which saves a prompt most of a layer. Negative indices are padding.
         """
-        return self.run_layers(self.embed(token_ids), caches, inputs, output_tokens, states)
+        x = self.embed(token_ids)
+        own_inputs = None
+        if self.layer_inputs is not None:
+            own_inputs = self.layer_inputs(x, self._rows_of(self.layer_inputs.embed, token_ids))
+        return self.run_layers(x, caches, inputs, output_tokens, states, own_inputs)
 
     def run_layers(
         self,
@@ -161,18 +178,24 @@ class Decoder:
         inputs: Any,
         output_tokens: Tensor | None = None,
         states: Sequence[LayerStates] = (),
+        layer_inputs: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten."""
+        """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten. `layer_inputs` are
+        [T, num_layers, size]."""
         in_norms = [layer.mixer.in_norm for layer in self.layers]
         residual = Residual(x, in_norms[0])
         last, live = self.layers[-1], self.attention.live(inputs)
         memories = self._memories(caches, states, inputs)
-        for layer, memory, next_norm in zip(self.layers, memories, [*in_norms[1:], None], strict=True):
+        layers = zip(self.layers, memories, [*in_norms[1:], None], strict=True)
+        for index, (layer, memory, next_norm) in enumerate(layers):
             tokens = output_tokens if layer is last else None
             residual = layer.mixer(residual, *memory, layer.mlp.in_norm, tokens)
             if tokens is not None and not len(tokens):
                 break
             residual = layer.mlp(residual, next_norm, live if tokens is None else tokens)
+            if layer.input_gate is not None and layer_inputs is not None:
+                own = layer_inputs[:, index] if tokens is None else layer_inputs[tokens, index]
+                residual = layer.input_gate(residual, own, next_norm)
             if layer.scale is not None:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
@@ -182,11 +205,14 @@ class Decoder:
     ) -> Iterator[tuple[LayerCache | LayerStates, Any]]:
         """Yield the memory of each layer, and the step as the layer reads it."""
         own_caches, own_states = iter(caches), iter(states)
-        for layer in self.layers:
-            if layer.mixer.is_recurrent:
+        of_layers: dict[int, LayerCache] = {}
+        for index, mixer in zip(self.shard.layers, self.spec.mixers, strict=True):
+            if not isinstance(mixer, AttentionSpec):
                 yield next(own_states), self.attention.state_inputs(inputs)
-            else:
-                yield next(own_caches), inputs
+                continue
+            source = mixer.kv_source
+            of_layers[index] = next(own_caches) if source is None else of_layers[source]
+            yield of_layers[index], inputs
 
     @property
     def expert_tokens(self) -> list[Tensor]:

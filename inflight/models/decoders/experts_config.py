@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting
+from inflight.models.decoders.mixer_config import num_sharing
 from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, MlpSpec
 from inflight.models.hf_config import Fields
 
@@ -74,6 +75,26 @@ def glm_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSp
             yield ExpertsMlpSpec(inner, activation, routing, shared_inner=shared)
 
 
+def gemma4_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+    """Yield the MLPs of Gemma 4, which may have experts beside them. Layers that share keys and values may have wider
+    ones."""
+    first = num_layers - num_sharing(fields, num_layers)
+    is_wider = fields.boolean("use_double_wide_mlp", False)
+    routing: ExpertRouting | None = None
+    if fields.boolean("enable_moe_block", False):
+        count = fields.integer("num_experts")
+        routing = _routing(
+            fields, count, "softmax", normalise=True, has_scales=True, top_k_field="top_k_experts"
+        )
+    for index in range(num_layers):
+        inner = fields.integer("intermediate_size") * (2 if is_wider and index >= first else 1)
+        if routing is None:
+            yield DenseMlpSpec(inner, activation)
+        else:
+            own = fields.integer("moe_intermediate_size")
+            yield ExpertsMlpSpec(own, activation, routing, shared_inner=inner, has_own_norms=True)
+
+
 def granite_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of Granite, whose output is scaled."""
     num_experts = fields.same_integer(*_NUM_EXPERTS)
@@ -105,10 +126,12 @@ def _routing(
     top_groups: int = 1,
     has_bias: bool = False,
     has_correction: bool = False,
+    has_scales: bool = False,
+    top_k_field: str = "num_experts_per_tok",
 ) -> ExpertRouting:
-    top_k = fields.integer("num_experts_per_tok")
+    top_k = fields.integer(top_k_field)
     if top_k > num_experts:
-        raise fields.error("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+        raise fields.error(top_k_field, f"at most the number of experts, {num_experts}")
     group_size = num_experts // num_groups
     if num_experts % num_groups or (num_groups > 1 and group_size < 2):
         raise fields.error(
@@ -128,4 +151,5 @@ def _routing(
         top_groups=top_groups,
         has_bias=has_bias,
         has_correction=has_correction,
+        has_scales=has_scales,
     )

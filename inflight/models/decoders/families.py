@@ -13,6 +13,7 @@ from typing import Any, Literal
 from inflight.errors import UnknownArchitectureError
 from inflight.models.decoders.experts_config import (
     ReadMlps,
+    gemma4_mlps,
     glm_mlps,
     gpt_oss_mlps,
     granite_mlps,
@@ -26,11 +27,13 @@ from inflight.models.decoders.mixer_config import (
     PLAIN_ATTENTION,
     MixerFields,
     context_rope,
+    num_sharing,
     read_bias,
 )
 from inflight.models.decoders.spec import (
     DecoderSpec,
     DenseMlpSpec,
+    LayerInputsSpec,
     MlpSpec,
     NormPlacement,
     QKNorm,
@@ -88,6 +91,7 @@ class Family:
     scaled_embedding: bool = False
     multipliers: bool = False  # whether the config scales embeddings, residuals and logits
     layer_scales: bool = False
+    layer_inputs: bool = False  # whether layers have inputs of their own, if the config says so
     section: str | None = None  # the text model's part of a multimodal config
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +133,6 @@ _GEMMA3: dict[str, Any] = _GEMMA | {
     "fixed": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
 }
 
-# Layers with further parts are not computed: embeddings and inputs of each layer, shared keys and values, and experts.
 _GEMMA4: dict[str, Any] = _GEMMA | {
     "mixers": MixerFields(
         windows="pattern",
@@ -139,10 +142,14 @@ _GEMMA4: dict[str, Any] = _GEMMA | {
         shared_values_field="attention_k_eq_v",
         wide_heads=True,
         partial_rotary=True,
+        shares_kv=True,
+        full_at_end=True,
         **_BIASES,
     ),
+    "experts": gemma4_mlps,
     "norm_offset": 0.0,
     "layer_scales": True,
+    "layer_inputs": True,
     "defaults": _GEMMA_DEFAULTS
     | {
         "sliding_window": 512,
@@ -151,6 +158,7 @@ _GEMMA4: dict[str, Any] = _GEMMA | {
         "max_position_embeddings": 131_072,
         "global_head_dim": 512,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {
@@ -162,9 +170,6 @@ _GEMMA4: dict[str, Any] = _GEMMA | {
     },
     "fixed": {
         "use_bidirectional_attention": (None, "vision"),
-        "hidden_size_per_layer_input": (0,),
-        "num_kv_shared_layers": (None, 0),
-        "enable_moe_block": (None, False),
     },
 }
 
@@ -421,6 +426,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         logit_softcap=_softcap(fields),
         has_layer_scales=family.layer_scales,
+        layer_inputs=_layer_inputs(fields, family) if family.layer_inputs else None,
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         names=_names(fields, family, num_layers),
         quantization=read_quantization(fields),
@@ -448,10 +454,23 @@ def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...
     return (dense,) * num_layers
 
 
+def _layer_inputs(fields: Fields, family: Family) -> LayerInputsSpec | None:
+    size = fields.integer("hidden_size_per_layer_input", least=0)
+    if not size:
+        return None
+    vocab_size = fields.integer("vocab_size")
+    if fields.integer("vocab_size_per_layer_input") != vocab_size:
+        raise fields.error("vocab_size_per_layer_input", f"vocab_size, {vocab_size}")
+    return LayerInputsSpec(size, _activation(fields, family.activation_field))
+
+
 def _names(fields: Fields, family: Family, num_layers: int) -> WeightNames:
     """Return the family's names. Layers that predict further tokens follow the others, and are ignored."""
     count = fields.integer("num_nextn_predict_layers", 0, least=0)
     extra = tuple(rf"\blayers\.{num_layers + index}\." for index in range(min(count, _MAX_EXTRA_LAYERS)))
+    if family.mixers.shares_kv:  # checkpoints may hold keys and values that are not used
+        first = num_layers - num_sharing(fields, num_layers)
+        extra += tuple(rf"\blayers\.{index}\.self_attn\.[kv]_" for index in range(first, num_layers))
     return replace(family.names, ignored=(*family.names.ignored, *extra))
 
 

@@ -80,6 +80,11 @@ def cut_layers(
         )
     if num_stages == 1:
         return [range(spec.num_layers)]
+    if spec.layer_inputs is not None or len(spec.kv_layers) < len(spec.attentions):
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}: layers of {spec.architecture} read inputs, or keys and values, "
+            "that only the first stage has"
+        )
     kinds = [
         (mixer, mlp, *_schemes(spec, index))
         for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True))

@@ -43,6 +43,10 @@ class MixerFields:
     )
     wide_heads: bool = False  # whether layers without a window have heads of another size
     partial_rotary: bool = False
+    shares_kv: bool = (
+        False  # whether the last `num_kv_shared_layers` read the keys and values of earlier ones
+    )
+    full_at_end: bool = False  # whether the last layer never has a window
     scaled_windows: bool = True  # whether `rope_scaling` also applies to layers with a window
     unrotated: bool = False  # whether `no_rope_layers` lists layers that are not rotated
 
@@ -52,10 +56,11 @@ class MixerFields:
         wide = _wide_heads(fields, kinds) if self.wide_heads else fields
         mixers = {kind: self._mixer(wide if kind == FULL else fields, kind) for kind in set(kinds)}
         rotated = _rotated(fields, num_layers) if self.unrotated else [True] * num_layers
-        return tuple(
+        each = tuple(
             mixers[kind] if is_rotated else _without_rope(mixers[kind])
             for kind, is_rotated in zip(kinds, rotated, strict=True)
         )
+        return _with_shared_kv(fields, kinds, each) if self.shares_kv else each
 
     def _mixer(self, fields: Fields, kind: str) -> MixerSpec:
         if kind == LINEAR:
@@ -94,6 +99,8 @@ class MixerFields:
         may_list = self.delta_nets or self.windows in ("late", "even", "pattern", "unrotated")
         listed = may_list and "layer_types" in fields
         kinds = self._listed(fields, num_layers) if listed else self._usual_types(fields, num_layers)
+        if self.full_at_end:
+            kinds = [*kinds[:-1], FULL]
         switched = self.windows in ("late", "even", "switched", "unrotated")
         in_use = not switched or fields.boolean("use_sliding_window", False)
         if SLIDING not in kinds or (in_use and "sliding_window" in fields):
@@ -188,6 +195,29 @@ def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
     if not set(change) <= {"head_dim", "num_key_value_heads"}:
         raise fields.error("per_layer_config", "objects with head_dim and num_key_value_heads")
     return Fields({**fields.values, **change}, fields.where)
+
+
+def num_sharing(fields: Fields, num_layers: int) -> int:
+    """Return how many layers, the last ones, read the keys and values of earlier layers."""
+    count = fields.integer("num_kv_shared_layers", 0, least=0)
+    if count >= num_layers:
+        raise fields.error("num_kv_shared_layers", f"less than num_hidden_layers, {num_layers}")
+    return count
+
+
+def _with_shared_kv(
+    fields: Fields, kinds: Sequence[str], mixers: tuple[MixerSpec, ...]
+) -> tuple[MixerSpec, ...]:
+    """Let the last layers read the keys and values of the last layer of their kind before them."""
+    first = len(kinds) - num_sharing(fields, len(kinds))
+    sources = {kind: index for index, kind in enumerate(kinds[:first])}
+    if missing := set(kinds[first:]) - set(sources):
+        raise fields.error("num_kv_shared_layers", f"small enough to leave a layer with {min(missing)}")
+    shared = [
+        replace(mixer, kv_source=sources[kind]) if isinstance(mixer, AttentionSpec) else mixer
+        for kind, mixer in zip(kinds[first:], mixers[first:], strict=True)
+    ]
+    return (*mixers[:first], *shared)
 
 
 def _delta_net(fields: Fields) -> DeltaNetSpec:

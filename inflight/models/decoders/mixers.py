@@ -73,7 +73,7 @@ class SelfAttention:
         self._whole, self._own = whole, own
         self._kernels = kernels
         self._backend = backend
-        self._qkv_size = own.query_size + 2 * own.kv_size
+        self._qkv_size = own.query_size + 2 * own.kv_size * own.has_kv
         num_rows = self._qkv_size + own.query_size * own.has_gate
         scheme = scheme_of("attention.qkv")
         self.qkv: Linear = kernels.linear(hidden, num_rows, dtype, own.qkv_bias, scheme=scheme)
@@ -86,7 +86,7 @@ class SelfAttention:
         self.out_norm = empty_norm(spec.norm_placement.after, hidden, device)
         of_all, any_norm = own.qk_norm is QKNorm.WHOLE, own.qk_norm is not QKNorm.NONE
         self.q_norm = empty_norm(any_norm, own.query_size if of_all else own.head_dim, device)
-        self.k_norm = empty_norm(any_norm, own.kv_size if of_all else own.head_dim, device)
+        self.k_norm = empty_norm(any_norm and own.has_kv, own.kv_size if of_all else own.head_dim, device)
         self.sinks = empty_norm(own.has_sinks, own.num_heads, device)
         self._heads = AttentionLayer(
             num_heads=own.num_heads,
@@ -102,7 +102,8 @@ class SelfAttention:
             table=table,
             sinks=self.sinks,
             softcap=own.softcap,
-            v_norm=torch.ones(own.head_dim, device=device) if own.value_norm else None,
+            v_norm=torch.ones(own.head_dim, device=device) if own.value_norm and own.has_kv else None,
+            has_kv=own.has_kv,
         )
 
     def __call__(
@@ -152,6 +153,8 @@ class SelfAttention:
     def _projections(self, query: tuple[range, int], kv: tuple[range, int]) -> dict[str, LinearRows]:
         """Return the targets of queries, keys and values."""
         whole = self._whole
+        if not whole.has_kv:
+            return packed_rows(self.qkv, "qkv", {"q": query}, whole.qkv_bias)
         targets = packed_rows(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, whole.qkv_bias)
         # As llama.cpp rotates them: the two halves of a head alternate.
         for part in ("q", "k"):

@@ -55,7 +55,8 @@ def build_mlp(
     """Return the shard's part of an empty MLP."""
     if isinstance(mlp, DenseMlpSpec):
         return DenseMlp(shard, mlp, kernels, dtype, device, scheme_of)
-    return ExpertsMlp(shard, mlp, kernels, dtype, device, scheme_of)
+    own_class = NormedExpertsMlp if mlp.has_own_norms else ExpertsMlp
+    return own_class(shard, mlp, kernels, dtype, device, scheme_of)
 
 
 class DenseMlp:
@@ -162,6 +163,8 @@ class ExpertsMlp:
         targets: dict[str, Target] = {"router": whole_rows(self.experts.router, routing.has_bias)}
         if self.experts.correction is not None:
             targets["correction"] = PlainTensor(self.experts.correction, dummy=0.0)
+        if self.experts.scales is not None:
+            targets["expert_scales"] = PlainTensor(self.experts.scales, dummy=1.0)
         targets |= self._matrices()
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = _dense_targets(
@@ -198,6 +201,56 @@ class ExpertsMlp:
             matrices["experts.gate_up_bias"] = ExpertBias(replace(gate_up, interleaved=True))
             matrices["experts.down_bias"] = ExpertBias(replace(down, held=held if adds_bias else range(0)))
         return matrices
+
+
+class NormedExpertsMlp(ExpertsMlp):
+    """Implements `Mlp` as Gemma 4 has it: a router, its experts and a dense MLP, each of which reads the residual
+    through a norm of its own. The sums of experts and dense MLP are normalised, added, and normalised again."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        mlp: ExpertsMlpSpec,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme_of: SchemeOf = unquantized,
+    ) -> None:
+        def own_scheme(target: str) -> Scheme | None:
+            return scheme_of(target.replace("mlp.shared.", "mlp."))
+
+        super().__init__(shard, mlp, kernels, dtype, device, own_scheme)
+        hidden = shard.whole.hidden_size
+        self._router_scale: float = hidden**-0.5
+        self.router_norm, self.expert_norm, self.expert_out_norm, self.dense_out_norm, self.out_norm = (
+            torch.empty(hidden, dtype=torch.float32, device=device) for _ in range(5)
+        )
+
+    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
+        kernels, eps, x = self._kernels, self._spec.norm_eps, residual.x
+        assert self.shared_gate_up is not None
+        assert self.shared_down is not None
+        dense = self.shared_down(self.shared_gate_up.gated(residual, eps, self._mlp.activation))
+        if self._shard.collective is not None:
+            dense = self._shard.collective.sum(dense)
+        routed = kernels.rms_norm(x, self.router_norm, eps) * self._router_scale
+        chosen = self.experts.sum(kernels.rms_norm(x, self.expert_norm, eps), routed, live)
+        both = kernels.add(
+            kernels.rms_norm(dense, self.dense_out_norm, eps),
+            kernels.rms_norm(chosen, self.expert_out_norm, eps),
+        )
+        return Residual(kernels.add(x, kernels.rms_norm(both, self.out_norm, eps)), next_norm)
+
+    def targets(self) -> Mapping[str, Target]:
+        norms = norm_targets(
+            self._spec,
+            expert_norm=self.expert_norm,
+            expert_out_norm=self.expert_out_norm,
+            dense_out_norm=self.dense_out_norm,
+            out_norm=self.out_norm,
+        )
+        targets = {name.removeprefix("shared."): target for name, target in super().targets().items()}
+        return {**targets, **norms, "router_norm": PlainTensor(self.router_norm, dummy=1.0)}
 
 
 def empty_norm(exists: bool, size: int, device: torch.device) -> Tensor | None:

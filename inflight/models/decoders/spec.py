@@ -95,6 +95,8 @@ class ExpertsMlpSpec:
     limit: float = 0.0  # of the clamped activation
     shared_inner: int = 0  # 0: there is no shared MLP
     has_shared_gate: bool = False  # whether each token scales the shared MLP's output
+    # Whether the router, the experts and the shared MLP have norms of their own, before and after them.
+    has_own_norms: bool = False
 
     def step_features(self, hidden: int) -> int:
         """Return the number of intermediate features of a token."""
@@ -123,6 +125,12 @@ class AttentionSpec:
     value_norm: bool = False  # whether values are normalised, without a weight
     values_are_keys: bool = False  # whether values are the projected keys, before norm and rotation
     quantized_kv: bool = False  # whether the KV cache holds its keys and values in fp8
+    # The layer whose keys and values it reads, with heads and window like its own; None: it has its own.
+    kv_source: int | None = None
+
+    @property
+    def has_kv(self) -> bool:
+        return self.kv_source is None
 
     @property
     def query_size(self) -> int:
@@ -135,7 +143,20 @@ class AttentionSpec:
     @property
     def step_features(self) -> int:
         """The number of intermediate features of a token."""
-        return (1 + self.has_gate) * self.query_size + 2 * self.kv_size
+        return (1 + self.has_gate) * self.query_size + 2 * self.kv_size * self.has_kv
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsSpec:
+    """Inputs of each layer: an embedding of the token for every layer, plus a projection of the usual one."""
+
+    size: int  # features
+    activation: str  # of the gates through which a layer reads them
+
+    @property
+    def embedding_scale(self) -> float:
+        scale: float = self.size**0.5
+        return scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +201,7 @@ class DecoderSpec:
     has_layer_scales: bool = (
         False  # whether each layer multiplies the residual by a learned number at its end
     )
+    layer_inputs: LayerInputsSpec | None = None
     # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
     expert_parallel: bool = False
     quantization: Quantization = UNQUANTIZED
@@ -218,8 +240,17 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer that has a KV cache."""
+        """The attention of each layer that has any."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def kv_layers(self) -> dict[int, AttentionSpec]:
+        """The attention of each layer that keeps keys and values, by the layer's index."""
+        return {
+            index: mixer
+            for index, mixer in enumerate(self.mixers)
+            if isinstance(mixer, AttentionSpec) and mixer.has_kv
+        }
 
 
 class Collective(Protocol):

@@ -85,8 +85,27 @@ GLM_SHARED = {
 }
 GEMMA3_LAYER = ATTENTION | QK_NORM | MLP | BOTH_NORMS
 _VISION = r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+_LAYER_INPUTS = {
+    "per_layer_input_gate": "input.gate",
+    "per_layer_projection": "input.projection",
+    "post_per_layer_input_norm": "input.norm",
+}
+_NORMED_EXPERTS = {
+    "pre_feedforward_layernorm_2": "mlp.expert_norm",
+    "post_feedforward_layernorm_1": "mlp.dense_out_norm",
+    "post_feedforward_layernorm_2": "mlp.expert_out_norm",
+    "router.scale": "mlp.router_norm",
+    "router.per_expert_scale": "mlp.expert_scales",
+}
+GEMMA4_EXPERTS = {
+    "router.proj": "mlp.router",
+    "experts.gate_up_proj": "mlp.experts.gate_up",
+    "experts.down_proj": "mlp.experts.down",
+}
 GEMMA4_NAMES = WeightNames(
-    GEMMA3_LAYER | {"layer_scalar": "scale"}, ignored=(*IGNORED, r"self_attn\.v_norm\.weight$")
+    GEMMA3_LAYER | {"layer_scalar": "scale"} | _LAYER_INPUTS | _NORMED_EXPERTS,
+    experts=(GEMMA4_EXPERTS,),
+    ignored=(*IGNORED, r"self_attn\.v_norm\.weight$"),
 )
 GEMMA4_VISION_NAMES = replace(
     GEMMA4_NAMES, prefixes=("model.language_model.",), ignored=(*GEMMA4_NAMES.ignored, _VISION)

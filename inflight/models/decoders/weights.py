@@ -18,6 +18,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
+from inflight.models.decoders.layer_inputs import LayerInputs
 from inflight.models.decoders.spec import DecoderSpec, ExpertsMlpSpec, Shard, whole_shard
 from inflight.models.tensors import (
     LinearRows,
@@ -33,6 +34,7 @@ from inflight.models.tensors import (
     layers_hint,
     open_tensors,
     read_headers,
+    whole_rows,
 )
 
 # Random layers soon make all tokens of a context alike, and routers would send them to the same experts. With large
@@ -58,6 +60,8 @@ def placements(
         has_experts = any(isinstance(mlp, ExpertsMlpSpec) for mlp in spec.mlps)
         scale = _EXPERTS_EMBEDDING_SCALE if has_experts else 1.0
         yield Placement(prefix + names.embedding, table_shape, store, dummy_scale=scale)
+    if decoder.layer_inputs is not None:
+        yield from _layer_inputs(decoder.layer_inputs, decoder, prefix, dummy)
     if decoder.head is not None:  # tied embeddings are read from it, too
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
         rows = RowRun(shard.vocab.start, len(shard.vocab), 0)
@@ -78,6 +82,19 @@ def placements(
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
+
+
+def _layer_inputs(inputs: LayerInputs, decoder: Decoder, prefix: str, dummy: bool) -> Iterator[Placement]:
+    shard, spec = decoder.shard, decoder.spec
+    store = into_tensor(inputs.table, first=shard.vocab.start)
+    shape = spec.vocab_size, inputs.table.shape[1]
+    yield Placement(f"{prefix}embed_tokens_per_layer.weight", shape, store)
+    weights = spec.format_of("per_layer_model_projection")
+    yield from whole_rows(inputs.projection, bias=False).placements(
+        f"{prefix}per_layer_model_projection", weights.quantizing() if dummy else weights
+    )
+    norm = NormWeight(inputs.norm, len(inputs.norm), offset=spec.norm_offset)
+    yield from norm.placements(f"{prefix}per_layer_projection_norm")
 
 
 def load_decoder(

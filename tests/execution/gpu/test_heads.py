@@ -1,4 +1,5 @@
-"""Layers whose heads differ in number and size in the GPU runner, in Triton's interpreter."""
+"""Gemma 4 in the GPU runner, in Triton's interpreter: layers whose heads differ in number and size, keys and values
+that layers share, inputs of each layer, and experts beside a dense MLP."""
 
 from __future__ import annotations
 
@@ -28,6 +29,15 @@ SHAPE: dict[str, Any] = {
 }
 
 
+# The last two layers read the keys and values of the first two.
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": SHAPE["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 96,
+}
+
+
 def answers(folder: Path, **options: Any) -> list[list[int]]:
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 13, "block_size": 4, "num_blocks": 80}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -37,12 +47,14 @@ def answers(folder: Path, **options: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("context", [64, 24])
+@pytest.mark.parametrize(("family", "context"), [("gemma4", 24), ("gemma4-small", 64), ("gemma4-moe", 64)])
 def test_heads_of_several_shapes_match_the_cpu(
-    context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a short context no layer has a window, and all read the prefix that requests share together."""
-    folder = write_checkpoint(tmp_path, "gemma4", sliding_window=24, **SHAPE)
+    changes = SMALL if family == "gemma4-small" else {}
+    window = 6 if context == 64 else 24
+    folder = write_checkpoint(tmp_path, family, **SHAPE | changes, sliding_window=window)
     expected = answers(folder, device="cpu", enable_prefix_caching=False, max_model_len=context)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
@@ -52,4 +64,4 @@ def test_heads_of_several_shapes_match_the_cpu(
     assert answers(folder, dtype="float32", max_model_len=context) == expected
     runner = place.runners[-1]
     assert any(shape.prefix for shape in runner.step.shapes_met)
-    assert runner.decoder.kv_shape(4).windows == ((None, 24) if context == 64 else (None, None))
+    assert runner.decoder.kv_shape(4).windows == ((None, 6) if context == 64 else (None, None))

@@ -30,11 +30,20 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     [
         (
             "gemma4",
-            {"hidden_size_per_layer_input": 256},
-            "hidden_size_per_layer_input .* is 256: it must be 0",
+            {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 32},
+            "vocab_size_per_layer_input .* is 32: it must be vocab_size, 320",
         ),
-        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers .* is 2: it must be null or 0"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block .* is True"),
+        (
+            "gemma4",
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers .* is 3: .* a layer with full_attention",
+        ),
+        (
+            "gemma4",
+            {"num_kv_shared_layers": 4},
+            "num_kv_shared_layers .* is 4: .* less than num_hidden_layers, 4",
+        ),
+        ("gemma4-moe", {"top_k_experts": 7}, "top_k_experts .* at most the number of experts, 6"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention .* is 'all'"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config .* each layer with full"),
         (

@@ -184,7 +184,8 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     experts = [mlp for mlp in spec.mlps if isinstance(mlp, ExpertsMlpSpec)]
     # Two of attention; gate and up, and down of a dense MLP; or a router, a shared MLP and its gate.
     shared = sum(2 * (mlp.shared_inner > 0) + mlp.has_shared_gate for mlp in experts)
-    assert len(linears) == 4 * spec.num_layers - len(experts) + shared
+    gates = 2 * spec.num_layers * (spec.layer_inputs is not None)
+    assert len(linears) == 4 * spec.num_layers - len(experts) + shared + gates
     assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     hidden = spec.hidden_size
@@ -196,6 +197,8 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
         num_biases = 1 + 2 * mlp.inner + hidden  # of the router and of an expert
         expected += mlp.routing.num_experts * (num_biases if mlp.bias else 0)
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
+    if decoder.layer_inputs is not None:
+        expected += decoder.layer_inputs.table.numel() * (spec.vocab_size + hidden) // spec.vocab_size
     assert weights == expected
 
 

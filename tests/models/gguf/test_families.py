@@ -40,7 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
 }
 # Families that are not read from GGUF files.
-NOT_CONVERTED = ("gemma4", *RECURRENT_FAMILIES)
+NOT_CONVERTED = ("gemma4", "gemma4-small", "gemma4-moe", *RECURRENT_FAMILIES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, OVERRIDES.get(family, {})) for family in FAMILIES if family not in NOT_CONVERTED},
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
