@@ -23,14 +23,19 @@ def attend(
     window: int | None = None,
     descriptors: bool = False,
     tile: AttentionTile = TILE,
+    has_kv: bool = True,
 ) -> torch.Tensor:
     positions = tile.rows * scene.shape.num_kv_heads // scene.shape.num_heads
     plan = plan_chunks(
         scene.query_starts, scene.context_lens, scene.rows, positions, extra_items, tile.keys, tile.keys
     )
     workspace, out = scene.workspace(plan.num_partials + 1, plan.num_counters + 1), scene.blank()
-    work, layer = items(plan.items, len(plan.items) + 3), scene.shape.layer(window)
-    chunk_attention(*scene.on_device, work, workspace, layer, tile, descriptors, False, out)
+    work = items(plan.items, len(plan.items) + 3)
+    layer = replace(scene.shape.layer(window), has_kv=has_kv)
+    qkv, *keys = scene.on_device
+    if not has_kv:
+        qkv = qkv[:, : layer.num_heads * layer.head_dim].contiguous()
+    chunk_attention(qkv, *keys, work, workspace, layer, tile, descriptors, False, out)
     assert not workspace.counters.any()
     return out
 
@@ -46,6 +51,16 @@ def test_chunks_match_float64(
     shape = Shape(num_heads, num_kv_heads, head_dim, block_size)
     scene = Scene(shape, [2, 40, 61, 17], [2, 40, 23, 1])
     scene.check(attend(scene, extra_items))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("extra_items", [0, 7])
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_chunks_that_find_all_keys_in_the_cache_match_float64(
+    window: int | None, extra_items: int, is_quantized: bool
+) -> None:
+    scene = Scene(Shape(4, 2, 64, 8), [2, 40, 61, 17], [2, 40, 23, 1], is_quantized=is_quantized)
+    scene.check(attend(scene, extra_items, window, has_kv=False), window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
