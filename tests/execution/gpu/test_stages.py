@@ -28,6 +28,7 @@ from inflight.scheduling import Batch, Sampled
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
 from tests.execution.gpu.test_runner import deep as deep
 from tests.execution.gpu.test_runner import greedy
+from tests.support.checkpoints import write_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -107,6 +108,23 @@ class StagedPlatform(InterpretedPlatform):
 
 
 def test_two_stages_give_the_tokens_of_one_stage(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_stages(deep, monkeypatch)
+
+
+def test_stage_may_have_recurrent_layers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(
+        tmp_path,
+        "qwen3.5",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+    )
+    # Both stages run under the layout of the whole model, whose snapshots take fewer blocks than those of this stage.
+    check_stages(folder, monkeypatch, enable_prefix_caching=False)
+
+
+def check_stages(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
     """A prompt is chunked, and a row is reused by another request."""
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     prompts = [[12] * 10, [5, 6]]
@@ -116,11 +134,12 @@ def test_two_stages_give_the_tokens_of_one_stage(deep: Path, monkeypatch: pytest
         "max_num_batched_tokens": 8,
         "num_blocks": 20,
         "block_size": 8,
+        **more,
     }
     actual = []
-    for place in (CpuPlatform(), StagedPlatform(deep)):
+    for place in (CpuPlatform(), StagedPlatform(folder)):
         monkeypatch.setattr(platforms, "platform", lambda _, place=place: place)
-        with LLM(deep, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
+        with LLM(folder, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         actual.append([output.outputs[0].token_ids for output in outputs])
     assert actual[1] == actual[0]
