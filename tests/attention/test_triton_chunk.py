@@ -32,10 +32,10 @@ def attend(
     workspace, out = scene.workspace(plan.num_partials + 1, plan.num_counters + 1), scene.blank()
     work = items(plan.items, len(plan.items) + 3)
     layer = replace(scene.shape.layer(window), has_kv=has_kv)
-    qkv, *keys = scene.on_device
+    qkv, cache, tables = scene.on_device
     if not has_kv:
         qkv = qkv[:, : layer.num_heads * layer.head_dim].contiguous()
-    chunk_attention(qkv, *keys, work, workspace, layer, tile, descriptors, False, out)
+    chunk_attention(qkv, cache, tables, work, workspace, layer, tile, descriptors, False, out)
     assert not workspace.counters.any()
     return out
 

@@ -114,8 +114,8 @@ def _chunk(
         BLOCK_SIZE, BLOCK_N, WINDOW, WINDOW, PRECISION, CAP,
     )  # fmt: skip
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    begin = tl.maximum(begin, num_cached)
     if ALL_CACHED:
+        begin = tl.maximum(begin, num_cached)
         blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = take_pages(
             q, acc, row_max, row_sum, cache + head * (BLOCK_SIZE * HEAD_DIM), scales, table, blocks, begin, end,
@@ -124,9 +124,9 @@ def _chunk(
         )  # fmt: skip
     else:
         acc, row_max, row_sum = _take_own(
-            q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM, begin, end,
-            position, at, lowest, scale, qkv_stride, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_N, WINDOW,
-            DESCRIPTORS, PRECISION, CAP,
+            q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM,
+            tl.maximum(begin, num_cached), end, position, at, lowest, scale, qkv_stride,
+            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION, CAP,
         )  # fmt: skip
     sink = load_sinks(sinks, query_head) if SINKS else None
     if SINKS:  # part of the only split, or added when splits are merged
