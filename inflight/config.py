@@ -117,8 +117,9 @@ class CacheConfig:
     kv_cache_dtype: str = option(
         "auto",
         MEMORY,
-        "Type of keys and values in the cache, auto or fp8; auto is the type that the model computes in.",
-        choices=("auto", "fp8"),
+        "Type of keys and values in the cache: auto, fp8 (GPU) or int8 (CPU); auto is the type that the model "
+        "computes in.",
+        choices=("auto", "fp8", "int8"),
     )
     kv_cache_dtype_skip_layers: tuple[str, ...] = option(
         (),

@@ -78,11 +78,11 @@ class KVShape:
 class QuantizedKV:
     """The quantized keys and values of one layer, block by block, each followed by its scales.
 
-    A scale is a power of two, so that products with it are exact. That of a key is the lower half of a word and that of
-    its value the upper half, both in bfloat16.
+    Products of codes and scales are exact in float32: scales of fp8 are powers of two, and those of int8 have 8 bits.
+    The scale of a key is the lower half of a word and that of its value the upper half, both in bfloat16.
     """
 
-    codes: Tensor  # [num_blocks, ...] uint8: e4m3, as the backend lays out a block
+    codes: Tensor  # [num_blocks, ...] int8, or uint8 for e4m3, as the backend lays out a block
     scales: Tensor  # [num_blocks, num_kv_heads, block_size] int32
 
 
@@ -113,7 +113,8 @@ class KVCache:
             part = slot[:, place.part * size : (place.part + 1) * size]
             if layer.is_quantized:
                 num_codes, num_blocks = layer.size * block_size, len(part)
-                codes = part[:, :num_codes].view(num_blocks, *block_shape(layer))
+                kind = torch.int8 if layer.quantized == "int8" else torch.uint8
+                codes = part[:, :num_codes].view(kind).view(num_blocks, *block_shape(layer))
                 words = part[:, num_codes:].view(torch.int32)
                 layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_kv_heads, block_size)))
             else:

@@ -105,7 +105,7 @@ def cpu_attention() -> HeadAttention:
 
 
 class CpuAttention:
-    """Implements `HeadAttention` on the compiled library, in float32.
+    """Implements `HeadAttention` on the compiled library, in float32. The cache is float32 or int8.
 
     A layer's cache is [num_blocks, num_kv_heads, 2, head_dim, block_size]: keys in this layout, and values in their
     half as [block_size, head_dim]. A query's result is bit-identical in any batch, however its prompt was chunked.
@@ -117,10 +117,10 @@ class CpuAttention:
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         if shape.dtype != torch.float32 or device.type != "cpu":
             raise ConfigError(f"the KV cache is {shape.dtype} on {device}: it must be torch.float32 on cpu")
-        if any(layer.is_quantized for layer in shape.layers):
-            raise ConfigError("kv_cache_dtype is 'fp8': on a CPU it must be 'auto'")
+        if any(layer.quantized == "fp8" for layer in shape.layers):
+            raise ConfigError("the KV cache is fp8 on a CPU: it must be float32 or int8")
         # Not initialised, so a large cache takes memory only as its blocks are written.
-        slots = [torch.empty(num_blocks, shape.values_per_part) for _ in shape.slots]
+        slots = [torch.empty(num_blocks, shape.values_per_part, dtype=shape.slot_dtype) for _ in shape.slots]
         size = shape.block_size
         return KVCache.divide(slots, shape, lambda layer: (layer.num_kv_heads, 2, layer.head_dim, size))
 
@@ -133,20 +133,21 @@ class CpuAttention:
         cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
-        assert isinstance(cache, Tensor)
+        blocks, scales = halves(cache)
         query = _heads(query)
         key = None if key is None else _heads(key)
         value = None if value is None else _heads(value)
         num_tokens, num_heads, head_dim = query.shape
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
         _check(query, key, value, cache, inputs, tables, slot_mapping)
+        words = None if scales is None else scales.data_ptr()
         sinks = None if layer.sinks is None else _sinks(layer.sinks, num_heads)
         out = torch.empty(num_tokens, num_heads, head_dim)
         self._library.attend(
-            *_strided(query), *_strided(key), *_strided(value), cache.data_ptr(), out.data_ptr(),
+            *_strided(query), *_strided(key), *_strided(value), blocks.data_ptr(), words, out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
             tables.data_ptr(), slot_mapping.data_ptr(), None if sinks is None else sinks.data_ptr(),
-            len(inputs.rows), num_tokens, num_heads, cache.shape[1], head_dim, cache.shape[4], cache.stride(0),
+            len(inputs.rows), num_tokens, num_heads, blocks.shape[1], head_dim, blocks.shape[4], blocks.stride(0),
             tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self._library.threads,
         )  # fmt: skip
         return out
@@ -208,14 +209,25 @@ def _write(cache: LayerCache, kv: Tensor, blocks: Tensor, places: Tensor) -> Non
     if isinstance(cache, Tensor):
         cache[blocks, :, places] = kv.to(cache.dtype)
         return
-    scales = _scales(kv)
-    codes = (kv.float() / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    cache.codes[blocks, :, places] = codes.view(torch.uint8)
-    pairs = scales.to(torch.bfloat16).mT.contiguous()  # [T, num_kv_heads, 2]
+    if cache.codes.dtype == torch.int8:
+        scales = _int8_scales(kv)
+        codes = (kv.float() / scales.unsqueeze(-1)).round().nan_to_num(0.0).to(torch.int8)
+    else:
+        scales = _fp8_scales(kv)
+        codes = (kv.float() / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    cache.codes[blocks, :, places] = codes.view(cache.codes.dtype)
+    pairs = torch.stack(scales.to(torch.bfloat16).unbind(1), dim=-1)  # [T, num_kv_heads, 2]
     cache.scales[blocks, :, places] = pairs.view(torch.int32).squeeze(-1)
 
 
-def _scales(kv: Tensor) -> Tensor:
+def _int8_scales(kv: Tensor) -> Tensor:
+    """[..., head_dim] -> [...]: the smallest numbers of bfloat16 that scale all numbers to at most 127."""
+    largest = kv.float().abs().amax(-1)
+    rounded_up = ((largest / 127).view(torch.int32) + 0xFFFF) & ~0xFFFF
+    return rounded_up.view(torch.float32).where(largest.isfinite(), torch.nan)
+
+
+def _fp8_scales(kv: Tensor) -> Tensor:
     """[..., head_dim] -> [...]: the smallest powers of two that scale all numbers to at most 448, the largest e4m3."""
     # All products must be numbers of the dtype.
     least, most = (-15, 7) if kv.dtype == torch.float16 else (-100, 118)
@@ -229,7 +241,9 @@ def _read(cache: LayerCache, blocks: Tensor, places: Tensor) -> Tensor:
     """Return keys and values [n, 2, num_kv_heads, head_dim] at places of blocks, both [n]."""
     if isinstance(cache, Tensor):
         return cache[blocks, :, places]
-    codes = cache.codes[blocks, :, places].view(torch.float8_e4m3fn)
+    codes = cache.codes[blocks, :, places]
+    if codes.dtype == torch.uint8:
+        codes = codes.view(torch.float8_e4m3fn)
     scales = cache.scales[blocks, :, places].unsqueeze(-1).view(torch.bfloat16).mT  # [n, 2, num_kv_heads]
     return codes.float() * scales.float().unsqueeze(-1)
 
@@ -279,25 +293,36 @@ def _check(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    cache: Tensor,
+    cache: LayerCache,
     inputs: AttentionInputs,
     tables: Tensor,
     slot_mapping: Tensor,
 ) -> None:
     """Check the layout of the tensors: the library trusts its pointers."""
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = cache.shape[1]
+    blocks, scales = halves(cache)
+    num_kv_heads = blocks.shape[1]
     expected = (num_tokens, num_kv_heads, head_dim)
     if (
         any(x is not None and x.shape != expected for x in (key, value))
         or (key is None) != (value is None)
-        or cache.shape[3] != head_dim
-        or not cache[0].is_contiguous()
+        or blocks.shape[3] != head_dim
+        or not blocks[0].is_contiguous()
         or num_heads % num_kv_heads
     ):
         raise ConfigError(
-            f"query {list(query.shape)}, key {_shape(key)}, value {_shape(value)} and cache {list(cache.shape)} "
+            f"query {list(query.shape)}, key {_shape(key)}, value {_shape(value)} and cache {list(blocks.shape)} "
             "do not match"
+        )
+    if scales is not None and (
+        scales.shape[1:] != (num_kv_heads, blocks.shape[4])
+        or scales.dtype != torch.int32
+        or blocks.dtype != torch.int8
+        or not scales[0].is_contiguous()
+        or scales.stride(0) * 4 != blocks.stride(0)
+    ):
+        raise ConfigError(
+            f"codes {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} do not match"
         )
     num_entries = len(inputs.rows)
     sizes = (

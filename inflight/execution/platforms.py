@@ -39,6 +39,10 @@ class EncoderKernels(NamedTuple):
     head: Kernels  # float32: a head is small, and its output is used at full precision
 
 
+# What each kind of device supports.
+KV_CACHE_DTYPES: dict[str, tuple[str, ...]] = {"cpu": ("auto", "int8"), "cuda": ("auto", "fp8")}
+
+
 class Platform(Protocol):
     """One device, with the implementations that run best on it."""
 
@@ -48,6 +52,7 @@ class Platform(Protocol):
     pipeline_depth: int  # default
     target_step_ms: float  # default
     max_text_tokens: int  # default size of a step of an encoder
+    kv_cache_dtypes: tuple[str, ...]  # allowed values of the option
 
     def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
         """Return kernels and attention for a model whose weights are held as `dtype`."""
@@ -107,6 +112,7 @@ class CpuPlatform:
     pipeline_depth = 1
     target_step_ms = 100.0
     max_text_tokens = 1024
+    kv_cache_dtypes = KV_CACHE_DTYPES["cpu"]
 
     def kernels_and_attention(
         self,

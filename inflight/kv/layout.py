@@ -105,7 +105,12 @@ class LayerKV:
     num_kv_heads: int
     head_dim: int
     window: int | None = None  # a token is needed by the next window - 1 tokens; None: by all
-    is_quantized: bool = False  # values take one byte, and each head's key and value have scales
+    # "fp8" or "int8": values take one byte, and each head's key and value have scales. None: they are kept as computed.
+    quantized: str | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantized is not None
 
     @property
     def size(self) -> int:

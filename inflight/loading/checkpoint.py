@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,15 @@ def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
     return replace(spec, quantization=QuantizedOnLoading(ON_LOADING[asked], model.quantize_head))
 
 
+def check_kv_cache_dtype(dtype: str, allowed: Sequence[str], kind: str) -> None:
+    """Check that a kind of device, "cpu" or "cuda", can hold keys and values in this type."""
+    if dtype not in allowed:
+        device = "CPU" if kind == "cpu" else "GPU"
+        raise ConfigError(
+            f"kv_cache_dtype is {dtype!r}: on a {device} it must be {' or '.join(map(repr, allowed))}"
+        )
+
+
 def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
     """Return the decoder with the keys and values of its layers quantized, if the configuration says so."""
     skipped = set(cache.kv_cache_dtype_skip_layers)
@@ -123,10 +132,12 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
         )
     if cache.kv_cache_dtype == "auto":
         if skipped:
-            raise ConfigError("kv_cache_dtype_skip_layers is set, but kv_cache_dtype is auto: set it to fp8")
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers is set, but kv_cache_dtype is auto: set it to fp8 or int8"
+            )
         return spec
     mixers = [
-        replace(mixer, quantized_kv=True)
+        replace(mixer, quantized_kv=cache.kv_cache_dtype)
         if isinstance(mixer, AttentionSpec)
         and str(index) not in skipped
         and not (mixer.window is not None and "sliding_window" in skipped)

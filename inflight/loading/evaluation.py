@@ -115,9 +115,9 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
         raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     kernels, attention = platform.kernels_and_attention(dtype)
-    is_quantized = any(layer.quantized_kv for layer in spec.attentions)
-    if is_quantized or not isinstance(attention, ComposedAttention):
-        # Windows need no plans and graphs: plain attention over their tokens is fast enough.
+    can_keep = config.cache.kv_cache_dtype in platform.kv_cache_dtypes
+    if not can_keep or not isinstance(attention, ComposedAttention):
+        # Windows need no plans and graphs: plain attention over their tokens is fast enough. It has every type of KV.
         attention = ComposedAttention(
             TorchKernels(kernels.compute_dtype, platform.device), TorchCpuAttention()
         )

@@ -26,6 +26,7 @@ from inflight.frontend.chat import check_parsers
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.kv.budget import fit_context
 from inflight.loading.checkpoint import (
+    check_kv_cache_dtype,
     default_sampling,
     eos_ids,
     load_tokenizer,
@@ -76,6 +77,7 @@ def load_decoder_engine(
     progress: LoadProgress | None,
 ) -> LoadedEngine:
     model = config.model
+    check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.kv_cache_dtypes, platform.device.type)
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
     spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)

@@ -10,12 +10,18 @@ import torch
 
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms import MEMORY_SHARE
+from inflight.execution.platforms import KV_CACHE_DTYPES, MEMORY_SHARE
 from inflight.kv import KVLayout
 from inflight.kv.budget import CONTEXT_MEMORY, most_blocks
 from inflight.layers.kernels import TorchKernels
 from inflight.loading import open_model
-from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec, resolve_context, resolve_dtype
+from inflight.loading.checkpoint import (
+    check_kv_cache_dtype,
+    quantized_kv_spec,
+    quantized_spec,
+    resolve_context,
+    resolve_dtype,
+)
 from inflight.models.decoders.footprint import (
     MAX_STATES,
     META,
@@ -79,8 +85,7 @@ class ModelPlan:
 
 def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
     """Return how the model fits for each way to split it across the devices."""
-    if devices.kind == "cpu" and config.cache.kv_cache_dtype != "auto":
-        raise ConfigError(f"kv_cache_dtype is {config.cache.kv_cache_dtype!r}: on a CPU it must be 'auto'")
+    check_kv_cache_dtype(config.cache.kv_cache_dtype, KV_CACHE_DTYPES[devices.kind], devices.kind)
     checkpoint, name = open_model(config)
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(

@@ -96,24 +96,6 @@ inline Vec load_halves(const char* from) {
 #endif
 }
 
-// Numbers of one byte each.
-template <bool is_signed>
-inline Vec load_bytes(const char* from) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return reinterpret_cast<Vec>(
-        _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
-#elif defined(__AVX2__)
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return reinterpret_cast<Vec>(
-        _mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
-#else
-    float wide[kWidth];
-    for (int i = 0; i < kWidth; ++i) wide[i] = is_signed ? static_cast<int8_t>(from[i]) : static_cast<uint8_t>(from[i]);
-    return load<Vec>(wide);
-#endif
-}
-
 // Panels are read from end to end: ask for what comes next.
 template <int64_t bytes>
 inline void prefetch(const char* from) {

@@ -109,7 +109,7 @@ class Library:
         self.gate = self._bind("gate", _P, _P, _L, _L, _L, _I)
         self.attend_sequences = self._bind("attend_sequences", _P, _P, _P, *(_L,) * 4, _F, _I)
         strided = (_P, _L, _L)
-        self.attend = self._bind("attend", *strided * 3, *(_P,) * 8, *(_L,) * 9, _F, _F, _I)
+        self.attend = self._bind("attend", *strided * 3, *(_P,) * 9, *(_L,) * 9, _F, _F, _I)
         self.delta_net = self._bind("delta_net", *(_P,) * 13, *(_L,) * 8, _F, _I)
         logprobs = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *logprobs)

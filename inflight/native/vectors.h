@@ -9,6 +9,10 @@
 #include <limits>
 #include <new>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace inflight {
 
 #if defined(__AVX512F__)
@@ -56,6 +60,30 @@ inline To bits(From from) {
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
+}
+
+// Numbers of one byte each, widened. Compilers do not find these instructions in __builtin_convertvector.
+template <bool is_signed>
+inline Vec load_bytes(const void* from) {
+#if defined(__AVX512F__)
+    const __m128i bytes = load<__m128i>(from);
+    return bits<Vec>(_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
+    return bits<Vec>(_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
+#elif defined(__aarch64__)
+    // One byte of the word to the top of each lane, and back with or without its sign.
+    const WordVec word = load<uint32_t>(from) - WordVec{}, places = {24, 16, 8, 0}, raised = word << places;
+    return is_signed ? __builtin_convertvector(bits<IntVec>(raised) >> 24, Vec)
+                     : __builtin_convertvector(raised >> 24, Vec);
+#else
+    float wide[kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+        const auto byte = static_cast<const uint8_t*>(from)[i];
+        wide[i] = is_signed ? static_cast<int8_t>(byte) : byte;
+    }
+    return load<Vec>(wide);
+#endif
 }
 
 inline Vec splat(float x) { return x - Vec{}; }

@@ -50,7 +50,7 @@ class ServedModel:
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
         facts = self.client.facts
         self.tasks = tasks_of(facts.generates, facts.pooling)
-        self.fingerprint = _fingerprint(facts)
+        self.fingerprint = _fingerprint(facts, options)
         self.pooling_size = 0 if facts.pooling is None else facts.pooling.size  # numbers in a text's result
         self._serials = serials
 
@@ -161,15 +161,18 @@ def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]
     return {
         "block_size": facts.block_size,
         "num_gpu_blocks": facts.num_blocks,
-        "cache_dtype": facts.dtype,
+        "cache_dtype": facts.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
     }
 
 
-def _fingerprint(facts: ModelFacts) -> str:
+def _fingerprint(facts: ModelFacts, options: ServerConfig) -> str:
     """Return a fingerprint that is the same wherever the same seed gives the same tokens."""
     known = f"{__version__}/{facts.model}/{facts.fingerprint}/{facts.dtype}/{facts.device}"
+    cache = options.engine.cache
+    if cache.kv_cache_dtype != "auto":
+        known += f"/{cache.kv_cache_dtype}/{sorted(cache.kv_cache_dtype_skip_layers)}"
     return f"fp_{sha256(known.encode()).hexdigest()[:10]}"
 
 

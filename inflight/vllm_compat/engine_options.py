@@ -138,13 +138,18 @@ ENGINE_RULES = (
     ),
     CompatRule(
         "kv_cache_dtype TYPE",
-        {"auto": "", "fp8": "--kv-cache-dtype fp8", "fp8_e4m3": "--kv-cache-dtype fp8"},
-        "the supported types are auto and fp8",
+        {
+            "auto": "",
+            "fp8": "--kv-cache-dtype fp8",
+            "fp8_e4m3": "--kv-cache-dtype fp8",
+            "int8": "--kv-cache-dtype int8",
+        },
+        "the supported types are auto, fp8 and int8",
     ),
     CompatRule(
         "calculate_kv_scales",
         {"true": ""},
-        "scales of an fp8 KV cache are computed for every token",
+        "scales of a quantized KV cache are computed for every token",
         off_matters=True,
     ),
     CompatRule(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape, QuantizedKV
 from inflight.attention.cpu import HeadAttention
 from inflight.kv.layout import LayerKV
 
@@ -68,14 +68,19 @@ class Scene:
         steps: list[Step],
         window: int | None = None,
         others: Sequence[LayerKV] = (),
+        quantized: str | None = None,
     ) -> list[Tensor]:
         """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN. `others` are
         layers that share its memory."""
         heads = self.heads
-        layers = [LayerKV(heads.num_kv_heads, heads.head_dim), *others]
+        layers = [LayerKV(heads.num_kv_heads, heads.head_dim, quantized=quantized), *others]
         shape = KVShape.of(layers, self.block_size, torch.float32)
         cache = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers[0]
-        cache.fill_(float("nan"))
+        if isinstance(cache, QuantizedKV):
+            cache.codes.fill_(-128)
+            cache.scales.fill_(-1)  # both halves are NaN
+        else:
+            cache.fill_(float("nan"))
         layer = self.layer(window)
         out = [torch.zeros(length, heads.num_heads, heads.head_dim) for length in self.lengths]
         for step in steps:

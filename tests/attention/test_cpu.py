@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -120,7 +121,8 @@ def test_bits_do_not_depend_on_the_schedule(
             assert torch.equal(actual, reference)
 
 
-def test_bits_do_not_depend_on_the_threads() -> None:
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_bits_do_not_depend_on_the_threads(quantized: str | None) -> None:
     scene = Scene(Heads(4, 2, 64), 16, lengths=[50, 9])
     library = native_library()
     assert library is not None
@@ -129,7 +131,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
     try:
         for count in (1, 2, 3):
             library.threads = count
-            actual.append(torch.cat(scene.run(native(), scene.whole())))
+            actual.append(torch.cat(scene.run(native(), scene.whole(), quantized=quantized)))
     finally:
         library.threads = threads
     assert torch.equal(actual[0], actual[1])
@@ -144,6 +146,109 @@ def test_entry_reads_a_block_that_another_fills_in_the_same_step(backend: HeadAt
     # The reader comes first in the batch, the writer second.
     actual = scene.run(backend, [[(1, 16, 4), (0, 0, 16)]])[1][16:]
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+# ---- int8 ----
+
+
+def rounded(scene: Scene) -> Scene:
+    """Return the scene with the keys and values that an int8 cache stands for, one head at a time."""
+    copy = deepcopy(scene)
+    for packed in copy.qkv:
+        _, keys, values = scene.heads.split(packed)
+        for x in (head for half in (keys, values) for token in half for head in token):
+            least = x.abs().max() / 127
+            scale = least.bfloat16()
+            while scale < least:
+                scale = torch.nextafter(scale, torch.tensor(torch.inf, dtype=torch.bfloat16))
+            codes = (x / scale.float()).round()
+            assert codes.abs().max() in (126, 127)
+            x.copy_(codes.double() * scale.double())
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "window", "sinks", "softcap"),
+    [
+        (Heads(4, 2, 64), 16, None, False, None),
+        (Heads(2, 2, 128), 32, 20, False, None),
+        (Heads(6, 2, 80), 16, 7, True, None),
+        (Heads(16, 2, 16), 16, None, True, 2.0),
+        (Heads(6, 2, 20), 8, 30, False, 0.7),  # tiles are gathered: neither blocks nor heads are whole ones
+        (Heads(3, 1, 256), 1, None, False, None),
+    ],
+)
+def test_int8_cache_matches_float64_on_what_codes_stand_for(
+    backend: HeadAttention,
+    heads: Heads,
+    block_size: int,
+    window: int | None,
+    sinks: bool,
+    softcap: float | None,
+) -> None:
+    scene = Scene(heads, block_size, lengths=[3, 49, 17])
+    scene.sinks, scene.softcap = torch.randn(heads.num_heads) if sinks else None, softcap
+    expected = torch.cat(rounded(scene).run(ReferenceAttention(), scene.whole(), window))
+    for steps in (scene.whole(), scene.chunks(9), scene.chunks(1)):
+        actual = torch.cat(scene.run(backend, steps, window, quantized="int8"))
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 32), (20, 8)])
+@pytest.mark.parametrize("group", [1, 5])
+def test_bits_with_an_int8_cache_do_not_depend_on_the_schedule(
+    window: int | None, head_dim: int, block_size: int, group: int
+) -> None:
+    scene = Scene(Heads(2 * group, 2, head_dim), block_size, lengths=[70, 1, 39, 18])
+    whole = scene.run(native(), scene.whole(), window, quantized="int8")
+    for steps in (scene.alone(), scene.chunks(1), scene.chunks(7), scene.chunks(32)):
+        for actual, reference in zip(
+            scene.run(native(), steps, window, quantized="int8"), whole, strict=True
+        ):
+            assert torch.equal(actual, reference)
+
+
+def test_quantized_and_plain_layers_share_blocks(backend: HeadAttention) -> None:
+    scene = Scene(Heads(), block_size=4, lengths=[9, 21])
+    others = [LayerKV(2, 40), LayerKV(2, 16, quantized="int8")]
+    expected = torch.cat(rounded(scene).run(ReferenceAttention(), scene.whole()))
+    actual = torch.cat(scene.run(backend, scene.chunks(6), others=others, quantized="int8"))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_int8_entry_reads_a_block_that_another_fills_in_the_same_step(backend: HeadAttention) -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[16, 20])
+    scene.qkv[1][:16] = scene.qkv[0]  # the same prefix
+    expected = rounded(scene).run(ReferenceAttention(), scene.whole())[1][16:]
+    scene.tables[scene.rows[1]][0] = scene.tables[scene.rows[0]][0]
+    actual = scene.run(backend, [[(1, 16, 4), (0, 0, 16)]], quantized="int8")[1][16:]
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e30])
+def test_int8_keys_and_values_may_have_any_size(backend: HeadAttention, size: float) -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[5])
+    scene.qkv[0][:, 64:] *= size  # keys and values
+    scene.qkv[0][:, :64] = 0.0
+    _, _, value = scene.heads.split(scene.qkv[0])
+    (actual,) = scene.run(backend, scene.whole(), quantized="int8")
+    expected = value[:1].repeat_interleave(2, dim=1)  # the first token sees only itself
+    torch.testing.assert_close(actual[:1], expected, rtol=0, atol=size * 3 / 127 + 1e-40)
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [64, 115])  # of a key of the first KV head, and of a value of the second
+def test_numbers_that_are_not_finite_show_in_results(
+    backend: HeadAttention, number: float, column: int
+) -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[40])
+    scene.qkv[0][20, column] = number
+    (actual,) = scene.run(backend, scene.chunks(1), quantized="int8")
+    group = slice(0, 2) if column == 64 else slice(2, 4)  # the query heads of that KV head
+    assert actual[:20].isfinite().all()
+    assert actual[20:, group].isnan().all()
 
 
 def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
@@ -165,6 +270,10 @@ def test_wrong_shapes_are_rejected() -> None:
         native().attend(query, key, key, layer, cache, replace(inputs, rows=inputs.rows.long()))
     with pytest.raises(ConfigError, match="sinks are"):
         native().attend(query, key, key, replace(layer, sinks=torch.zeros(3)), cache, inputs)
+    shape = KVShape.of([LayerKV(2, 16, quantized="int8")], 16, torch.float32)
+    (quantized,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    with pytest.raises(ConfigError, match=r"scales torch.int32 \[4, 2, 8\] do not match"):
+        native().attend(query, key, key, layer, replace(quantized, scales=quantized.scales[:, :, :8]), inputs)
     narrow = replace(inputs, slot_mapping=inputs.slot_mapping[:, :2])
     with pytest.raises(ConfigError, match="slot_mapping"):
         native().attend(query, key, key, layer, cache, narrow)
@@ -173,6 +282,9 @@ def test_wrong_shapes_are_rejected() -> None:
 def test_cpu_cache_must_be_float32() -> None:
     shape = KVShape.of([LayerKV(2, 16)], 16, torch.bfloat16)
     with pytest.raises(ConfigError, match="float32"):
+        native().allocate(shape, 4, torch.device("cpu"))
+    shape = KVShape.of([LayerKV(2, 16, quantized="fp8")], 16, torch.float32)
+    with pytest.raises(ConfigError, match="the KV cache is fp8 on a CPU: it must be float32 or int8"):
         native().allocate(shape, 4, torch.device("cpu"))
 
 

@@ -101,7 +101,7 @@ def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, 
 
 
 def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
-    layers = [LayerKV(2, 64, is_quantized=True), LayerKV(2, 64), LayerKV(2, 64, is_quantized=True)]
+    layers = [LayerKV(2, 64, quantized="fp8"), LayerKV(2, 64), LayerKV(2, 64, quantized="fp8")]
     shape = KVShape.of(layers, block_size=8, dtype=torch.bfloat16)
     cache = TritonAttention(torch.bfloat16, torch.device("cpu")).allocate(shape, 5, torch.device("cpu"))
     assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block

@@ -12,6 +12,7 @@ from inflight import LLM, SamplingParams
 from inflight.frontend.input_processor import InputProcessor
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.decoders.decoder import Decoder
+from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
@@ -114,6 +115,30 @@ def test_other_requests_do_not_change_an_answer_of_other_families(
     prompts, crowd = zip(*CROWD, strict=True)
     outputs = llm.generate([*prompts, PROMPTS[3]], [*crowd, params])
     check_same(llm, answer(outputs[-1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "skipped"),
+    [("qwen3", ()), ("gemma2", ("sliding_window",)), ("gpt-oss", ("0",)), ("qwen3.5", ())],
+)
+def test_int8_kv_cache_does_not_make_answers_depend_on_others(
+    family: str, skipped: tuple[str, ...], folder: Folder
+) -> None:
+    if native_library() is None:
+        pytest.skip("in plain torch, a key that is rounded otherwise may get the neighbouring code")
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": skipped}
+    params = PARAMS["seeded"]
+    expected = answer(LLM(folder(family), **options).generate(PROMPTS[3], params)[0])
+    assert expected[1] != answer(LLM(folder(family)).generate(PROMPTS[3], params)[0])[1]
+    llm = LLM(folder(family), **options, **SCENES["crowd-scarce-depth-2-chunked"])
+    prompts, crowd = zip(*CROWD, strict=True)
+    outputs = llm.generate([*prompts, PROMPTS[3]], [*crowd, params])
+    check_same(llm, answer(outputs[-1]), expected)
+    llm = LLM(folder(family), **options, block_size=4, max_num_batched_tokens=5)
+    llm.generate(PROMPTS[3], params)
+    (warm,) = llm.generate(PROMPTS[3], params)
+    assert warm.num_cached_tokens > 0
+    check_same(llm, answer(warm), expected)
 
 
 @pytest.mark.parametrize("name", PARAMS)

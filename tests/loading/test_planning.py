@@ -18,6 +18,7 @@ from inflight.cli.plan import described, parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
+from inflight.execution.runner import ModelRunner
 from inflight.loading.planning import Devices, plan_model
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
@@ -49,8 +50,10 @@ def test_weights_take_the_planned_memory(family: str, dtype: torch.dtype) -> Non
     gc.collect()
 
 
-def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str) -> None:
     options: dict[str, Any] = {"hf_config": SHAPES["tiny"], "load_format": "dummy", "max_model_len": 2048}
+    options["kv_cache_dtype"] = kv_cache_dtype
     before = 64 << 20
     actual = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
     (fit,) = actual.fits
@@ -59,6 +62,10 @@ def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     llm = LLM("-", show_progress=False, **options)
     assert fit.num_tokens == pytest.approx(llm._engine.facts.num_blocks * 16, rel=0.02)
     assert fit.num_requests == fit.num_tokens // 2048
+    runner = llm._engine.core.runner
+    assert isinstance(runner, ModelRunner)
+    num_blocks = llm._engine.facts.num_blocks
+    assert sum(slot.nbytes for slot in runner.forward.cache.slots) == fit.shares[0].kv(num_blocks)
     llm.close()
 
 

@@ -209,19 +209,19 @@ def test_keys_and_values_of_layers_are_quantized_unless_skipped(tmp_path: Path) 
     folder = write_checkpoint(tmp_path, "qwen3", layer_types=None, **layers)
     spec = decoder_spec(json.loads((folder / "config.json").read_text()))
 
-    def quantized(*skipped: str, dtype: str = "fp8") -> list[bool]:
+    def quantized(*skipped: str, dtype: str = "fp8") -> list[str | None]:
         cache = CacheConfig(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)
         return [layer.quantized_kv for layer in quantized_kv_spec(spec, cache).attentions]
 
-    assert quantized(dtype="auto") == [False, False, False]
-    assert quantized() == [True, True, True]
-    assert quantized("1") == [True, False, True]
-    assert quantized("sliding_window") == [True, False, False]
+    assert quantized(dtype="auto") == [None, None, None]
+    assert quantized() == ["fp8", "fp8", "fp8"]
+    assert quantized("1") == ["fp8", None, "fp8"]
+    assert quantized("sliding_window", dtype="int8") == ["int8", None, None]
     with pytest.raises(
         ConfigError, match=r"skip_layers has 3: allowed are layers from 0 to 2, and sliding_window"
     ):
         quantized("0", "3")
-    with pytest.raises(ConfigError, match="kv_cache_dtype is auto: set it to fp8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is auto: set it to fp8 or int8"):
         quantized("0", dtype="auto")
 
 
@@ -232,8 +232,22 @@ def test_fp8_kv_cache_is_rejected_on_a_cpu(tmp_path: Path) -> None:
         "device": "cpu",
         "num_blocks": 16,
     }
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8': on a CPU it must be 'auto'"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8': on a CPU it must be 'auto' or 'int8'"):
         LLM(write_checkpoint(tmp_path, "qwen3"), kv_cache_dtype="fp8", **options)
+
+
+def test_int8_kv_cache_is_rejected_on_a_gpu(tmp_path: Path) -> None:
+    config = EngineConfig.create(str(write_checkpoint(tmp_path, "qwen3")), kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8': on a GPU it must be 'auto' or 'fp8'"):
+        plan_model(config, Devices("cuda", 1, 8 << 30))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_quantized_kv_cache_is_evaluated_on_a_cpu(folder: Path, dtype: str) -> None:
+    quantized = EngineConfig.create(str(folder), device="cpu", kv_cache_dtype=dtype)
+    result = evaluate(quantized, TEXT, unquantized(quantized))
+    assert result.agreement is not None
+    assert 0 < result.agreement.divergence < (2e-2 if dtype == "fp8" else 1e-3)
 
 
 def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
@@ -246,5 +260,5 @@ def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
     head_dim = quantized.shares[0].kv_shape.layers[0].head_dim
     assert ratio == pytest.approx(2 * head_dim / (head_dim + 2))
     assert quantized.num_blocks / plain.num_blocks == pytest.approx(ratio, rel=1e-3)
-    with pytest.raises(ConfigError, match="on a CPU it must be 'auto'"):
+    with pytest.raises(ConfigError, match="on a CPU it must be 'auto' or 'int8'"):
         plan_model(EngineConfig.create(str(folder), kv_cache_dtype="fp8"), Devices("cpu", 1, 8 << 30))

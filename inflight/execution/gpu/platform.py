@@ -22,7 +22,7 @@ from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import EncoderKernels
+from inflight.execution.platforms import KV_CACHE_DTYPES, EncoderKernels
 from inflight.execution.runner import StageLinks
 from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_for_memory, gpu_kv_memory
 from inflight.layers.kernels import Kernels, TorchKernels
@@ -48,6 +48,7 @@ class CudaPlatform:
     pipeline_depth = 2
     target_step_ms = 14.0
     max_text_tokens = 16384
+    kv_cache_dtypes = KV_CACHE_DTYPES["cuda"]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

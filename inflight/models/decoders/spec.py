@@ -124,7 +124,7 @@ class AttentionSpec:
     has_gate: bool = False  # whether the query projection also yields gates of the heads' outputs
     value_norm: bool = False  # whether values are normalised, without a weight
     values_are_keys: bool = False  # whether values are the projected keys, before norm and rotation
-    quantized_kv: bool = False  # whether the KV cache holds its keys and values in fp8
+    quantized_kv: str | None = None  # how the KV cache holds it, "fp8" or "int8"; None: as computed
     # The layer whose keys and values it reads, with heads and window like its own; None: it has its own.
     kv_source: int | None = None
 

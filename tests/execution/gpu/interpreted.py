@@ -13,6 +13,7 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
+from inflight.execution.platforms import KV_CACHE_DTYPES
 from inflight.execution.runner import StageLinks
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
@@ -29,6 +30,7 @@ class InterpretedPlatform:
     max_num_seqs = 256
     max_num_batched_tokens = 64
     pipeline_depth = 2
+    kv_cache_dtypes = KV_CACHE_DTYPES["cuda"]
 
     def __init__(self) -> None:
         self.runners: list[GpuRunner] = []

@@ -61,6 +61,7 @@ def on_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> lis
     """The answers of plain torch, each prompt computed as a whole."""
     with monkeypatch.context() as patch:
         patch.setattr(platforms, "cpu_attention", cpu.TorchCpuAttention)
+        patch.setattr(platforms.CpuPlatform, "kv_cache_dtypes", ("auto", "fp8"))
         return answers(folder, device="cpu", enable_prefix_caching=False, **options)
 
 

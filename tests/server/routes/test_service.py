@@ -231,6 +231,12 @@ GATEWAY_NAMES = {
 }
 
 
+def test_metrics_and_fingerprint_tell_a_quantized_kv_cache(backend: Backend) -> None:
+    with live_server(backend) as plain, live_server(backend, kv_cache_dtype="int8") as quantized:
+        assert value(metrics(quantized), "inflight:cache_config_info", cache_dtype="int8") == 1
+        assert plain.state.model.fingerprint != quantized.state.model.fingerprint
+
+
 @pytest.mark.parametrize(("options", "names"), [({}, GATEWAY_NAMES), ({"metrics_compat": "vllm"}, NAMES)])
 def test_metrics_have_vllm_names_too(backend: Backend, options: dict[str, Any], names: set[str]) -> None:
     with live_server(backend, served_model_name=("m",), **options) as live:
