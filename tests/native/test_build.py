@@ -109,6 +109,7 @@ def test_library_without_its_functions_is_a_warning(tmp_path: Path, caplog: pyte
 
 def test_leftovers_of_killed_compilations_are_removed(compiler: str, folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "native"
+    build(compiler, folder)
     shutil.copytree(folder, cache)
     old, new = cache / "building-old", cache / "building-new"
     for left in (old, new):
