@@ -177,10 +177,11 @@ class Kernels(Protocol):
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,
+        gate_up_scheme: Scheme | None = None,
+        down_scheme: Scheme | None = None,
     ) -> Experts:
         """Return an empty router with empty experts. The activation is one of GATES, or CLAMPED_SILU with its `limit`.
-        The scheme is that of the experts; routers are never quantized.
+        The schemes are those of the experts' matrices; routers are never quantized.
 
         `reduce` is for experts of which each rank holds some inner features, or only those in `held`.
         """
@@ -626,8 +627,10 @@ class TorchKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,
+        gate_up_scheme: Scheme | None = None,
+        down_scheme: Scheme | None = None,
     ) -> Experts:
+        scheme = gate_up_scheme if gate_up_scheme == down_scheme else None
         if scheme is not None and not self._holds(scheme, experts=True):
             scheme = None
         return TorchExperts(

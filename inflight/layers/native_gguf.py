@@ -1,4 +1,4 @@
-"""Linear layers over the block types of GGUF files on the compiled CPU library (native/gguf_blocks.cpp)."""
+"""Linear layers and experts over the block types of GGUF files on the compiled CPU library (native/gguf_blocks.cpp)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import Weight
-from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme
+from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
+from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme, mxfp4_blocks
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_weight
 from inflight.layers.native_linears import CompiledLinear, NarrowLinear
-from inflight.native.library import Library
+from inflight.native.library import ExpertMatrix, Library
 
 # As `Kind` in gguf_blocks.cpp.
 KINDS = {
@@ -20,6 +20,7 @@ KINDS = {
     for number, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"))
 }
 _METHOD = 1 << 8  # kGgufMethod in narrow.h
+_MXFP4 = BlockScheme(("MXFP4",))
 
 
 class BlockPanels:
@@ -54,6 +55,41 @@ def method_of(type_name: str, instruction: int) -> int:
     return _METHOD * (1 + KINDS[type_name]) + instruction
 
 
+def block_scheme(scheme: Scheme | None, in_features: int) -> BlockScheme | None:
+    """Return the blocks in which weights of this scheme are held, or None if they are not held in blocks. MXFP4 of
+    other checkpoints is the same in another order."""
+    if isinstance(scheme, BlockScheme):
+        return scheme
+    is_mxfp4 = isinstance(scheme, GroupScheme) and (scheme.codes, scheme.group) == ("fp4", 32)
+    return _MXFP4 if is_mxfp4 and in_features % 32 == 0 else None
+
+
+def _blocks_of(weight: Weight, scheme: BlockScheme, in_features: int) -> BlockMatrix:
+    """Return whole rows of a weight in blocks."""
+    if isinstance(weight, Tensor):
+        weight = scheme.quantize(weight)
+    elif isinstance(weight, GroupedMatrix) and block_scheme(weight.scheme, weight.shape[1]) == scheme:
+        weight = mxfp4_blocks(weight)
+    if not isinstance(weight, BlockMatrix) or weight.shape[1] != in_features:
+        raise ConfigError(
+            f"a weight of shape {list(weight.shape)} held as {weight.scheme.name} cannot be loaded into a layer "
+            f"of {in_features} columns held as {scheme.name}"
+        )
+    return weight
+
+
+def _panel_bytes(library: Library, type_name: str, in_features: int) -> int:
+    size: int = library.panel_bytes(in_features, method_of(type_name, 0), 0)
+    return size
+
+
+def _pack(library: Library, run: BlockRun, in_features: int, panels: Tensor) -> None:
+    data = run.data.to("cpu").contiguous()
+    library.gguf_pack(
+        KINDS[run.type_name], data.data_ptr(), panels.data_ptr(), len(data), in_features, library.threads
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Section:
     first_row: int
@@ -83,38 +119,27 @@ class BlockLinear(CompiledLinear):
         self._sections: list[_Section] = []
         self._parts: list[NarrowLinear] = []
         if device.type == "meta":  # a layer of the right size
-            sizes = [self._panel_bytes(name) for name in scheme.types]
+            sizes = [_panel_bytes(library, name, in_features) for name in scheme.types]
             panels = -(-out_features // library.panel)
             self._size = torch.empty(panels, max(sizes), dtype=torch.uint8, device=device)
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         """Load whole rows. Rows that were loaded before are replaced if they were loaded together."""
         check_weight(self, weight, first_row, first_column)
-        matrix = self._scheme.quantize(weight) if isinstance(weight, Tensor) else weight
-        if not isinstance(matrix, BlockMatrix) or matrix.shape[1] != self.in_features:
-            raise ConfigError(
-                f"a weight of shape {list(matrix.shape)} held as {matrix.scheme.name} cannot be loaded into a layer "
-                f"of {self.in_features} columns held as {self._scheme.name}"
-            )
-        for run in matrix.runs:
+        for run in _blocks_of(weight, self._scheme, self.in_features).runs:
             self._replace(_Section(first_row, len(run.data), run.type_name, self._packed(run)))
             first_row += len(run.data)
         self._parts = []
 
     def _packed(self, run: BlockRun) -> Tensor:
-        library, kind = self._library, KINDS[run.type_name]
-        data = run.data.to("cpu").contiguous()
-        size = -(-len(data) // library.panel), self._panel_bytes(run.type_name)
-        panels = torch.empty(size, dtype=torch.uint8)
-        library.advise(panels.data_ptr(), panels.nbytes)
-        library.gguf_pack(
-            kind, data.data_ptr(), panels.data_ptr(), len(data), self.in_features, library.threads
+        library = self._library
+        num_panels = -(-len(run.data) // library.panel)
+        panels = torch.empty(
+            num_panels, _panel_bytes(library, run.type_name, self.in_features), dtype=torch.uint8
         )
+        library.advise(panels.data_ptr(), panels.nbytes)
+        _pack(library, run, self.in_features, panels)
         return panels
-
-    def _panel_bytes(self, type_name: str) -> int:
-        size: int = self._library.panel_bytes(self.in_features, method_of(type_name, 0), 0)
-        return size
 
     def _replace(self, section: _Section) -> None:
         end = section.first_row + section.num_rows
@@ -206,3 +231,67 @@ class BlockLinear(CompiledLinear):
 
 def _beside(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class ExpertBlocks:
+    """Implements `PackedMatrices`: the matrices of some experts in blocks, as they were loaded. A matrix packs a few
+    parts row-wise, each in blocks of one type."""
+
+    def __init__(
+        self,
+        library: Library,
+        count: int,
+        parts: int,
+        part_rows: int,
+        in_features: int,
+        scheme: BlockScheme,
+        device: torch.device,
+        instruction: int,
+    ) -> None:
+        self._library = library
+        self._part_rows = part_rows
+        self._in_features = in_features
+        self._scheme = scheme
+        self._instruction = instruction
+        self._types: list[list[str | None]] = [[None] * parts for _ in range(count)]
+        # [count, panels, bytes] uint8 of each part in each of its types; usually there is one.
+        self._stacks: dict[tuple[int, str], Tensor] = {}
+        if device.type == "meta":  # experts of the right size
+            largest = max(scheme.types, key=lambda name: _panel_bytes(library, name, in_features))
+            self._stacks = {(part, largest): self._stack(largest, device) for part in range(parts)}
+
+    def _stack(self, type_name: str, device: torch.device) -> Tensor:
+        num_panels = -(-self._part_rows // self._library.panel)
+        size = len(self._types), num_panels, _panel_bytes(self._library, type_name, self._in_features)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
+        runs = _blocks_of(weight, self._scheme, self._in_features).runs
+        part, offset = divmod(first_row, self._part_rows)
+        if offset or first_column or len(runs) != 1 or len(runs[0].data) != self._part_rows:
+            raise ConfigError(
+                f"rows {offset} to {offset + len(weight) - 1} of an expert cannot be loaded alone: experts held as "
+                f"{self._scheme.name} take all {self._part_rows} rows of a matrix at once, in one type"
+            )
+        (run,) = runs
+        key = part, run.type_name
+        if key not in self._stacks:
+            self._stacks[key] = stack = self._stack(run.type_name, torch.device("cpu"))
+            self._library.advise(stack.data_ptr(), stack.nbytes)
+        _pack(self._library, run, self._in_features, self._stacks[key][index])
+        self._types[index][part] = run.type_name
+
+    def table(self) -> list[ExpertMatrix]:
+        return [
+            self._matrix(index, part, type_name)
+            for index, types in enumerate(self._types)
+            for part, type_name in enumerate(types)
+        ]
+
+    def _matrix(self, index: int, part: int, type_name: str | None) -> ExpertMatrix:
+        if type_name is None:
+            raise ConfigError(
+                f"not all of the matrices of expert {index} of those held here have been loaded"
+            )
+        pointer = self._stacks[part, type_name][index].data_ptr()
+        return ExpertMatrix(pointer, method_of(type_name, self._instruction), 0)

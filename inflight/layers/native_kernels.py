@@ -14,7 +14,6 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent
 from inflight.layers.formats import Scheme, Weight
-from inflight.layers.formats.gguf import BlockScheme
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertRouting,
@@ -28,10 +27,11 @@ from inflight.layers.kernels import (
     check_fits,
     check_gate,
 )
-from inflight.layers.native_gguf import BlockLinear
+from inflight.layers.native_gguf import BlockLinear, ExpertBlocks, block_scheme
 from inflight.layers.native_linears import (
     NarrowLinear,
     NativeLinear,
+    PackedMatrices,
     Panels,
     QuantizedPanels,
     dense,
@@ -43,6 +43,7 @@ from inflight.native.library import (
     INSTRUCTION_NUMBERS,
     SCORE_NUMBERS,
     ExpertLayer,
+    ExpertMatrix,
     Library,
     best_method,
     native_library,
@@ -52,7 +53,7 @@ CPU = torch.device("cpu")
 
 
 class NativeExperts:
-    """Implements `Experts` in one call, over weights packed in panels as in `NativeLinear`."""
+    """Implements `Experts` in one call, over weights packed in panels as in linear layers."""
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class NativeExperts:
         reduce: Reduce | None,
         held: range | None,
         device: torch.device,
-        scheme: Scheme | None,
+        gate_up_scheme: Scheme | None,
+        down_scheme: Scheme | None,
     ) -> None:
         if activation != CLAMPED_SILU:
             check_gate(activation)
@@ -83,38 +85,18 @@ class NativeExperts:
         self._library = library
         self._hidden = hidden
         self._inner = inner
+        self._routing = routing
+        self._activation = activation
+        self._limit = limit
         self._reduce = reduce
         self._held = held = range(routing.num_experts) if held is None else held
         self._multiply = library.experts_bf16 if dtype == torch.bfloat16 else library.experts_f32
         # The rows of gate, then those of up.
-        self._gate_up = kernels.panels(2 * inner, hidden, dtype, scheme, len(held))
-        self._down = kernels.panels(hidden, inner, dtype, scheme, len(held))
+        self._gate_up = kernels.matrices(len(held), 2, inner, hidden, dtype, gate_up_scheme)
+        self._down = kernels.matrices(len(held), 1, hidden, inner, dtype, down_scheme)
         self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if bias else None
         self._down_bias = torch.zeros(len(held), hidden, device=device) if bias else None
-        self._layer = ExpertLayer(
-            self._gate_up.pointer(),
-            self._down.pointer(),
-            pointer(self._gate_up_bias),
-            pointer(self._down_bias),
-            pointer(self.correction),
-            pointer(self.scales),
-            pointer(self.tokens),
-            hidden,
-            inner,
-            routing.num_experts,
-            held.start,
-            len(held),
-            routing.top_k,
-            SCORE_NUMBERS[routing.scores],
-            routing.normalise,
-            routing.num_groups,
-            routing.top_groups,
-            GATE_NUMBERS[activation],
-            kernels.method(dtype, scheme),
-            self._gate_up.group,
-            routing.scale,
-            limit,
-        )
+        self._layer: ExpertLayer | None = None  # of the weights that are loaded
 
     def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_expert(self._held, expert, part)
@@ -123,6 +105,7 @@ class NativeExperts:
         panels = self._down if part == "down" else self._gate_up
         first_row += self._inner if part == "up" else 0
         panels.load(weight, first_row, first_column, expert - self._held.start)
+        self._layer = None
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         check_expert(self._held, expert, part)
@@ -166,9 +149,38 @@ class NativeExperts:
         """Write the weighted sums to y, or add them to it."""
         live = None if live is None else live.to(torch.int32).contiguous()
         self._multiply(
-            ctypes.byref(self._layer), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
+            ctypes.byref(self._ready()), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
             adds, self._library.threads,
         )  # fmt: skip
+
+    def _ready(self) -> ExpertLayer:
+        if self._layer is not None:
+            return self._layer
+        gate_up, down, routing = self._gate_up.table(), self._down.table(), self._routing
+        self._layer = ExpertLayer(
+            (ExpertMatrix * len(gate_up))(*gate_up),
+            (ExpertMatrix * len(down))(*down),
+            pointer(self._gate_up_bias),
+            pointer(self._down_bias),
+            pointer(self.correction),
+            pointer(self.scales),
+            pointer(self.tokens),
+            len(gate_up) // len(down),
+            self._hidden,
+            self._inner,
+            routing.num_experts,
+            self._held.start,
+            len(self._held),
+            routing.top_k,
+            SCORE_NUMBERS[routing.scores],
+            routing.normalise,
+            routing.num_groups,
+            routing.top_groups,
+            GATE_NUMBERS[self._activation],
+            routing.scale,
+            self._limit,
+        )
+        return self._layer
 
 
 class NativeKernels:
@@ -197,9 +209,10 @@ class NativeKernels:
         scheme: Scheme | None = None,
     ) -> Linear:
         size, common = (out_features, in_features), (bias, reduce, self._device)
-        if isinstance(scheme, BlockScheme):
-            instruction = INSTRUCTION_NUMBERS["vnni"] if "vnni" in self._instructions else 0
-            return BlockLinear(self, self._library, in_features, out_features, scheme, *common, instruction)
+        blocks = block_scheme(scheme, in_features)
+        if blocks is not None:
+            instruction = self._block_instruction
+            return BlockLinear(self, self._library, in_features, out_features, blocks, *common, instruction)
         method = self.method(dtype, scheme)
         if not method:
             return NativeLinear(self, self._library, in_features, out_features, dtype, *common)
@@ -212,14 +225,34 @@ class NativeKernels:
             return best_method(scheme.codes, self._instructions)
         return best_method("bf16", self._instructions) if dtype == torch.bfloat16 else 0
 
+    @property
+    def _block_instruction(self) -> int:
+        return INSTRUCTION_NUMBERS["vnni"] if "vnni" in self._instructions else 0
+
     def panels(
         self, out_features: int, in_features: int, dtype: torch.dtype, scheme: Scheme | None, count: int = 1
     ) -> Panels | QuantizedPanels:
         """Return memory for the weights of matrices."""
-        size = self._library, out_features, in_features
+        size, method = (self._library, out_features, in_features), self.method(dtype, scheme)
         if holds(scheme):
-            return QuantizedPanels(*size, scheme, self._device, self.method(dtype, scheme), count)
-        return Panels(*size, dtype, self._device, count)
+            return QuantizedPanels(*size, scheme, self._device, method, count)
+        return Panels(*size, dtype, self._device, method, count)
+
+    def matrices(
+        self,
+        count: int,
+        parts: int,
+        part_rows: int,
+        in_features: int,
+        dtype: torch.dtype,
+        scheme: Scheme | None,
+    ) -> PackedMatrices:
+        """Return memory for matrices of `count` experts, each of which packs some parts row-wise."""
+        blocks = block_scheme(scheme, in_features)
+        if blocks is not None:
+            size = count, parts, part_rows, in_features
+            return ExpertBlocks(self._library, *size, blocks, self._device, self._block_instruction)
+        return self.panels(parts * part_rows, in_features, dtype, scheme, count)
 
     def experts(
         self,
@@ -232,7 +265,8 @@ class NativeKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,
+        gate_up_scheme: Scheme | None = None,
+        down_scheme: Scheme | None = None,
     ) -> Experts:
         return NativeExperts(
             self,
@@ -247,7 +281,8 @@ class NativeKernels:
             reduce,
             held,
             self._device,
-            scheme,
+            gate_up_scheme,
+            down_scheme,
         )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library
+from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, ExpertMatrix, Library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 
@@ -36,10 +36,33 @@ class PackedRows(Protocol):
     def rows(self, ids: Tensor) -> Tensor: ...
 
 
-class Panels:
-    """A matrix [out_features, in_features] in panels, float32 or bfloat16 (native/tile.h), or several such matrices."""
+class PackedMatrices(Protocol):
+    """The matrices of a layer's experts, as products read them."""
 
-    group = 0  # only integers have groups
+    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None: ...
+
+    def table(self) -> list[ExpertMatrix]:
+        """Return the matrices of all experts, of each expert as many as share its rows."""
+
+
+class PanelStack:
+    """Matrices in panels of equal size."""
+
+    group = 0  # features with one scale; only int4 has groups
+    _panels: Tensor  # [matrices, panels, ...]
+    _method: int  # of products (native/narrow.h)
+
+    def pointer(self, index: int = 0) -> int:
+        return self._panels[index].data_ptr()
+
+    def table(self) -> list[ExpertMatrix]:
+        return [
+            ExpertMatrix(self.pointer(index), self._method, self.group) for index in range(len(self._panels))
+        ]
+
+
+class Panels(PanelStack):
+    """A matrix [out_features, in_features] in panels, float32 or bfloat16 (native/tile.h), or several such matrices."""
 
     def __init__(
         self,
@@ -48,9 +71,11 @@ class Panels:
         in_features: int,
         dtype: torch.dtype,
         device: torch.device,
+        method: int = 0,
         count: int = 1,
     ) -> None:
         self._library = library
+        self._method = method
         self._in_features = in_features
         # float16 would be slower to widen than bfloat16, and float32 holds it exactly.
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -66,9 +91,6 @@ class Panels:
             self._panels[:, -1] = 0  # columns past the last output take part in products
         if depth != in_features:
             self._panels.zero_()  # as do features past the last input
-
-    def pointer(self, index: int = 0) -> int:
-        return self._panels[index].data_ptr()
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         for start in range(0, len(weight), LOAD_ROWS):
@@ -96,7 +118,7 @@ def holds(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
     return scheme.codes == "int4" and scheme.group > 0 and scheme.group % 8 == 0
 
 
-class QuantizedPanels:
+class QuantizedPanels(PanelStack):
     """A matrix of int8 or int4 weights in panels (native/narrow.h), or several such matrices."""
 
     def __init__(
@@ -112,15 +134,13 @@ class QuantizedPanels:
         self._library = library
         self._in_features = in_features
         self._scheme = scheme
+        self._method = method
         self.group = scheme.group
         size = count, -(-out_features // library.panel), library.panel_bytes(in_features, method, self.group)
         # Zeros, since columns and features past the last ones take part in products.
         self._panels = torch.zeros(size, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             library.advise(self._panels.data_ptr(), self._panels.nbytes)
-
-    def pointer(self, index: int = 0) -> int:
-        return self._panels[index].data_ptr()
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         if first_column or weight.shape[1] != self._in_features:

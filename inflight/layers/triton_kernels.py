@@ -125,9 +125,11 @@ class TritonKernels:
         limit: float = 0.0,
         reduce: Reduce | None = None,
         held: range | None = None,
-        scheme: Scheme | None = None,
+        gate_up_scheme: Scheme | None = None,
+        down_scheme: Scheme | None = None,
     ) -> Experts:
         router = TritonLinear(self, hidden, routing.num_experts, routing.has_bias)
+        scheme = gate_up_scheme if gate_up_scheme == down_scheme else None
         if scheme is None or not held_on_gpu(scheme, experts=True):
             scheme = None
         return TritonExperts(self, router, inner, routing, activation, bias, limit, reduce, held, scheme)

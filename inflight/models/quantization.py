@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -41,6 +41,10 @@ class Quantization(ABC):
     @abstractmethod
     def format_of(self, *modules: str) -> WeightFormat:
         """Return the format of a linear layer that goes by any of these names."""
+
+    def may_have(self, *modules: str) -> bool:  # noqa: ARG002
+        """Return whether the checkpoint may have a module by any of these names."""
+        return True
 
 
 class Unquantized(Quantization):
@@ -85,8 +89,15 @@ class GgufTypes(Quantization):
     method: str | None = "gguf"
 
     def format_of(self, *modules: str) -> WeightFormat:
-        names = [name for module in modules for name in (module, f"{module}.weight") if name in self.types]
-        return (block_format(self.types[names[0]]) or PLAIN) if names else PLAIN
+        types = self._types_of(modules)
+        return (block_format(types[0]) or PLAIN) if types else PLAIN
+
+    def may_have(self, *modules: str) -> bool:
+        return bool(self._types_of(modules))
+
+    def _types_of(self, modules: Iterable[str]) -> list[str]:
+        names = (name for module in modules for name in (module, f"{module}.weight"))
+        return [self.types[name] for name in names if name in self.types]
 
 
 Matches = Callable[[str], bool]

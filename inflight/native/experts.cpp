@@ -1,7 +1,7 @@
 // A layer's experts: choose each token's experts, group tokens by expert, multiply, and add up.
 //
-// A pair is a token and one of its experts. The products of a pair are chains of multiply-adds as in gemm.h, and a
-// token's experts are added in the order in which they were chosen: its result has the same bits in every batch.
+// A pair is a token and one of its experts. The products of a pair are summed as in gemm.h or narrow.h, and a token's
+// experts are added in the order in which they were chosen: its result has the same bits in every batch.
 
 #include <algorithm>
 #include <cmath>
@@ -25,20 +25,25 @@ constexpr float kSmallest = 1e-20f;        // all sigmoids may be 0
 
 enum class Scores : int64_t { softmax, sigmoid, chosen };
 
+// As `ExpertMatrix` in native/library.py.
+struct Matrix {
+    const void* panels;
+    int64_t method, group;  // of products (narrow.h); 0: in float32
+};
+
 // As `ExpertLayer` in native/library.py.
 struct Layer {
-    const void* gate_up;        // [held] matrices in panels: rows of gate, then those of up
-    const void* down;           // [held] matrices in panels
+    const Matrix* gate_up;      // [held][gate_up_parts]: rows of gate, then those of up, in one matrix or in two
+    const Matrix* down;         // [held]
     const float* gate_up_bias;  // [held][2 * inner] or null
     const float* down_bias;     // [held][hidden] or null
     const float* correction;    // [experts] or null
     const float* scales;        // [experts] or null
     int64_t* tokens;            // [experts]: increased by the tokens that choose each
-    int64_t hidden, inner, experts, first_held, held, top_k;
+    int64_t gate_up_parts, hidden, inner, experts, first_held, held, top_k;
     Scores scores;
     int64_t normalise, groups, top_groups;
     Gate gate;
-    int64_t method, group;  // of products (narrow.h); 0: in float32
     float scale, limit;
 };
 
@@ -156,8 +161,8 @@ struct Groups {
 
 // y[row] = W of the row's expert @ the row's source + bias. A thread packs a block of rows, and panels pass over it.
 template <class Stored>
-void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources, const Stored* weights,
-                     const float* bias, float* y, int64_t k, int64_t n, int threads) {
+void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources, const Matrix* matrices,
+                    const float* bias, float* y, int64_t k, int64_t n, int threads) {
     const int64_t panels = (n + kPanel - 1) / kPanel, count = static_cast<int64_t>(blocks.size());
     const int64_t panel_bytes = k * kPanel * static_cast<int64_t>(sizeof(Stored));
     const int64_t most = (16 * threads + count - 1) / count;  // so that no thread waits long for the last
@@ -167,7 +172,7 @@ void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources
         const Rows& rows = blocks[unit / groups];
         const int64_t group = unit % groups;
         const int64_t first_panel = group * panels / groups, last_panel = (group + 1) * panels / groups;
-        const Stored* weight = weights + rows.expert * panels * panel_depth<Stored>(k) * kPanel;
+        const auto* weight = static_cast<const Stored*>(matrices[rows.expert].panels);
         const Product<Stored> product{nullptr, weight, bias ? bias + rows.expert * n : nullptr,
                                       y + rows.first * n, rows.count, k, n, Activation::none};
         const Tiling tiling(rows.count);
@@ -189,25 +194,39 @@ void multiply_plain(const std::vector<Rows>& blocks, const float* const* sources
     });
 }
 
-// The same by a method of narrow.h.
-void multiply_narrow(const Method& method, const std::vector<Rows>& blocks, const float* const* sources,
-                     const void* weights, const float* bias, float* y, Depth depth, int64_t n, int threads) {
+// The same by methods of narrow.h. An expert has `parts` matrices, which compute equal shares of its columns, and may
+// differ in their methods: those of one method are multiplied together.
+void multiply_narrow(const std::vector<Rows>& blocks, const float* const* sources, const Matrix* matrices,
+                     int64_t parts, const float* bias, float* y, int64_t k, int64_t width, int threads) {
     thread_local std::vector<RowGroup> groups;
-    const int64_t matrix_bytes = (n + kPanel - 1) / kPanel * method.panel_bytes(depth);
-    groups.clear();
-    for (const Rows& rows : blocks)
-        groups.push_back({static_cast<const char*>(weights) + rows.expert * matrix_bytes,
-                          bias ? bias + rows.expert * n : nullptr, rows.first, rows.count});
-    multiply_groups({&method, sources, y, depth, n, Activation::none}, groups.data(),
-                    static_cast<int64_t>(groups.size()), threads);
+    const int64_t n = width / parts, count = static_cast<int64_t>(blocks.size()) * parts;
+    const auto matrix_of = [&](int64_t i) -> const Matrix& { return matrices[blocks[i / parts].expert * parts + i % parts]; };
+    thread_local std::vector<char> done;
+    done.assign(count, 0);
+    for (int64_t i = 0; i < count; ++i) {
+        if (done[i]) continue;
+        const Matrix& first = matrix_of(i);
+        groups.clear();
+        for (int64_t j = i; j < count; ++j) {
+            const Matrix& matrix = matrix_of(j);
+            if (done[j] || matrix.method != first.method || matrix.group != first.group) continue;
+            done[j] = 1;
+            const Rows& rows = blocks[j / parts];
+            const int64_t column = j % parts * n;
+            groups.push_back({matrix.panels, bias ? bias + rows.expert * width + column : nullptr, rows.first,
+                              rows.count, column});
+        }
+        const Method* method = find_method(static_cast<MethodNumber>(first.method));
+        multiply_groups({method, sources, y, {k, first.group}, n, width}, groups.data(),
+                        static_cast<int64_t>(groups.size()), threads);
+    }
 }
 
 template <class Stored>
-void multiply_experts(const Layer& layer, const std::vector<Rows>& blocks, const float* const* sources,
-                      const void* weights, const float* bias, float* y, int64_t k, int64_t n, int threads) {
-    const Method* method = find_method(static_cast<MethodNumber>(layer.method));
-    if (method) return multiply_narrow(*method, blocks, sources, weights, bias, y, {k, layer.group}, n, threads);
-    multiply_plain(blocks, sources, static_cast<const Stored*>(weights), bias, y, k, n, threads);
+void multiply_experts(const std::vector<Rows>& blocks, const float* const* sources, const Matrix* matrices,
+                      int64_t parts, const float* bias, float* y, int64_t k, int64_t n, int threads) {
+    if (matrices->method) return multiply_narrow(blocks, sources, matrices, parts, bias, y, k, n, threads);
+    multiply_plain<Stored>(blocks, sources, matrices, bias, y, k, n, threads);
 }
 
 // In place: the first half of a row becomes activation(first half) * second half.
@@ -242,11 +261,11 @@ void run_experts(const Layer& layer, const float* x, const float* logits, const 
     float* middle = scratch.floats(num_rows * (2 * inner + hidden));
     float* products = middle + num_rows * 2 * inner;
     if (num_rows) {
-        multiply_experts<Stored>(layer, groups.blocks, groups.sources.data(), layer.gate_up, layer.gate_up_bias, middle,
-                                 hidden, 2 * inner, threads);
+        multiply_experts<Stored>(groups.blocks, groups.sources.data(), layer.gate_up, layer.gate_up_parts,
+                                 layer.gate_up_bias, middle, hidden, 2 * inner, threads);
         gate_rows(layer, middle, num_rows, threads);
         for (int64_t row = 0; row < num_rows; ++row) groups.sources[row] = middle + row * 2 * inner;
-        multiply_experts<Stored>(layer, groups.blocks, groups.sources.data(), layer.down, layer.down_bias, products,
+        multiply_experts<Stored>(groups.blocks, groups.sources.data(), layer.down, 1, layer.down_bias, products,
                                  inner, hidden, threads);
     }
     parallel_for(tokens * hidden <= kParallelFloats ? 1 : threads, tokens, even_chunk(threads, tokens),

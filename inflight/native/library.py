@@ -37,17 +37,24 @@ METHODS = {
 }
 
 
+class ExpertMatrix(ctypes.Structure):
+    """A matrix of an expert, as `Matrix` in experts.cpp."""
+
+    _fields_ = (("panels", _P), ("method", _L), ("group", _L))
+
+
 class ExpertLayer(ctypes.Structure):
     """A layer of experts, as `Layer` in experts.cpp."""
 
     _fields_ = (
-        ("gate_up", _P),
-        ("down", _P),
+        ("gate_up", ctypes.POINTER(ExpertMatrix)),
+        ("down", ctypes.POINTER(ExpertMatrix)),
         ("gate_up_bias", _P),
         ("down_bias", _P),
         ("correction", _P),
         ("scales", _P),
         ("tokens", _P),
+        ("gate_up_parts", _L),
         ("hidden", _L),
         ("inner", _L),
         ("experts", _L),
@@ -59,8 +66,6 @@ class ExpertLayer(ctypes.Structure):
         ("groups", _L),
         ("top_groups", _L),
         ("gate", _L),
-        ("method", _L),
-        ("group", _L),
         ("scale", _F),
         ("limit", _F),
     )

@@ -35,8 +35,9 @@ void cut_blocks(const RowGroup* groups, int64_t count, int64_t most, std::vector
 }
 
 // Add the bias, apply the activation, and store or add the valid columns of a tile.
-void finish(const NarrowProduct& product, const float* bias, const float* sums, int64_t first, int64_t count,
+void finish(const NarrowProduct& product, const RowGroup& group, const float* sums, int64_t first, int64_t count,
             int64_t column) {
+    const float* bias = group.bias;
     const int64_t valid = std::min<int64_t>(kPanel, product.n - column);
     Vec bias_low{}, bias_high{};
     if (bias) load_valid(bias + column, valid, bias_low, bias_high);
@@ -50,7 +51,7 @@ void finish(const NarrowProduct& product, const float* bias, const float* sums, 
     }
     activate(product.activation, all, static_cast<int>(2 * count));
     for (int64_t r = 0; r < count; ++r) {
-        float* y = product.y + (first + r) * product.n + column;
+        float* y = product.y + (first + r) * product.width + group.column + column;
         if (product.add) {
             Vec low, high;
             load_valid(y, valid, low, high);
@@ -87,7 +88,7 @@ void multiply_block(const NarrowProduct& product, const char* rows, int64_t stri
         const int64_t first = block.first + begin;
         const Ahead ahead{weight + bytes + i * share, i * lines < lines_per_group ? lines : 0};
         method.multiply({rows + first * stride, stride, count, weight, product.depth, ahead}, sums);
-        finish(product, block.group->bias, sums, first, count, panel * kPanel);
+        finish(product, *block.group, sums, first, count, panel * kPanel);
     }
 }
 
@@ -106,7 +107,9 @@ void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64
     std::vector<Block>& blocks = own_blocks;  // this thread's, for the whole team
     const Method& method = *product.method;
     const int64_t stride = method.row_bytes(product.depth) + kRowGap, panels = (product.n + kPanel - 1) / kPanel;
-    const int64_t total = groups[count - 1].first + groups[count - 1].count;
+    int64_t total = 0;
+    for (const RowGroup* group = groups; group < groups + count; ++group)
+        total = std::max(total, group->first + group->count);
     // Tiles may read rows past the last one.
     char* rows = reinterpret_cast<char*>(scratch.floats((total + method.tile_rows) * stride / sizeof(float)));
     if (total * product.depth.k * product.n <= kParallelWork) threads = 1;
@@ -133,7 +136,7 @@ void multiply_linear(NarrowProduct product, const float* x, int64_t m, const voi
     rows.resize(m);
     for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.depth.k;
     product.x = rows.data();
-    const RowGroup all{weight, bias, 0, m};
+    const RowGroup all{weight, bias, 0, m, 0};
     multiply_groups(product, &all, 1, threads);
 }
 
@@ -148,7 +151,7 @@ extern "C" {
 void inflight_linear(const float* x, const float* norm, const void* weight, const float* bias, float* y, int64_t m,
                      int64_t k, int64_t n, int64_t method, int64_t group, float eps, int activation, int add,
                      int threads) {
-    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, y, {k, group}, n,
+    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, y, {k, group}, n, n,
                      static_cast<Activation>(activation), norm, eps, add != 0},
                     x, m, weight, bias, threads);
 }
@@ -159,8 +162,8 @@ void inflight_gated_linear(const float* x, const float* norm, const void* weight
                            int threads) {
     thread_local Scratch scratch;
     float* gate_up = scratch.floats(m * n);
-    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, gate_up, {k, group}, n, Activation::none,
-                     norm, eps},
+    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, gate_up, {k, group}, n, n,
+                     Activation::none, norm, eps},
                     x, m, weight, bias, threads);
     gate_halves(static_cast<Gate>(gate), gate_up, out, m, n / 2, threads);
 }

@@ -84,21 +84,22 @@ struct Method {
     void (*leave)();
 };
 
-// Rows [first, first + count), which are multiplied with one matrix.
+// Rows [first, first + count), which are multiplied with one matrix. Groups may share rows.
 struct RowGroup {
     const void* weight;  // panels
     const float* bias;   // [n] or null
     int64_t first, count;
+    int64_t column;      // of y, where the n columns of the product begin
 };
 
-// y [rows][n] = activation(x @ W.T + bias), or y += that. x is one pointer per row, each to k floats; with `norm` [k],
-// its RMS norm is multiplied.
+// y [rows][width] = activation(x @ W.T + bias), or y += that. x is one pointer per row, each to k floats; with `norm`
+// [k], its RMS norm is multiplied.
 struct NarrowProduct {
     const Method* method;
     const float* const* x;
     float* y;
     Depth depth;
-    int64_t n;
+    int64_t n, width;
     Activation activation = Activation::none;
     const float* norm = nullptr;
     float eps = 0.0f;

@@ -141,7 +141,9 @@ def test_parts_of_rows_and_other_schemes_are_rejected(kernels: NativeKernels) ->
 def test_experts_match_those_with_dequantized_weights(kernels: NativeKernels, scheme: GroupScheme) -> None:
     torch.manual_seed(7)
     routing = ExpertRouting(num_experts=4, top_k=2, scores="softmax")
-    quantized = kernels.experts(64, 96, routing, torch.float32, "silu", scheme=scheme)
+    quantized = kernels.experts(
+        64, 96, routing, torch.float32, "silu", gate_up_scheme=scheme, down_scheme=scheme
+    )
     exact = native().experts(64, 96, routing, torch.float32, "silu")
     router = torch.randn(4, 64)
     quantized.router.load(router)

@@ -87,7 +87,7 @@ def make(
     weights = dequantized(random, matrices)
     kernels = TritonKernels(dtype, DEVICE)
     experts = kernels.experts(
-        HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, reduce, held, scheme=scheme
+        HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, reduce, held, scheme, scheme
     )
     assert isinstance(experts, TritonExperts)
     load(experts, weights, matrices, held or range(routing.num_experts), inner)
@@ -169,7 +169,9 @@ def test_ranks_add_up_to_all_experts(split: str, scheme: GroupScheme, num_tokens
 def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
     kernels = TritonKernels(torch.bfloat16, DEVICE)
     for scheme in (GroupScheme("int8", 16), GroupScheme("fp4", 64), GroupScheme("int4", 16, zeros=True)):
-        experts = kernels.experts(64, 32, ROUTING, torch.bfloat16, "silu", scheme=scheme)
+        experts = kernels.experts(
+            64, 32, ROUTING, torch.bfloat16, "silu", gate_up_scheme=scheme, down_scheme=scheme
+        )
         assert isinstance(experts, TritonExperts)
         assert experts.down.weight.dtype == torch.bfloat16
         experts.load("down", 0, scheme.quantize(torch.randn(64, 32, device=DEVICE)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight.errors import WeightsError
 from inflight.gguf_file import BLOCK_TYPES
 from inflight.layers.formats.gguf_blocks import BLOCKS, dequantize, quantize_q8_0
-from inflight.layers.formats.schemes import QuantizedMatrix, Scheme
+from inflight.layers.formats.schemes import GroupedMatrix, QuantizedMatrix, Scheme
 from inflight.layers.formats.weight_format import PlainFormat
 
 _ROWS = 4096  # dequantized at a time
@@ -114,6 +114,15 @@ class BlockMatrix(QuantizedMatrix):
     def to(self, device: torch.device | None) -> BlockMatrix:
         runs = [BlockRun(run.type_name, run.data.to(device)) for run in self.runs]
         return BlockMatrix(runs, self.shape[1], self.scheme)
+
+
+def mxfp4_blocks(matrix: GroupedMatrix) -> BlockMatrix:
+    """Return fp4 in groups of 32 as blocks of MXFP4, which pair nibbles 16 columns apart instead of neighbours."""
+    pairs = matrix.codes.view(len(matrix), -1, 2, 8)  # of each group the first 16 columns, then the others
+    low, high = pairs[:, :, 0], pairs[:, :, 1]
+    codes = torch.stack((low & 15 | high << 4, low >> 4 | high & 0xF0), dim=-1).flatten(2)
+    data = torch.cat((matrix.scales.unsqueeze(-1), codes), dim=-1).flatten(1)
+    return BlockMatrix([BlockRun("MXFP4", data)], matrix.shape[1])
 
 
 class BlockStack:

@@ -21,7 +21,7 @@ from inflight.layers.formats.schemes import held_on_gpu
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of
+from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, DecoderSpec, Shard, shard_of
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
@@ -101,8 +101,8 @@ def cut_layers(
 def _schemes(spec: DecoderSpec, layer: int) -> tuple[Scheme | None, ...]:
     """Return how the parts of a layer are quantized."""
     attention = "attention.qkv", "attention.output", "attention.net.in", "attention.net.output"
-    targets = (*attention, "mlp.gate_up", "mlp.down", "mlp.experts")
-    return tuple(spec.scheme(layer, target) for target in targets)
+    targets = (*attention, "mlp.gate_up", "mlp.down", EXPERTS_DOWN)
+    return (*(spec.scheme(layer, target) for target in targets), spec.scheme(layer, *EXPERTS_GATE_UP))
 
 
 def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:

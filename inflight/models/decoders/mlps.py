@@ -11,7 +11,15 @@ from torch import Tensor
 
 from inflight.layers.formats import Scheme
 from inflight.layers.kernels import Experts, Kernels, Linear, Residual
-from inflight.models.decoders.spec import DecoderSpec, DenseMlpSpec, ExpertsMlpSpec, MlpSpec, Shard
+from inflight.models.decoders.spec import (
+    EXPERTS_DOWN,
+    EXPERTS_GATE_UP,
+    DecoderSpec,
+    DenseMlpSpec,
+    ExpertsMlpSpec,
+    MlpSpec,
+    Shard,
+)
 from inflight.models.tensors import (
     ExpertBias,
     ExpertMatrix,
@@ -23,11 +31,11 @@ from inflight.models.tensors import (
     whole_rows,
 )
 
-# Target -> how it holds its weights: see `DecoderSpec.scheme`.
-SchemeOf = Callable[[str], Scheme | None]
+# Targets -> how a layer that packs them holds its weights: see `DecoderSpec.scheme`.
+SchemeOf = Callable[..., Scheme | None]
 
 
-def unquantized(target: str) -> None:
+def unquantized(*targets: str) -> None:
     """Implements `SchemeOf`."""
 
 
@@ -131,7 +139,8 @@ class ExpertsMlp:
             mlp.limit,
             shard.collective,
             self._held,
-            scheme_of("mlp.experts"),
+            scheme_of(*EXPERTS_GATE_UP),
+            scheme_of(EXPERTS_DOWN),
         )
         self.in_norm = empty_norm(True, hidden, device)
         self.shared_gate_up: Linear | None = None

@@ -48,6 +48,10 @@ class QKNorm(Enum):
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 
+# Targets of the experts' matrices: those that are held together, and the others.
+EXPERTS_GATE_UP = ("mlp.experts.gate", "mlp.experts.up", "mlp.experts.gate_up")
+EXPERTS_DOWN = "mlp.experts.down"
+
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
@@ -208,8 +212,11 @@ class DecoderSpec:
 
     def format_of(self, module: str) -> WeightFormat:
         """Return the format of a module's weights; "{}" in its name stands for any expert."""
+        return self.quantization.format_of(*self._names_of(module))
+
+    def _names_of(self, module: str) -> list[str]:
         name = module.replace("{}", "0")
-        return self.quantization.format_of(*(prefix + name for prefix in self.names.prefixes))
+        return [prefix + name for prefix in self.names.prefixes]
 
     @property
     def head_format(self) -> WeightFormat:
@@ -219,15 +226,19 @@ class DecoderSpec:
         weights = self.quantization.format_of(*(name.removesuffix(".weight") for name in self.names.heads))
         return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN
 
-    def scheme(self, layer: int, target: str) -> Scheme | None:
-        """Return how a linear layer, or the experts, of a decoder layer hold their weights: quantized if all modules
-        that are loaded into them are, and in ways that fit together."""
-        return common_scheme(
-            self.format_of(f"{self.names.layers}.{layer}.{module}").scheme
-            for modules in (self.names.layer, *self.names.experts)
-            for module, own in modules.items()
-            if f"{own}.".startswith(f"{target}.")
+    def scheme(self, layer: int, *targets: str) -> Scheme | None:
+        """Return how a linear layer or matrices of the experts, which pack these targets, hold their weights: quantized
+        if all modules that are loaded into them are, and in ways that fit together."""
+        modules = (
+            f"{self.names.layers}.{layer}.{module}"
+            for names in (self.names.layer, *self.names.experts)
+            for module, own in names.items()
+            if f"{own}.".startswith(tuple(f"{target}." for target in targets))
         )
+        return common_scheme(self.format_of(module).scheme for module in modules if self._may_have(module))
+
+    def _may_have(self, module: str) -> bool:
+        return self.quantization.may_have(*self._names_of(module))
 
     @property
     def num_layers(self) -> int:

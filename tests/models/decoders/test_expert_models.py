@@ -318,7 +318,8 @@ def test_gpt_oss_with_mxfp4_experts_equals_their_values(fast: bool, tmp_path: Pa
     edit(plain, lambda tensors: tensors.update(values))
     expected = logprobs(load(plain, fast=fast), prompt())
     actual = logprobs(load(packed, fast=fast), prompt())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    # Compiled kernels multiply the codes, with inputs of 8 bits.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.05 if fast else 1e-4)
 
 
 def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
