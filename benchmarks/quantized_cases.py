@@ -303,7 +303,14 @@ class ExpertProblem:
 
         def make(scheme: GroupScheme | None) -> TritonExperts:
             experts = kernels.experts(
-                hidden, inner, self._routing, _DTYPE, activation, limit=limit, scheme=scheme
+                hidden,
+                inner,
+                self._routing,
+                _DTYPE,
+                activation,
+                limit=limit,
+                gate_up_scheme=scheme,
+                down_scheme=scheme,
             )
             assert isinstance(experts, TritonExperts)
             return experts

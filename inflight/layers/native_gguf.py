@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
 from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme, mxfp4_blocks
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_weight
-from inflight.layers.native_linears import CompiledLinear, NarrowLinear
+from inflight.layers.native_linears import SLABS, CompiledLinear, NarrowLinear
 from inflight.native.library import ExpertMatrix, Library
 
 # As `Kind` in gguf_blocks.cpp.
@@ -130,16 +130,25 @@ class BlockLinear(CompiledLinear):
             self._replace(_Section(first_row, len(run.data), run.type_name, self._packed(run)))
             first_row += len(run.data)
         self._parts = []
+        if self._is_complete:
+            self._sections = self._joined()
+
+    @property
+    def _is_complete(self) -> bool:
+        return sum(section.num_rows for section in self._sections) == self.out_features
 
     def _packed(self, run: BlockRun) -> Tensor:
-        library = self._library
-        num_panels = -(-len(run.data) // library.panel)
-        panels = torch.empty(
-            num_panels, _panel_bytes(library, run.type_name, self.in_features), dtype=torch.uint8
-        )
-        library.advise(panels.data_ptr(), panels.nbytes)
-        _pack(library, run, self.in_features, panels)
+        panels = self._memory(len(run.data), run.type_name)
+        _pack(self._library, run, self.in_features, panels)
         return panels
+
+    def _memory(self, num_rows: int, type_name: str) -> Tensor:
+        """Return memory for panels: where they stay, if they are the whole layer."""
+        library = self._library
+        size = -(-num_rows // library.panel), _panel_bytes(library, type_name, self.in_features)
+        if num_rows == self.out_features:
+            return SLABS.empty(library, size, torch.uint8, torch.device("cpu"))
+        return torch.empty(size, dtype=torch.uint8)
 
     def _replace(self, section: _Section) -> None:
         end = section.first_row + section.num_rows
@@ -151,11 +160,10 @@ class BlockLinear(CompiledLinear):
         self._sections = sorted([*kept, section], key=lambda other: other.first_row)
 
     def _ready(self) -> list[NarrowLinear]:
-        """Return the sections as layers, neighbours of one type as one."""
+        """Return the sections as layers."""
         if not self._parts:
-            if sum(section.num_rows for section in self._sections) != self.out_features:
+            if not self._is_complete:
                 raise ConfigError(f"not all of the {self.out_features} rows of a layer have been loaded")
-            self._sections = self._joined()
             self._parts = [self._part(section) for section in self._sections]
         return self._parts
 
@@ -182,18 +190,25 @@ class BlockLinear(CompiledLinear):
         self._parts = []
 
     def _joined(self) -> list[_Section]:
-        joined: list[_Section] = []
+        """Return the sections where they stay, neighbours of one type as one. A layer is loaded in few parts, and held
+        twice only here."""
+        if len(self._sections) == 1:
+            return self._sections
+        groups: list[list[_Section]] = []
         for section in self._sections:
-            last = joined[-1] if joined else None
+            last = groups[-1][-1] if groups else None
             whole_panels = last is not None and last.num_rows % self._library.panel == 0
             if last is None or last.type_name != section.type_name or not whole_panels:
-                joined.append(section)
-                continue
-            panels = torch.cat((last.panels, section.panels))
-            self._library.advise(panels.data_ptr(), panels.nbytes)
-            num_rows = last.num_rows + section.num_rows
-            joined[-1] = _Section(last.first_row, num_rows, section.type_name, panels)
-        return joined
+                groups.append([])
+            groups[-1].append(section)
+        return [self._as_one(group) for group in groups]
+
+    def _as_one(self, sections: list[_Section]) -> _Section:
+        first, num_rows = sections[0], sum(section.num_rows for section in sections)
+        size = sum(len(section.panels) for section in sections), first.panels.shape[1]
+        panels = SLABS.empty(self._library, size, torch.uint8, torch.device("cpu"))
+        torch.cat([section.panels for section in sections], out=panels)
+        return _Section(first.first_row, num_rows, first.type_name, panels)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
         return _beside([part.normed(residual, eps) for part in self._ready()])
@@ -263,7 +278,7 @@ class ExpertBlocks:
     def _stack(self, type_name: str, device: torch.device) -> Tensor:
         num_panels = -(-self._part_rows // self._library.panel)
         size = len(self._types), num_panels, _panel_bytes(self._library, type_name, self._in_features)
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return SLABS.empty(self._library, size, torch.uint8, device)
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         runs = _blocks_of(weight, self._scheme, self._in_features).runs
@@ -276,8 +291,7 @@ class ExpertBlocks:
         (run,) = runs
         key = part, run.type_name
         if key not in self._stacks:
-            self._stacks[key] = stack = self._stack(run.type_name, torch.device("cpu"))
-            self._library.advise(stack.data_ptr(), stack.nbytes)
+            self._stacks[key] = self._stack(run.type_name, torch.device("cpu"))
         _pack(self._library, run, self._in_features, self._stacks[key][index])
         self._types[index][part] = run.type_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from typing import Protocol, TypeGuard
 
@@ -22,6 +23,41 @@ from inflight.layers.kernels import (
 from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, ExpertMatrix, Library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
+SLAB_BYTES = 64 << 20
+
+
+class Slabs:
+    """Memory for weights of a few megabytes, which share huge pages. Alone, they would lie in small pages for the most
+    part: at the end of each, a processor stops prefetching and looks up the next one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(
+        self, library: Library, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a tensor of undefined values."""
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        num_bytes = torch.Size(size).numel() * dtype.itemsize
+        # Each NUMA node gets a part of each weight, so weights of several nodes share no pages.
+        if library.num_nodes > 1 or num_bytes > SLAB_BYTES // 2:
+            alone = torch.empty(size, dtype=dtype)
+            library.advise(alone.data_ptr(), alone.nbytes)
+            return alone
+        # A slab serves loads inside and outside of inference mode.
+        with self._lock, torch.inference_mode(False):
+            if self._used + num_bytes > len(self._slab):
+                self._slab, self._used = torch.empty(SLAB_BYTES, dtype=torch.uint8), 0
+                library.advise(self._slab.data_ptr(), SLAB_BYTES)
+            part = self._slab[self._used : self._used + num_bytes]
+            self._used += -(-num_bytes // 64) * 64  # whole cache lines
+            return part.view(dtype).view(size)
+
+
+SLABS = Slabs()
 
 
 class PackedRows(Protocol):
@@ -84,9 +120,7 @@ class Panels(PanelStack):
         self._gather = library.gather_bf16 if narrow else library.gather_f32
         depth = library.depth_bf16(in_features) if narrow else in_features
         size = count, -(-out_features // library.panel), depth, library.panel
-        self._panels = torch.empty(size, dtype=self.dtype, device=device)
-        if device.type == "cpu":
-            library.advise(self._panels.data_ptr(), self._panels.nbytes)
+        self._panels = SLABS.empty(library, size, self.dtype, device)
         if out_features % library.panel:
             self._panels[:, -1] = 0  # columns past the last output take part in products
         if depth != in_features:
@@ -138,9 +172,7 @@ class QuantizedPanels(PanelStack):
         self.group = scheme.group
         size = count, -(-out_features // library.panel), library.panel_bytes(in_features, method, self.group)
         # Zeros, since columns and features past the last ones take part in products.
-        self._panels = torch.zeros(size, dtype=torch.uint8, device=device)
-        if device.type == "cpu":
-            library.advise(self._panels.data_ptr(), self._panels.nbytes)
+        self._panels = SLABS.empty(library, size, torch.uint8, device).zero_()
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         if first_column or weight.shape[1] != self._in_features:

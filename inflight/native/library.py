@@ -78,7 +78,9 @@ class Library:
         self._dll = ctypes.CDLL(str(path))
         self.threads = num_threads()  # may be changed at any time
         self.panel = int(self._bind("panel", result=_L)())  # output features of one weight panel
-        self._place_team(numa_nodes())
+        nodes = numa_nodes()
+        self.num_nodes = max(1, len(nodes))
+        self._place_team(nodes)
         self.instructions = _allowed(int(self._bind("instructions", result=_L)()))
         self.depth_bf16 = self._bind("depth_bf16", _L, result=_L)
         self.advise = self._bind("advise", _P, _L)

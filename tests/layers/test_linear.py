@@ -11,7 +11,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear, TorchKernels
 from inflight.layers.native_kernels import NativeKernels
-from inflight.layers.native_linears import LOAD_ROWS
+from inflight.layers.native_linears import LOAD_ROWS, SLAB_BYTES, Slabs
 from inflight.native.library import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -185,3 +185,24 @@ def test_compiled_layer_reads_no_memory_outside() -> None:
         linear.embed(torch.tensor([6]))
     with pytest.raises(ConfigError, match="takes 4"):
         linear(torch.ones(2, 3))
+
+
+def test_small_weights_share_slabs() -> None:
+    library = native_library()
+    if library is None or library.num_nodes > 1:
+        pytest.skip("weights share no memory here")
+    slabs, cpu = Slabs(), torch.device("cpu")
+    with torch.inference_mode():
+        first = slabs.empty(library, (3, 5), torch.bfloat16, cpu)
+    second = slabs.empty(library, (7,), torch.float32, cpu)
+    first.zero_()  # it may be loaded outside of inference mode
+    second.fill_(1.0)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert not first.any()
+    large = slabs.empty(library, (SLAB_BYTES // 2 + 1,), torch.uint8, cpu)
+    assert large.untyped_storage().nbytes() == large.nbytes, "a large weight has memory of its own"
+    halves = [slabs.empty(library, (SLAB_BYTES // 2,), torch.uint8, cpu) for _ in range(2)]
+    assert len({half.untyped_storage().data_ptr() for half in (first, *halves)}) == 2, (
+        "full slabs are replaced"
+    )
