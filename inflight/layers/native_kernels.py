@@ -290,12 +290,12 @@ class NativeKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         view = _rows(x)
-        num_features = x.shape[-1]
+        outer, inner, num_features = view.shape
+        outer_stride, inner_stride, _ = view.stride()
         out = torch.empty(x.shape)
         self._library.rms_norm(
-            view.data_ptr(), view.shape[0], view.shape[1], view.stride(0), view.stride(1),
-            _weight(weight, num_features).data_ptr(), out.data_ptr(), num_features, eps,
-            self._library.threads,
+            view.data_ptr(), outer, inner, outer_stride, inner_stride, _weight(weight, num_features).data_ptr(),
+            out.data_ptr(), num_features, eps, self._library.threads,
         )  # fmt: skip
         return out
 
@@ -333,15 +333,17 @@ class NativeKernels:
             x = x.to(torch.float32).contiguous()
         num_tokens, num_heads, head_dim = x.shape
         rotary_dim = cos_sin.shape[-1]
-        if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != num_tokens:
+        if rotary_dim > head_dim or rotary_dim % 2 or positions.shape != (num_tokens,):
             raise ConfigError(
-                f"cannot rotate x {list(x.shape)} at {len(positions)} positions with {rotary_dim} rotary "
+                f"cannot rotate x {list(x.shape)} at {list(positions.shape)} positions with {rotary_dim} rotary "
                 "features: there must be one position per token, and an even number of at most head_dim features"
             )
-        positions = positions.to(torch.int64).contiguous()
+        if positions.dtype != torch.int64 or not positions.is_contiguous():
+            positions = positions.to(torch.int64).contiguous()
         cos_sin = dense(cos_sin)
+        token_stride, head_stride, _ = x.stride()
         self._library.rotate(
-            x.data_ptr(), num_tokens, num_heads, x.stride(0), x.stride(1), positions.data_ptr(),
+            x.data_ptr(), num_tokens, num_heads, token_stride, head_stride, positions.data_ptr(),
             cos_sin.data_ptr(), rotary_dim, self._library.threads,
         )  # fmt: skip
         return x

@@ -339,11 +339,12 @@ class NarrowLinear(CompiledLinear):
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         check_gate(activation)
         x = self._input(residual.x)
-        out = torch.empty(len(x), self.out_features // 2)
-        if len(x):
+        num_tokens = x.shape[0]
+        out = torch.empty(num_tokens, self.out_features // 2)
+        if num_tokens:
             self._library.gated_linear(
                 x.data_ptr(), self._norm_pointer(residual.norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), *x.shape, self.out_features, self._method, self._group, eps,
+                out.data_ptr(), num_tokens, self.in_features, self.out_features, self._method, self._group, eps,
                 GATE_NUMBERS[activation], self._library.threads,
             )  # fmt: skip
         return out
@@ -355,15 +356,15 @@ class NarrowLinear(CompiledLinear):
         if self._reduce is not None or norm is not None:
             return super().add_to(residual, x, norm, eps, next_norm)
         hidden, x = dense(residual.x), self._input(x)
-        if hidden.shape != (len(x), self.out_features):
+        if hidden.shape != (x.shape[0], self.out_features):
             raise ConfigError(
-                f"the residual is {list(hidden.shape)}: it must be [{len(x)}, {self.out_features}]"
+                f"the residual is {list(hidden.shape)}: it must be [{x.shape[0]}, {self.out_features}]"
             )
         self._multiply(x, hidden, add=True)
         return Residual(hidden, next_norm)
 
     def _product(self, x: Tensor, activation: int, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        out = torch.empty(len(x), self.out_features)
+        out = torch.empty(x.shape[0], self.out_features)
         self._multiply(x, out, activation, norm, eps)
         return out
 
@@ -376,11 +377,12 @@ class NarrowLinear(CompiledLinear):
         eps: float = 0.0,
         add: bool = False,
     ) -> None:
-        if len(x):
+        num_tokens = x.shape[0]
+        if num_tokens:
             self._library.linear(
                 x.data_ptr(), self._norm_pointer(norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), *x.shape, self.out_features, self._method, self._group, eps, activation, add,
-                self._library.threads,
+                out.data_ptr(), num_tokens, self.in_features, self.out_features, self._method, self._group, eps,
+                activation, add, self._library.threads,
             )  # fmt: skip
 
     def _norm_pointer(self, norm: Tensor | None) -> int | None:
@@ -397,4 +399,8 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 def dense(x: Tensor) -> Tensor:
     """Return x as contiguous float32, which the library reads; x itself if it already is."""
+    if (
+        x.dtype == torch.float32 and x.is_contiguous()
+    ):  # sooner known than converted, in every product of a step
+        return x
     return x.to(torch.float32).contiguous()
