@@ -228,7 +228,7 @@ class RunningEngine:
 
 def decode_ms(result: dict[str, Any], batch: int) -> float:
     """Return the median time of steps in which all requests decode: those after a step in which all got a token."""
-    steps = list(zip(result["ends"], result["num_tokens"], strict=True))
+    steps: list[tuple[float, int]] = list(zip(result["ends"], result["num_tokens"], strict=True))
     gaps = [later[0] - earlier[0] for earlier, later in pairwise(steps) if earlier[1] == later[1] == batch]
     if not gaps:
         raise MissingEngineError(f"there was no step in which all {batch} requests decoded")
@@ -242,7 +242,7 @@ def figure(name: str, result: dict[str, Any], work: dict[str, Any]) -> float:
         return decode_ms(result, int(number))
     if kind == "texts":
         return len(work["texts"]) / float(result["seconds"])
-    produced = sum(result["num_tokens"])
+    produced = int(sum(result["num_tokens"]))
     if produced != sum(work["output_lens"]):
         raise MissingEngineError(f"{produced} tokens were generated instead of {sum(work['output_lens'])}")
     return produced / float(result["seconds"])
