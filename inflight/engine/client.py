@@ -97,6 +97,7 @@ class MemoryState:
     num_queries: int  # tokens looked up in the prefix cache
     num_hits: int
     num_preemptions: int
+    groups: dict[str, int]  # as in `KVUsage`
 
 
 # The operations of an engine besides requests.

@@ -343,6 +343,7 @@ class EngineCore:
             blocks.cache.num_queries,
             blocks.cache.num_hits,
             self.scheduler.pool.num_preemptions,
+            self.scheduler.pool.usage().groups,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -33,10 +33,12 @@ def test_every_token_of_twenty_turns_is_computed_once(family: str, tmp_path: Pat
                 assert usage["prompt_tokens"] == len(history)
                 num_computed += len(history) - usage["prompt_tokens_details"]["cached_tokens"]
                 history = [*history, *answer["choices"][0]["token_ids"], 20 + turn, 3, 4]
+            shown = live.http.get("/v1/memory").json()["groups"]
         groups = backend.run(backend.engine.stats()).kv.groups
         assert set(groups) == (
             {"all tokens", "snapshots"} if family == "qwen3.5" else {"all tokens", "window 24"}
         )
+        assert shown == groups
         num_new = len(history) - 3 - NUM_TURNS * NUM_OUTPUTS  # tokens of prompts that no turn generated
         assert num_computed <= num_new + NUM_TURNS * BLOCK_SIZE
     finally:

@@ -11,6 +11,7 @@ const REFRESH_MS = 1000;
 interface Memory {
   replica: string; block_size: number; num_blocks: number; map: [state: number, count: number][];
   hit_rate: number; queries: number; hits: number; preemptions: number; evict_next: number[];
+  groups: Record<string, number>;
 }
 
 export class MemoryPage implements Page {
@@ -70,6 +71,7 @@ export class MemoryPage implements Page {
       ["Shared", count(shared)], ["Cached", count(cached)], ["Free", count(free)],
       ["Prefix cache hit rate", memory.queries ? `${percent(memory.hit_rate)} of ${count(memory.queries)} tokens` : "–"],
       ["Preemptions", count(memory.preemptions)],
+      ...Object.entries(memory.groups).map(([name, number]): [string, string] => [groupTitle(name), count(number)]),
     ];
     this.figures.replaceChildren(...rows.map(([term, value]) => make("div", {}, make("dt", {}, term), make("dd", {}, value))));
     this.next.textContent = memory.evict_next.length ? `Next to be evicted: blocks ${memory.evict_next.slice(0, 16).join(", ")}${memory.evict_next.length > 16 ? ", …" : ""}` : "";
@@ -102,6 +104,11 @@ export class MemoryPage implements Page {
       }
     }
   }
+}
+
+/** The title of a KV group, by what its layers keep: "all tokens", "window 1024" or "snapshots", which nobody holds. */
+export function groupTitle(name: string): string {
+  return name === "snapshots" ? "Cached, snapshots" : `In use, ${name}`;
 }
 
 /** The state of every block: -1 free, 0 cached, n in use by n requests. */

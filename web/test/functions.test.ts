@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 import { splitBlocks } from "../src/chat/markdown";
 import { described, resultOf, TOY_TOOLS } from "../src/chat/toyTools";
 import { duration, short } from "../src/format";
-import { expand } from "../src/memory";
+import { expand, groupTitle } from "../src/memory";
 import { parts } from "../src/requests";
 import { niceTick } from "../src/timeline/page";
 
@@ -76,4 +76,11 @@ describe("numbers", () => {
   it("expand to one state per block", () => {
     expect([...expand([[1, 2], [-1, 1], [3, 1]], 5)]).toEqual([1, 1, -1, 3, -1]);
   });
+});
+
+describe("groupTitle", () => {
+  it.each([["all tokens", "In use, all tokens"], ["window 1024", "In use, window 1024"], ["snapshots", "Cached, snapshots"]])(
+    "names the group %s", (name, title) => {
+      expect(groupTitle(name)).toBe(title);
+    });
 });

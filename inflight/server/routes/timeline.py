@@ -120,6 +120,10 @@ class MemoryMap(BaseModel):
     hits: int
     preemptions: int
     evict_next: list[int] = Field(description="Cached blocks that will be evicted next, in order.")
+    groups: dict[str, int] = Field(
+        description="Blocks in use by what the layers of a KV group keep, and blocks of cached snapshots; empty if all "
+        "layers keep all tokens."
+    )
     at: float = Field(description="Seconds since 1970.")
 
 
@@ -227,6 +231,7 @@ def _memory_map(state: ServerState, replica: str, blocks: MemoryState) -> Memory
         hits=blocks.num_hits,
         preemptions=blocks.num_preemptions,
         evict_next=blocks.evict_next,
+        groups=blocks.groups,
         at=blocks.at + state.to_unix,
     )
 
