@@ -12,7 +12,7 @@ from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
 from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme, mxfp4_blocks
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_weight
 from inflight.layers.native_linears import SLABS, CompiledLinear, NarrowLinear
-from inflight.native.library import ExpertMatrix, Library
+from inflight.native.library import Library, PackedMatrix
 
 # As `Kind` in gguf_blocks.cpp.
 KINDS = {
@@ -295,17 +295,17 @@ class ExpertBlocks:
         _pack(self._library, run, self._in_features, self._stacks[key][index])
         self._types[index][part] = run.type_name
 
-    def table(self) -> list[ExpertMatrix]:
+    def table(self) -> list[PackedMatrix]:
         return [
             self._matrix(index, part, type_name)
             for index, types in enumerate(self._types)
             for part, type_name in enumerate(types)
         ]
 
-    def _matrix(self, index: int, part: int, type_name: str | None) -> ExpertMatrix:
+    def _matrix(self, index: int, part: int, type_name: str | None) -> PackedMatrix:
         if type_name is None:
             raise ConfigError(
                 f"not all of the matrices of expert {index} of those held here have been loaded"
             )
         pointer = self._stacks[part, type_name][index].data_ptr()
-        return ExpertMatrix(pointer, method_of(type_name, self._instruction), 0)
+        return PackedMatrix(pointer, method_of(type_name, self._instruction), 0)

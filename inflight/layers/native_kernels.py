@@ -43,8 +43,8 @@ from inflight.native.library import (
     INSTRUCTION_NUMBERS,
     SCORE_NUMBERS,
     ExpertLayer,
-    ExpertMatrix,
     Library,
+    PackedMatrix,
     best_method,
     native_library,
 )
@@ -158,8 +158,8 @@ class NativeExperts:
             return self._layer
         gate_up, down, routing = self._gate_up.table(), self._down.table(), self._routing
         self._layer = ExpertLayer(
-            (ExpertMatrix * len(gate_up))(*gate_up),
-            (ExpertMatrix * len(down))(*down),
+            (PackedMatrix * len(gate_up))(*gate_up),
+            (PackedMatrix * len(down))(*down),
             pointer(self._gate_up_bias),
             pointer(self._down_bias),
             pointer(self.correction),

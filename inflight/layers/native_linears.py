@@ -20,7 +20,7 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, ExpertMatrix, Library
+from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library, PackedMatrix
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 SLAB_BYTES = 64 << 20
@@ -77,7 +77,7 @@ class PackedMatrices(Protocol):
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None: ...
 
-    def table(self) -> list[ExpertMatrix]:
+    def table(self) -> list[PackedMatrix]:
         """Return the matrices of all experts, of each expert as many as share its rows."""
 
 
@@ -91,9 +91,9 @@ class PanelStack:
     def pointer(self, index: int = 0) -> int:
         return self._panels[index].data_ptr()
 
-    def table(self) -> list[ExpertMatrix]:
+    def table(self) -> list[PackedMatrix]:
         return [
-            ExpertMatrix(self.pointer(index), self._method, self.group) for index in range(len(self._panels))
+            PackedMatrix(self.pointer(index), self._method, self.group) for index in range(len(self._panels))
         ]
 
 

@@ -37,7 +37,7 @@ METHODS = {
 }
 
 
-class ExpertMatrix(ctypes.Structure):
+class PackedMatrix(ctypes.Structure):
     """A matrix of an expert, as `Matrix` in experts.cpp."""
 
     _fields_ = (("panels", _P), ("method", _L), ("group", _L))
@@ -47,8 +47,8 @@ class ExpertLayer(ctypes.Structure):
     """A layer of experts, as `Layer` in experts.cpp."""
 
     _fields_ = (
-        ("gate_up", ctypes.POINTER(ExpertMatrix)),
-        ("down", ctypes.POINTER(ExpertMatrix)),
+        ("gate_up", ctypes.POINTER(PackedMatrix)),
+        ("down", ctypes.POINTER(PackedMatrix)),
         ("gate_up_bias", _P),
         ("down_bias", _P),
         ("correction", _P),
