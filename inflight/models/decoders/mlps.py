@@ -225,8 +225,8 @@ class NormedExpertsMlp(ExpertsMlp):
         device: torch.device,
         scheme_of: SchemeOf = unquantized,
     ) -> None:
-        def own_scheme(target: str) -> Scheme | None:
-            return scheme_of(target.replace("mlp.shared.", "mlp."))
+        def own_scheme(*targets: str) -> Scheme | None:
+            return scheme_of(*(target.replace("mlp.shared.", "mlp.") for target in targets))
 
         super().__init__(shard, mlp, kernels, dtype, device, own_scheme)
         hidden = shard.whole.hidden_size
