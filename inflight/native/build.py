@@ -26,7 +26,7 @@ COMPILERS = ("c++", "g++", "gcc", "clang++")
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-pthread")
 # The first of each group that the compiler accepts is used.
 OPTIONAL_FLAGS = (("-march=native", "-mcpu=native"), ("-mprefer-vector-width=512",))
-TIMEOUT = 120.0  # seconds for one run of the compiler
+TIMEOUT = 300.0  # seconds for one run of the compiler, on a machine that may be busy
 SCRATCH = "building-"  # prefix of the folders in which libraries are built
 MAX_SCRATCH_AGE = 3600.0  # seconds after which such a folder is a leftover
 
@@ -137,7 +137,7 @@ def _compile(compiler: str, scratch: Path, folder: Path) -> Path:
         [compiler, *flags, "-c", str(source), "-o", made]
         for source, made in zip(sources, objects, strict=True)
     ]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # more at once would only make each of them slower
         list(pool.map(_run, commands))
     library = scratch / "library.so"
     # gcc compiles C++, too, but does not link its standard library by default.
