@@ -32,9 +32,11 @@ from inflight.layers.triton.quantized import INT4, MXFP4, PLAIN, PRODUCTS, int4_
 from inflight.layers.triton.routing import Chosen, HalfNormed, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
+    MAX_PAIRED_MXFP4,
     choose_grouped,
     choose_grouped_quantized,
     choose_pairs,
+    choose_pairs_quantized,
 )
 
 if TYPE_CHECKING:
@@ -175,10 +177,14 @@ class TritonExperts:
             scales=self.scales,
             live=live,
             held=self._held,
-            counts=None if len(logits) <= MAX_PAIRED and self._scheme is None else self._counts,
+            counts=None if len(logits) <= self._max_paired() else self._counts,
             half_normed=half_normed,
             pdl=self._kernels.pdl,
         )
+
+    def _max_paired(self) -> int:
+        """Return the most tokens whose experts are computed pair by pair."""
+        return {INT4: 0, MXFP4: MAX_PAIRED_MXFP4}.get(self.down.kind, MAX_PAIRED)
 
     def _sum(self, x: Tensor, chosen: Chosen, residual: Tensor | None, left: NextNorm | None) -> Tensor:
         """Return the weighted sum of each token's experts, added to the residual in place if there is one."""
@@ -187,7 +193,10 @@ class TritonExperts:
         num_experts, hidden, inner = len(down.weight), self._router.in_features, self._inner
         itemsize = x.itemsize
         if chosen.groups is None:
-            pair_tiles = choose_pairs(top_k, hidden, inner, itemsize)
+            if down.kind == PLAIN:
+                pair_tiles = choose_pairs(top_k, hidden, inner, itemsize)
+            else:
+                pair_tiles = choose_pairs_quantized(top_k, hidden, inner, down.kind == MXFP4)
             y = pair_gate_up(x, gate_up, chosen, self._gate, pair_tiles[0], pdl)
             return pair_down(y, down, chosen, pair_tiles[1], residual, left, pdl)
         if down.kind == PLAIN:
@@ -195,7 +204,8 @@ class TritonExperts:
         else:
             converted = down.kind not in PRODUCTS
             step = 2 * down.group if down.kind == INT4 else 128
-            tiles = choose_grouped_quantized(num_tokens * top_k, num_experts, converted, step)
+            num_pairs, mxfp4 = num_tokens * top_k, down.kind == MXFP4
+            tiles = choose_grouped_quantized(num_pairs, num_experts, converted, step, mxfp4)
         block_m, gate_up_tile, down_tile = tiles
         y, blocks = grouped_gate_up(x, gate_up, chosen, block_m, self._gate, gate_up_tile, pdl)
         dtype = torch.float32 if num_tokens <= _FLOAT32_SUMS else y.dtype

@@ -26,7 +26,7 @@ from inflight.layers.triton.expert_parts import (
     multiply_mxfp4,
 )
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
-from inflight.layers.triton.quantized import PRODUCTS, QuantizedInputs, quantize_rows
+from inflight.layers.triton.quantized import PRODUCTS, QuantizedInputs, quantize_rows, quantized
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import GroupedTile
 from inflight.triton_utils.padding import padded_empty
@@ -79,6 +79,7 @@ def _grouped_kernel(
     PDL: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
+    ONE_DOT: tl.constexpr,
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
@@ -129,7 +130,7 @@ def _grouped_kernel(
             rows = weight + (expert * num_rows + row) * (32 * num_tiles)
             scale_rows = scales + expert * num_tiles * num_rows + row
             acc = multiply_mxfp4(
-                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, PRECISION
+                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, ONE_DOT, PRECISION
             )
         elif CODES == 3:
             num_pairs = tl.cdiv(K, 2 * GROUP)
@@ -181,6 +182,31 @@ def _grouped_kernel(
         else:
             where = target[:, None] * num_columns + column[None, :]
             tl.store(out + where, values, mask=exists[None, :] & is_live[:, None])
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def _quantize_blocks_kernel(
+    x,  # [max_blocks * BLOCK_M, K] in the order of the blocks
+    blocks,  # [3, max_blocks] int32
+    codes,
+    scales,  # [max_blocks * BLOCK_M, groups] float32
+    K,
+    max_blocks,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    launch_dependents_then_wait(PDL)
+    if row % BLOCK_M < tl.load(blocks + 2 * max_blocks + row // BLOCK_M):
+        group = tl.arange(0, BLOCK // GROUP)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        at = row.to(tl.int64) * K + column
+        values, scale = quantized(tl.load(x + at, mask=column < K, other=0.0), 1, codes.dtype.element_ty)
+        tl.store(codes + at, values, mask=column < K)
+        num_groups = tl.cdiv(K, GROUP)
+        tl.store(scales + row.to(tl.int64) * num_groups + group, scale, mask=group < num_groups)
 
 
 @triton.jit
@@ -244,11 +270,11 @@ def grouped_gate_up(
     blocks."""
     inner = matrices.weight.shape[1] // 2
     max_blocks = _max_blocks(chosen, len(matrices.weight), block_m)
-    # Rows that are quantized must be numbers.
-    allocate = torch.zeros if _quantizes_before(matrices, tile) else torch.empty
-    out = allocate(max_blocks * block_m, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(max_blocks * block_m, inner, dtype=x.dtype, device=x.device)
     blocks = torch.empty(3, max_blocks, dtype=torch.int32, device=x.device)
-    inputs = _inputs(x, matrices, tile, pdl)
+    inputs: Tensor | QuantizedInputs = x
+    if _quantizes_before(matrices, tile):
+        inputs = quantize_rows(x, group=matrices.group, pdl=pdl, dtype=matrices.weight.dtype)
     _launch(inputs, matrices, chosen, blocks, block_m, None, out, gate, tile, pdl)
     return out, blocks
 
@@ -265,7 +291,9 @@ def grouped_down(
 ) -> Tensor:
     """Return the weighted products [T * top_k, num_out] in the order of the pairs; rows of padding are undefined."""
     out = torch.empty(chosen.ids.numel(), matrices.weight.shape[1], dtype=out_dtype, device=x.device)
-    inputs = _inputs(x, matrices, tile, pdl)
+    inputs: Tensor | QuantizedInputs = x
+    if _quantizes_before(matrices, tile):
+        inputs = _quantize_blocks(x, matrices, blocks, block_m, pdl)
     _launch(inputs, matrices, chosen, blocks, block_m, chosen.weights, out, Gate(0), tile, pdl)
     return out
 
@@ -275,16 +303,36 @@ def _max_blocks(chosen: Chosen, num_experts: int, block_m: int) -> int:
     return max(1, min(num_pairs, num_experts + num_pairs // block_m))
 
 
-def _inputs(x: Tensor, matrices: ExpertWeights, tile: GroupedTile, pdl: bool) -> Tensor | QuantizedInputs:
-    """Return x as the kernel reads it."""
-    if not _quantizes_before(matrices, tile):
-        return x
-    return quantize_rows(x, group=matrices.group, pdl=pdl, dtype=matrices.weight.dtype)
-
-
 def _quantizes_before(matrices: ExpertWeights, tile: GroupedTile) -> bool:
-    """Return whether inputs are quantized in a kernel of its own. Blocks of few pairs are where they are multiplied."""
-    return matrices.kind in PRODUCTS and not tile.weights_left
+    """Return whether inputs are quantized in a kernel of its own, and not where they are multiplied."""
+    return matrices.kind in PRODUCTS and tile.quantize_first
+
+
+def _quantize_blocks(
+    x: Tensor, matrices: ExpertWeights, blocks: Tensor, block_m: int, pdl: bool
+) -> QuantizedInputs:
+    """Quantize the rows of pairs; those of no pair stay undefined."""
+    num_rows, num_features = x.shape
+    group = matrices.group
+    codes = torch.empty(num_rows, num_features, dtype=matrices.weight.dtype, device=x.device)
+    num_groups = triton.cdiv(num_features, group) if group else 1
+    scales = torch.empty(num_rows, num_groups, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(num_features)
+    _quantize_blocks_kernel[(num_rows,)](
+        x,
+        blocks,
+        codes,
+        scales,
+        num_features,
+        blocks.shape[1],
+        BLOCK_M=block_m,
+        GROUP=group or block,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, min(8, block // 512)),
+        **launch_options(pdl),
+    )
+    return QuantizedInputs(codes, scales, x.dtype)
 
 
 def _launch(
@@ -338,6 +386,7 @@ def _launch(
         PDL=pdl,
         CODES=matrices.kind,
         GROUP=matrices.group,
+        ONE_DOT=tile.num_warps >= 4 and block_m >= 16,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )

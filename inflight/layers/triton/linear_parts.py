@@ -130,11 +130,11 @@ def fetch_tile(
     num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
     if num_bytes > 0:
         row = weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
-        _fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
+        fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
 
 
 @triton.jit
-def _fetch_into_l2(pointers, num_bytes):
+def fetch_into_l2(pointers, num_bytes):
     """Prefetch `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16) without waiting."""
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1

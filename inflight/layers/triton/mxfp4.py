@@ -15,7 +15,8 @@ that has one scale for each row:
 
     column of code i in word w of a row = w // 32 * 128 + 32 * i + w % 32
 
-The scales of a tile are the four bytes of an int32, in the order of the groups. Missing groups have code 0.
+The scales of a tile are the four bytes of an int32, in the order of the groups: the exponents of bfloat16 of 2^126 times
+the scales. Missing groups have code 0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TILE = 4 * GROUP  # columns of a tile
 # The largest exponent plus 127 of a scale: with 2^126, bfloat16 can hold no larger one.
 MAX_SCALE = 128
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Two words, and two scales of each of four groups -> two bfloat16 of each group.
+# Two words, and twice a pair of scales of each of four groups -> two bfloat16 of each group.
 _WORDS_TO_BF16 = tl.constexpr(
     """
     {
@@ -50,9 +51,9 @@ _WORDS_TO_BF16 = tl.constexpr(
     shr.b32 v, $4, 4;
     lop3.b32 t3, v, 0x00C000C0, t3, 0xEA;
     fma.rn.bf16x2 $0, t0, $5, zero;
-    fma.rn.bf16x2 $1, t1, $6, zero;
-    fma.rn.bf16x2 $2, t2, $7, zero;
-    fma.rn.bf16x2 $3, t3, $8, zero;
+    fma.rn.bf16x2 $1, t1, $7, zero;
+    fma.rn.bf16x2 $2, t2, $9, zero;
+    fma.rn.bf16x2 $3, t3, $11, zero;
     }
     """
 )
@@ -70,25 +71,24 @@ def _placed(words, CODE: tl.constexpr):
 @triton.jit
 def _value(words, scales, CODE: tl.constexpr, dtype: tl.constexpr):
     number = (_placed(words, CODE) << 16).to(tl.float32, bitcast=True)
-    factor = ((((scales >> (8 * CODE)) & 255) + 126) << 23).to(tl.float32, bitcast=True)
-    return (number * factor[:, None]).to(dtype)
+    factor = (((scales >> (8 * CODE)) & 255) << 23).to(tl.float32, bitcast=True)
+    return (number * factor).to(dtype)
 
 
 @triton.jit
 def _bf16_scale(scales, GROUP_INDEX: tl.constexpr):
-    """Return 2^126 times the scale of one group."""
-    exponent = ((scales >> (8 * GROUP_INDEX)) & 255) + 126
-    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    """Return 2^126 times the scale of one group, twice, as bfloat16."""
+    return ((scales >> (8 * GROUP_INDEX)) & 255) * 0x00800080
 
 
 @triton.jit
 def mxfp4_values(words, scales, dtype: tl.constexpr):
-    """Return the weights of the four groups of a tile, each [BLOCK_N, 32], from its words (int16, the same) and scales
-    (int32 [BLOCK_N])."""
+    """Return the weights of the four groups of each tile, each of the shape of its words (int16). Scales (int32) have
+    the same shape, or one that can be broadcast to it."""
     if dtype == tl.bfloat16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
             _WORDS_TO_BF16,
-            "=r,=r,=r,=r,r,r,r,r,r",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",  # of each two scales, which are the same, the first is read
             [
                 words,
                 _bf16_scale(scales, 0),
@@ -132,4 +132,5 @@ def pack_scales(scales: Tensor) -> Tensor:
         raise WeightsError(
             f"a scale is 2^{int(scales.max()) - 127}: experts on a GPU can have scales of at most 2^{MAX_SCALE - 127}"
         )
-    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous().view(torch.int32)
+    biased = torch.nn.functional.pad(scales + 126, (0, -scales.shape[1] % 4))
+    return biased.contiguous().view(torch.int32)

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated
-from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
+from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated, multiply_mxfp4
+from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot, fetch_into_l2
+from inflight.layers.triton.mxfp4 import mxfp4_values
+from inflight.layers.triton.quantized import converted
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import PairTile
 from inflight.triton_utils.padding import padded_empty
@@ -28,11 +30,118 @@ from inflight.triton_utils.pdl import (
 )
 
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _wide(values):
+    """Return values as float32: those of bfloat16 with one instruction each."""
+    if values.dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=f,=f,r",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _load_bytes(
+    rows, scales, zeros, place, stride, exists, step, K,
+    CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return one step of 8-bit weights: codes [S, N, chunks, 16], and scales and zero points of the chunks if weights
+    are in groups. A chunk is what a thread loads at once.
+
+    `rows` [S, N] are pointers, and `exists` [S] says which are read. Scales of the first group are at `place` [S, N],
+    those of the next one `stride` further.
+    """
+    first = step * BLOCK_K + tl.arange(0, BLOCK_K // 16) * 16
+    k = first[:, None] + tl.arange(0, 16)[None, :]
+    codes = tl.load(
+        rows[:, :, None, None] + k[None, None, :, :],
+        mask=exists[:, None, None, None] & (k < K)[None, None, :, :],
+        other=0.0 if CODES == 1 else 0,
+        eviction_policy="evict_first",
+    )
+    scale = codes
+    zero = codes
+    if GROUP != 0 or zeros is not None:
+        inside = exists[:, None, None] & (first < K)[None, None, :]
+        group = first // GROUP if GROUP != 0 else tl.zeros_like(first)
+        places = place[:, :, None] + group[None, None, :] * stride
+        if GROUP != 0:
+            scale = tl.load(scales + places, mask=inside, other=0.0)
+        if zeros is not None:
+            zero = tl.load(zeros + places, mask=inside, other=0)
+    return codes, scale, zero
+
+
+@triton.jit
+def _byte_products(
+    part, x, x_rows, exists, step, K,
+    CODES: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the products of what `_load_bytes` returned with features, whose rows start at `x_rows` [S], summed over
+    each chunk: [S, N, chunks] float32."""
+    codes, scale, zero = part
+    S: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    if CODES == 1:
+        numbers = codes.to(tl.float32)
+    else:
+        numbers = _wide(converted(codes, 6 if CODES == 5 else CODES, x.dtype.element_ty))
+    if ZEROS:
+        numbers -= zero[:, :, :, None].to(tl.float32)
+    # A thread loads only 8 features of 16 bits at once.
+    halves = tl.split(tl.permute(tl.reshape(numbers, [S, N, BLOCK_K // 16, 2, 8]), (0, 1, 2, 4, 3)))
+    k = step * BLOCK_K + tl.arange(0, BLOCK_K // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    products = tl.zeros([S, N, BLOCK_K // 16, 8], tl.float32)
+    for half in tl.static_range(2):
+        own = k + 8 * half
+        inside = exists[:, None, None] & (own < K)[None, :, :]
+        features = _wide(tl.load(x + x_rows[:, None, None] + own[None, :, :], mask=inside, other=0.0))
+        products += halves[half] * features[:, None, :, :]
+    total = tl.sum(products, 3)
+    if GROUP != 0:
+        total *= scale
+    return total
+
+
+@triton.jit
+def _mxfp4_sums(
+    x_rows, rows, scale_rows, stride, exists, K,
+    S: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of MXFP4 weights of S experts with features of their own: [S, N] float32. Each warp has experts of
+    its own. `x_rows` [S] and `rows` [S, N] are pointers, and scales of the next tile are `stride` further."""
+    j = tl.arange(0, 32)
+    m = tl.arange(0, 8)  # what tensor cores multiply at once, of which one is the token
+    is_live = exists[:, None, None] & (m == 0)[None, None, :]
+    num_tiles = tl.cdiv(K, 128)
+    tl.assume(num_tiles > 0)
+    acc = tl.zeros([S, N, 8], tl.float32)
+    for tile in tl.range(0, num_tiles, num_stages=STAGES):
+        words = tl.load(rows[:, :, None] + (tile * 32 + j)[None, None, :])
+        weights = mxfp4_values(words, tl.load(scale_rows + tile * stride)[:, :, None], x_rows.dtype.element_ty)
+        for group in tl.static_range(4):
+            column = tile * 128 + group * 32 + j
+            places = x_rows[:, None, None] + column[None, :, None] + tl.zeros_like(m)[None, None, :]
+            features = tl.load(places, mask=is_live & (column < K)[None, :, None], other=0.0)
+            acc = dot(weights[group], features, acc, PRECISION)
+    return tl.sum(acc, 2)
+
+
 @triton.jit
 def _gate_up_kernel(
     x,  # [T, K]
     factors,  # [T] float32, or None: the half of the norm that is left to do
     weight,  # [E, 2 * inner, K], gate and up rows alternate
+    scales,  # of quantized weights, and their zero points: see `ExpertWeights`
+    zeros,
     bias,  # [E, 2 * inner], or None
     ids,  # [T, TOP_K] int32
     out,  # [T * TOP_K, inner]
@@ -45,7 +154,13 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps of k whose 8-bit weights are loaded at once
+    ALL_AHEAD: tl.constexpr,  # whether these are all
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     num_tiles = tl.cdiv(inner, BLOCK_N)
     pair, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -56,16 +171,57 @@ def _gate_up_kernel(
     expert = tl.load(ids + pair)
     if expert < num_experts:
         rows = expert.to(tl.int64) * (2 * inner) + 2 * n
-        gate = tl.zeros([BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_N], tl.float32)
-        for start in tl.range(0, K, BLOCK_K):
-            inside = k < (BLOCK_K if EVEN_K else K - start)
-            at = weight + rows[:, None] * K + (start + k)[None, :]
-            first = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            second = tl.load(at + K, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            features = tl.load(x + token * K + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-            gate += tl.sum(first.to(tl.float32) * features, 1)
-            up += tl.sum(second.to(tl.float32) * features, 1)
+        if CODES == 0:
+            gate = tl.zeros([BLOCK_N], tl.float32)
+            up = tl.zeros([BLOCK_N], tl.float32)
+            for start in tl.range(0, K, BLOCK_K):
+                inside = k < (BLOCK_K if EVEN_K else K - start)
+                at = weight + rows[:, None] * K + (start + k)[None, :]
+                first = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                second = tl.load(at + K, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                features = tl.load(x + token * K + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+                gate += tl.sum(first.to(tl.float32) * features, 1)
+                up += tl.sum(second.to(tl.float32) * features, 1)
+        else:
+            both = tl.minimum(tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N), 2 * inner - 1)
+            if CODES == 4:
+                num_groups = tl.cdiv(K, 128)
+                first = expert.to(tl.int64) * (2 * inner)
+                m = tl.arange(0, 8)  # what tensor cores multiply at once, of which one is the token
+                sums = multiply_mxfp4(
+                    x + token * K + tl.zeros_like(m), weight + (first + both) * (32 * num_groups),
+                    scales + first * num_groups + both, 2 * inner, m == 0, K, 8, 2 * BLOCK_N, STAGES, False, PRECISION,
+                )  # fmt: skip
+                sums = tl.sum(sums, 1)
+            else:
+                own = tl.zeros([1], tl.int64) + expert
+                exists = own < num_experts
+                num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
+                at = weight + (own[:, None] * (2 * inner) + both[None, :]) * K
+                place = own[:, None] * (num_groups * 2 * inner) + both[None, :]
+                parts = ()
+                for step in tl.static_range(AHEAD):
+                    parts += (
+                        _load_bytes(at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K),
+                    )  # type: ignore[assignment]
+                x_rows = tl.zeros([1], tl.int64) + token * K
+                sums = tl.zeros([1, 2 * BLOCK_N, BLOCK_K // 16], tl.float32)
+                for step in tl.static_range(AHEAD):
+                    sums += _byte_products(
+                        parts[step], x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
+                    )
+                if not ALL_AHEAD:
+                    for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
+                        part = _load_bytes(
+                            at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K
+                        )
+                        sums += _byte_products(
+                            part, x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
+                        )
+                sums = tl.sum(sums, 2)
+                if GROUP == 0:
+                    sums *= tl.load(scales + place)
+            gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
         if factors is not None:
             factor = tl.load(factors + token)
             gate *= factor
@@ -81,6 +237,8 @@ def _gate_up_kernel(
 def _down_kernel(
     x,  # [T * TOP_K, K]: what `pair_gate_up` returned
     weight,  # [E, num_out, K]
+    scales,
+    zeros,
     bias,  # [E, num_out], or None
     ids,  # [T, TOP_K] int32
     weights,  # [T, TOP_K] float32
@@ -99,7 +257,11 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,  # steps of k whose weights are loaded before x is there
     ALL_AHEAD: tl.constexpr,  # whether these are all
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_out, BLOCK_N)
     token, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -114,11 +276,26 @@ def _down_kernel(
     expert = tl.load(ids + pair, mask=slot < TOP_K, other=num_experts)
     exists = expert < num_experts
     own = tl.where(exists, expert, 0).to(tl.int64)
-    at = weight + (own[:, None, None] * num_out + row[None, :, None]) * K + k[None, None, :]
     parts = ()
-    for step in tl.static_range(AHEAD):
-        inside = exists[:, None, None] & (step * BLOCK_K + k < K)[None, None, :]
-        parts += (tl.load(at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+    if CODES == 0:
+        at = weight + (own[:, None, None] * num_out + row[None, :, None]) * K + k[None, None, :]
+        for step in tl.static_range(AHEAD):
+            inside = exists[:, None, None] & (step * BLOCK_K + k < K)[None, None, :]
+            parts += (tl.load(at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+    elif CODES == 4:
+        num_groups = tl.cdiv(K, 128)
+        at = weight + (own[:, None] * num_out + row[None, :]) * (32 * num_groups)
+        scale_at = own[:, None] * (num_groups * num_out) + row[None, :]
+        if AHEAD > 0 and PDL:
+            fetch_into_l2(at, num_groups * 64)
+    else:
+        num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
+        at = weight + (own[:, None] * num_out + row[None, :]) * K
+        scale_at = own[:, None] * (num_groups * num_out) + row[None, :]
+        for step in tl.static_range(AHEAD):
+            parts += (
+                _load_bytes(at, scales, zeros, scale_at, num_out, exists, step, K, CODES, GROUP, BLOCK_K),
+            )  # type: ignore[assignment]
     factor = tl.load(weights + pair, mask=exists, other=0.0)
     before = residual
     if residual is not None:
@@ -128,17 +305,41 @@ def _down_kernel(
         next_weights = tl.load(next_weight + row)
     wait(PDL)
     launch_dependents(PDL)
-    acc = tl.zeros([PADDED_K, BLOCK_N], tl.float32)
-    for step in tl.static_range(AHEAD):
-        inside = exists[:, None] & (step * BLOCK_K + k < K)[None, :]
-        features = tl.load(x + pair[:, None] * K + (step * BLOCK_K + k)[None, :], mask=inside, other=0.0)
-        acc += tl.sum(parts[step].to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
-    if not ALL_AHEAD:
-        for start in tl.range(AHEAD * BLOCK_K, K, BLOCK_K):
-            inside = exists[:, None] & (start + k < K)[None, :]
-            features = tl.load(x + pair[:, None] * K + (start + k)[None, :], mask=inside, other=0.0)
-            part = tl.load(at + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
-            acc += tl.sum(part.to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
+    if CODES == 0:
+        acc = tl.zeros([PADDED_K, BLOCK_N], tl.float32)
+        for step in tl.static_range(AHEAD):
+            inside = exists[:, None] & (step * BLOCK_K + k < K)[None, :]
+            features = tl.load(x + pair[:, None] * K + (step * BLOCK_K + k)[None, :], mask=inside, other=0.0)
+            acc += tl.sum(parts[step].to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
+        if not ALL_AHEAD:
+            for start in tl.range(AHEAD * BLOCK_K, K, BLOCK_K):
+                inside = exists[:, None] & (start + k < K)[None, :]
+                features = tl.load(x + pair[:, None] * K + (start + k)[None, :], mask=inside, other=0.0)
+                part = tl.load(at + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+                acc += tl.sum(part.to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
+    elif CODES == 4:
+        x_rows = x + pair * K
+        acc = _mxfp4_sums(
+            x_rows, at, scales + scale_at, num_out, exists, K, PADDED_K, BLOCK_N, STAGES, PRECISION
+        )
+    else:
+        x_rows = pair * K
+        sums = tl.zeros([PADDED_K, BLOCK_N, BLOCK_K // 16], tl.float32)
+        for step in tl.static_range(AHEAD):
+            sums += _byte_products(
+                parts[step], x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
+            )
+        if not ALL_AHEAD:
+            for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
+                part = _load_bytes(
+                    at, scales, zeros, scale_at, num_out, exists, step, K, CODES, GROUP, BLOCK_K
+                )
+                sums += _byte_products(
+                    part, x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
+                )
+        acc = tl.sum(sums, 2)
+        if GROUP == 0:
+            acc *= tl.load(scales + scale_at)
     if bias is not None:
         acc += tl.load(bias + own[:, None] * num_out + row[None, :]).to(tl.float32)
     total = tl.sum(acc * factor[:, None], 0)
@@ -162,14 +363,16 @@ def pair_gate_up(
 ) -> Tensor:
     """Return [T * top_k, inner]; rows of padding are undefined."""
     num_tokens, top_k = chosen.ids.shape
-    num_experts, double, num_features = matrices.weight.shape
-    inner = double // 2
+    num_experts, double, _ = matrices.weight.shape
+    num_features, inner = x.shape[1], double // 2
     out = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
     if num_tokens:
         _gate_up_kernel[(num_tokens * top_k * triton.cdiv(inner, tile.block_n),)](
             x,
             chosen.factors,
             matrices.weight,
+            matrices.scales,
+            matrices.zeros,
             matrices.bias,
             chosen.ids,
             out,
@@ -182,7 +385,13 @@ def pair_gate_up(
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             EVEN_K=num_features % tile.block_k == 0,
+            AHEAD=tile.ahead,
+            ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
+            STAGES=tile.stages,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PDL=pdl,
+            CODES=matrices.kind,
+            GROUP=matrices.group,
             num_warps=tile.num_warps,
             **launch_options(pdl),
         )
@@ -200,7 +409,7 @@ def pair_down(
 ) -> Tensor:
     """Return [T, num_out], in place of the residual if there is one. Must directly follow `pair_gate_up`."""
     num_tokens, top_k = chosen.ids.shape
-    num_experts, num_out, num_features = matrices.weight.shape
+    (num_experts, num_out, _), num_features = matrices.weight.shape, x.shape[1]
     out = residual
     if out is None:
         out = padded_empty(num_tokens, num_out, x.dtype, x.device)
@@ -210,6 +419,8 @@ def pair_down(
         _down_kernel[(num_tokens * num_tiles,)](
             x,
             matrices.weight,
+            matrices.scales,
+            matrices.zeros,
             matrices.bias,
             chosen.ids,
             chosen.weights,
@@ -228,7 +439,11 @@ def pair_down(
             BLOCK_K=tile.block_k,
             AHEAD=tile.ahead,
             ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
+            STAGES=tile.stages,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PDL=pdl,
+            CODES=matrices.kind,
+            GROUP=matrices.group,
             num_warps=tile.num_warps,
             **launch_options(pdl),
         )

@@ -12,6 +12,7 @@ from triton.runtime import driver
 MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
+MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
 MAX_CONVERTED_SMALL = 128  # and weights that it converts
@@ -41,6 +42,7 @@ class PairTile:
     block_k: int
     num_warps: int
     ahead: int = 0  # steps of k whose weights are loaded while the previous kernel is running
+    stages: int = 1  # steps of k in flight, of MXFP4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class GroupedTile:
     num_warps: int
     stages: int
     weights_left: bool  # weights, not pairs, are the left operand: for blocks of few pairs
+    quantize_first: bool = False  # inputs of 8-bit weights are quantized in a kernel of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,19 @@ def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[Pa
     return gate_up, PairTile(block_n=4, block_k=block_k, num_warps=4, ahead=1)
 
 
+def choose_pairs_quantized(top_k: int, hidden: int, inner: int, mxfp4: bool) -> tuple[PairTile, PairTile]:
+    """Return the same for weights of 8 bits, or in MXFP4."""
+    if mxfp4:
+        gate_up = PairTile(block_n=32, block_k=128, num_warps=2, stages=6)
+        # One expert for each warp.
+        return gate_up, PairTile(
+            block_n=16, block_k=128, num_warps=min(8, 1 << (top_k - 1).bit_length()), ahead=1, stages=6
+        )
+    gate_up = PairTile(block_n=2, block_k=min(2048, _padded(hidden)), num_warps=2, ahead=1)
+    block_k = min(256, _padded(inner))
+    return gate_up, PairTile(block_n=4, block_k=block_k, num_warps=4, ahead=min(3, -(-inner // block_k)))
+
+
 def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int, GroupedTile, GroupedTile]:
     """Return the pairs of a block, and the tiles of `grouped_gate_up` and `grouped_down`."""
     if itemsize == 4:
@@ -302,18 +318,27 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
 
 
 def choose_grouped_quantized(
-    num_pairs: int, num_experts: int, converted: bool, step: int = 128
+    num_pairs: int, num_experts: int, converted: bool, step: int = 128, mxfp4: bool = False
 ) -> tuple[int, GroupedTile, GroupedTile]:
-    """Return the same for quantized weights, which may be `converted`, `step` features at a time (guesses: not measured
-    yet)."""
+    """Return the same for quantized weights, which may be `converted`, `step` features at a time."""
     average = num_pairs / num_experts
+    if mxfp4:
+        if average <= 8:
+            tile = GroupedTile(block_n=64, block_k=128, num_warps=2, stages=4, weights_left=True)
+            return 8 if average <= 2 else 16, tile, tile
+        tile = GroupedTile(block_n=128, block_k=128, num_warps=4, stages=4, weights_left=True)
+        return 32 if average <= 20 else 64, tile, tile
     if average <= 32:
-        tile = GroupedTile(block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True)
+        tile = GroupedTile(
+            block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True, quantize_first=average > 1
+        )
         return 16 if average <= 10 else 32, tile, tile
     # Converted weights stay in registers only as the left operand.
     block_m = 64 if average <= 64 else 128
     stages = 2 if block_m * step > 128 * 128 else 3  # of what shared memory holds
-    tile = GroupedTile(block_n=128, block_k=128, num_warps=8, stages=stages, weights_left=converted)
+    tile = GroupedTile(
+        block_n=128, block_k=128, num_warps=8, stages=stages, weights_left=converted, quantize_first=True
+    )
     return block_m, tile, tile
 
 
