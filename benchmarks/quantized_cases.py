@@ -23,6 +23,7 @@ from inflight.layers.triton.quantized import (
     FP8,
     INT4,
     INT8,
+    MXFP4,
     PRODUCTS,
     QuantizedInputs,
     QuantizedWeight,
@@ -91,7 +92,8 @@ class Candidate:
         name = f"{self.kernel} {self.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.stages}"
         if isinstance(tile, LinearTile):
             return f"{name} k{tile.split_k}" if tile.split_k > 1 else name
-        return f"{name} {'weights' if tile.weights_left else 'pairs'} left"
+        name += f" {'weights' if tile.weights_left else 'pairs'} left"
+        return f"{name} quantize first" if tile.quantize_first else name
 
 
 class Problem(Protocol):
@@ -354,7 +356,9 @@ class ExpertProblem:
         own, num_pairs = self._matrices, self._num_tokens * self._top_k
         step = 2 * own.group if own.kind == INT4 else 128
         converted = own.kind not in PRODUCTS
-        block_m, gate_up, down = choose_grouped_quantized(num_pairs, len(own.weight), converted, step)
+        block_m, gate_up, down = choose_grouped_quantized(
+            num_pairs, len(own.weight), converted, step, own.kind == MXFP4
+        )
         tile = down if self._is_down else gate_up
         current = Candidate("grouped", tile, block_m)
         if not tune:
@@ -370,6 +374,7 @@ class ExpertProblem:
             tiles += [replace(tile, block_k=256), replace(tile, block_k=64)]
         if not converted:
             tiles.append(replace(tile, weights_left=not tile.weights_left))
+            tiles.append(replace(tile, quantize_first=not tile.quantize_first))
         near = [replace(current, tile=other) for other in tiles]
         near += [replace(current, block_m=size) for size in (block_m // 2, 2 * block_m) if 16 <= size <= 128]
         return [current, *(candidate for candidate in near if candidate != current)]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from inflight.errors import WeightsError
+from inflight.layers import triton_experts
 from inflight.layers.formats import GroupedMatrix, GroupScheme, QuantizedMatrix
 from inflight.layers.formats.schemes import pack_nibbles
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
 from inflight.layers.triton.mxfp4 import pack_codes
+from inflight.layers.triton.tuning import GroupedTile, PairTile
 from inflight.layers.triton_experts import TritonExperts
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_experts import EPS, Sum, Weights, expected_output, random_weights
@@ -110,7 +114,11 @@ def check(actual: Tensor, x: Tensor, expected: Tensor, limit: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 4, 37, 90])
 def test_experts_match_float64(scheme: GroupScheme, dtype: torch.dtype, num_tokens: int) -> None:
-    experts, weights = make(scheme, dtype)
+    check_experts(scheme, dtype, num_tokens)
+
+
+def check_experts(scheme: GroupScheme, dtype: torch.dtype, num_tokens: int, top_k: int = 2) -> None:
+    experts, weights = make(scheme, dtype, replace(ROUTING, top_k=top_k))
     weights.router_bias.copy_(torch.tensor([0.0, 3.0, 0.0, 2.0, 1.0]))
     experts.router.load_bias(weights.router_bias.to(DEVICE))
     weights.router.mul_(0.01)  # clear winners, whatever is rounded
@@ -120,6 +128,29 @@ def test_experts_match_float64(scheme: GroupScheme, dtype: torch.dtype, num_toke
     actual = experts.add_to(Residual(x.clone(), norm), EPS, norm).x
     # The result is rounded to the compute type, too.
     check(actual, x, expected, tolerance(scheme, dtype))
+
+
+SHORT_STEPS = PairTile(block_n=8, block_k=64, num_warps=1, ahead=1, stages=2), PairTile(16, 32, 2, 2, 2)
+QUANTIZED_WHERE_MULTIPLIED = GroupedTile(16, 128, 1, 1, weights_left=True)
+PAIRS_LEFT = GroupedTile(16, 128, 1, 1, weights_left=False, quantize_first=True)
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.codes != "int4"], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_pairs_match_float64_in_several_steps(
+    scheme: GroupScheme, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_pairs_quantized", lambda *_: SHORT_STEPS)
+    check_experts(scheme, torch.float32, 2, top_k)
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, INT8], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("tile", [QUANTIZED_WHERE_MULTIPLIED, PAIRS_LEFT])
+def test_inputs_may_be_quantized_before_or_where_they_are_multiplied(
+    scheme: GroupScheme, tile: GroupedTile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_grouped_quantized", lambda *_: (16, tile, tile))
+    check_experts(scheme, torch.bfloat16, 37)
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, MXFP4, INT4, INT8], ids=lambda scheme: scheme.name)

@@ -85,10 +85,12 @@ def multiply_byte_pairs(
         if GROUP != 0:
             at += start // GROUP * stride
         if WHOLE:
-            if WEIGHTS_LEFT:
-                acc = dot_codes(w, features, acc)
-            else:
-                acc = dot_codes(features, tl.trans(w), acc)
+            a = w if WEIGHTS_LEFT else features
+            b = features if WEIGHTS_LEFT else tl.trans(w)
+            if CODES == 5:
+                acc = dot_codes(a, b, acc)
+            else:  # which is added in float32 anyway: see `dot_codes`
+                acc += products(a, b)
         else:
             if CODES == 1 or CODES == 5:
                 if x_scale_rows is None:
@@ -157,7 +159,9 @@ def multiply_mxfp4(
     k = tl.arange(0, 128)
     j = tl.arange(0, 32)
     num_tiles = tl.cdiv(K, 128)
-    tl.assume(num_tiles > 0)  # else the sum might come from before the loop, and products would wait for each other
+    tl.assume(
+        num_tiles > 0
+    )  # else the sum might come from before the loop, and products would wait for each other
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])

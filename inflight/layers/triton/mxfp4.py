@@ -15,8 +15,8 @@ that has one scale for each row:
 
     column of code i in word w of a row = w // 32 * 128 + 32 * i + w % 32
 
-The scales of a tile are the four bytes of an int32, in the order of the groups: the exponents of bfloat16 of 2^126 times
-the scales. Missing groups have code 0.
+The scales of a tile are the four bytes of an int32, in the order of the groups: the exponents of 2^126 times each
+scale, as bfloat16 holds them. Missing groups have code 0.
 """
 
 from __future__ import annotations

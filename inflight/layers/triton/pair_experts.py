@@ -29,7 +29,6 @@ from inflight.triton_utils.pdl import (
     wait_then_launch_dependents,
 )
 
-
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -126,7 +125,9 @@ def _mxfp4_sums(
     acc = tl.zeros([S, N, 8], tl.float32)
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         words = tl.load(rows[:, :, None] + (tile * 32 + j)[None, None, :])
-        weights = mxfp4_values(words, tl.load(scale_rows + tile * stride)[:, :, None], x_rows.dtype.element_ty)
+        weights = mxfp4_values(
+            words, tl.load(scale_rows + tile * stride)[:, :, None], x_rows.dtype.element_ty
+        )
         for group in tl.static_range(4):
             column = tile * 128 + group * 32 + j
             places = x_rows[:, None, None] + column[None, :, None] + tl.zeros_like(m)[None, None, :]
@@ -202,7 +203,9 @@ def _gate_up_kernel(
                 parts = ()
                 for step in tl.static_range(AHEAD):
                     parts += (
-                        _load_bytes(at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K),
+                        _load_bytes(
+                            at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K
+                        ),
                     )  # type: ignore[assignment]
                 x_rows = tl.zeros([1], tl.int64) + token * K
                 sums = tl.zeros([1, 2 * BLOCK_N, BLOCK_K // 16], tl.float32)
