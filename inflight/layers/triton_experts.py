@@ -29,9 +29,11 @@ from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
 from inflight.layers.triton.quantized import INT4, MXFP4, PLAIN, PRODUCTS, int4_shape, pack_int4
-from inflight.layers.triton.routing import Chosen, HalfNormed, choose_experts
+from inflight.layers.triton.routing import Chosen, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
+    MAX_ROUTED,
+    MAX_ROUTED_FEATURES,
     choose_grouped,
     choose_grouped_quantized,
     choose_pairs,
@@ -83,6 +85,7 @@ class TritonExperts:
         self.gate_up = _allocate(kernels, count, 2 * inner, hidden, gate_up_bias, scheme)
         self.down = _allocate(kernels, count, hidden, inner, down_bias, scheme)
         self._counts = torch.zeros(count, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(MAX_ROUTED, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     # ---- loading ----
@@ -143,13 +146,14 @@ class TritonExperts:
         """In place: the residual becomes the sum."""
         kernels, hidden = self._kernels, residual.x
         half_normed = None
+        logits: Tensor | RouterProduct
         if residual.scaled is None:
             norm = residual.norm
             x = hidden if norm is None else kernels.rms_norm(hidden, norm, eps)
             logits = self._router.wide(Residual(x, None), eps)
         else:
             x, half_normed = residual.scaled, HalfNormed(residual.squares, hidden.shape[1], eps)
-            logits = self._router.wide(residual, eps)
+            logits = self._logits(residual, eps)
         chosen = self._choose(logits, live, half_normed)
         if self._reduce is not None or partial is not None:
             y = self._sum(x, chosen, partial, None)
@@ -166,7 +170,19 @@ class TritonExperts:
         y = self._sum(x, chosen, None, None)
         return y if self._reduce is None else self._reduce.sum(y)
 
-    def _choose(self, logits: Tensor, live: Tensor | None, half_normed: HalfNormed | None) -> Chosen:
+    def _logits(self, residual: Residual, eps: float) -> Tensor | RouterProduct:
+        """Return the logits of a residual that is half normed."""
+        weight = self._router.weight
+        assert residual.scaled is not None
+        if len(residual.x) > MAX_ROUTED or self._router.in_features > MAX_ROUTED_FEATURES:
+            return self._router.wide(residual, eps)
+        assert isinstance(weight, Tensor)  # routers are never quantized
+        return RouterProduct(residual.scaled, weight, self._router.bias, self._arrived)
+
+    def _choose(
+        self, logits: Tensor | RouterProduct, live: Tensor | None, half_normed: HalfNormed | None
+    ) -> Chosen:
+        num_tokens = len(logits if isinstance(logits, Tensor) else logits.x)
         return choose_experts(
             logits,
             self._routing,
@@ -175,7 +191,7 @@ class TritonExperts:
             scales=self.scales,
             live=live,
             held=self._held,
-            counts=None if len(logits) <= MAX_PAIRED and self._scheme is None else self._counts,
+            counts=None if num_tokens <= MAX_PAIRED and self._scheme is None else self._counts,
             half_normed=half_normed,
             pdl=self._kernels.pdl,
         )

@@ -12,6 +12,8 @@ from triton.runtime import driver
 MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
+MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
+MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
 MAX_CONVERTED_SMALL = 128  # and weights that it converts
