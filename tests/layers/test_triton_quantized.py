@@ -67,7 +67,7 @@ def make(scheme: GroupScheme, few_tokens: int = 256) -> tuple[QuantizedTritonLin
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}, {s.inputs}")
-@pytest.mark.parametrize(("num_tokens", "few_tokens"), [(3, 256), (33, 256), (5, 4)])
+@pytest.mark.parametrize(("num_tokens", "few_tokens"), [(1, 256), (2, 256), (3, 256), (33, 256), (5, 4)])
 def test_operations_match_float64(scheme: GroupScheme, num_tokens: int, few_tokens: int) -> None:
     linear, weight, bias = make(scheme, few_tokens)
     x = torch.randn(num_tokens, COLUMNS, device=DEVICE).bfloat16()

@@ -70,11 +70,12 @@ def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def multiply_plain(
-    x, rows, norm, first, last, num_tokens, K,
+    x, rows, row, norm, scales, first, last, num_tokens, K,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one token at a time."""
+    """Multiply one token at a time. Weights may be fp8 or int8 (CODES 1 and 5). Their inputs are not quantized here: that
+    would gain nothing without tensor cores."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -83,15 +84,27 @@ def multiply_plain(
         limit = BLOCK_K if EVEN_K else last - start
         inside = k < limit
         pointers = rows[:, None] + (start + k)[None, :]
-        w = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        zero = 0 if CODES == 5 else 0.0
+        w = tl.load(pointers, mask=inside[None, :], other=zero, eviction_policy="evict_first").to(tl.float32)
+        if GROUP != 0:
+            num_groups = tl.cdiv(K, GROUP)
+            group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            places = row[:, None] * num_groups + group[None, :]
+            group_scales = tl.load(scales + places, mask=(group < num_groups)[None, :], other=0.0)
         for token in tl.static_range(BLOCK_M):
             live = k < tl.where(token < num_tokens, limit, 0)
             features = tl.load(x + token * K + start + k, mask=live, other=0.0).to(tl.float32)
             if norm is not None:
                 squares += tl.where(m == token, tl.sum(features * features, 0), 0.0)
                 features *= tl.load(norm + start + k, mask=inside, other=0.0)
-            product = tl.sum(w * features[None, :], 1)  # [BLOCK_N]
+            if GROUP == 0:
+                product = tl.sum(w * features[None, :], 1)  # [BLOCK_N]
+            else:
+                parts = tl.reshape(w * features[None, :], [BLOCK_N, BLOCK_K // GROUP, GROUP])
+                product = tl.sum(tl.sum(parts, 2) * group_scales, 1)
             acc += tl.where((m == token)[None, :], product[:, None], 0.0)
+    if CODES != 0 and GROUP == 0:
+        acc *= tl.load(scales + row)[:, None]
     return acc, squares
 
 

@@ -175,15 +175,16 @@ def _small_linear_kernel(
             STAGES,
             PRECISION,
         )
+    elif BLOCK_M <= 4:
+        acc, sums = multiply_plain(
+            x, rows, row, norm, scales, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            CODES, GROUP,
+        )  # fmt: skip
     elif CODES != 0:
         acc, sums = multiply_bytes(
             x, rows, row, norm, scales, zeros, first, last, num_tokens, K, GROUP, CODES, BLOCK_M, BLOCK_N, BLOCK_K,
             STAGES, PRECISION,
         )  # fmt: skip
-    elif BLOCK_M <= 4:
-        acc, sums = multiply_plain(
-            x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
-        )
     else:
         acc, sums = multiply_tensor_cores(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION

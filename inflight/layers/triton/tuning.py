@@ -15,6 +15,7 @@ MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
 MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
+MAX_PLAIN = 2  # tokens up to which 8-bit weights are multiplied without tensor cores
 MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
 MAX_CONVERTED_SMALL = 128  # and weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
@@ -182,6 +183,9 @@ def choose_small_quantized(
 ) -> LinearTile:
     """Return the tile of `small_linear` for quantized weights (measured on H200); `codes` and `group` are those of its
     kernel."""
+    if num_tokens <= MAX_PLAIN and codes in (1, 5):
+        block_k = min(2048, _padded(num_features))
+        return LinearTile(block_m=num_tokens, block_n=2, block_k=block_k, num_warps=1, stages=1)
     block_m = max(16, num_tokens)
     if codes == 3:
         block_k, step, most = group, 2 * group, 3
