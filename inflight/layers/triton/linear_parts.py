@@ -74,8 +74,8 @@ def multiply_plain(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one token at a time. Weights may be fp8 or int8 (CODES 1 and 5). Their inputs are not quantized here: that
-    would gain nothing without tensor cores."""
+    """Multiply one token at a time. Weights may be fp8 or int8 (CODES 1 and 5); without tensor cores, quantizing their
+    inputs would gain nothing."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
