@@ -22,6 +22,7 @@ class AttentionTile:
     merged: int = 4096
     programs: float = 5.0  # programs of a split decode that run at once on a multiprocessor
     registers: int | None = None  # limit per thread, if the compiler would use more
+    codes: bool = False  # whether it is for quantized keys and values: see code_pages.py
 
 
 @dataclass(frozen=True, slots=True)
