@@ -50,12 +50,15 @@ def code_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
     n = tl.arange(0, BLOCK_N)
     last = tl.maximum(end - 1, 0) // BLOCK_SIZE
     piece: tl.constexpr = _piece(BLOCK_SIZE, BLOCK_N)
+    other: tl.constexpr = None if is_item is None else 0
     if piece == 1:
         is_read = None if is_item is None else n < tl.where(is_item, BLOCK_N, 0)
-        return tl.load(table + tl.minimum((start + n) // BLOCK_SIZE, last), mask=is_read)
+        return tl.load(table + tl.minimum((start + n) // BLOCK_SIZE, last), mask=is_read, other=other)
     blocks = tl.zeros([BLOCK_N], tl.int32)
     for i in tl.static_range(BLOCK_N // piece):
-        block = tl.load(table + tl.minimum((start + i * piece) // BLOCK_SIZE, last), mask=is_item)
+        block = tl.load(
+            table + tl.minimum((start + i * piece) // BLOCK_SIZE, last), mask=is_item, other=other
+        )
         blocks = tl.where(n // piece == i, block, blocks)
     return blocks
 
@@ -72,6 +75,31 @@ def first_code_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOC
     """Load the blocks of the first tile that `take_code_pages` reads, if it is an item."""
     piece: tl.constexpr = _piece(BLOCK_SIZE, BLOCK_N)
     return code_blocks(table, begin // piece * piece, end, BLOCK_SIZE, BLOCK_N, is_item)
+
+
+@triton.jit
+def prefetch_codes(
+    keys, blocks, begin, value_offset: tl.constexpr, block_stride: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first tile's keys and values, so that they are on their way before the kernel may read them."""
+    piece: tl.constexpr = _piece(BLOCK_SIZE, BLOCK_N)
+    place = (begin // piece * piece + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    at = keys + blocks.to(tl.int64) * block_stride + place * HEAD_DIM
+    _prefetch(at)
+    _prefetch(at + value_offset)
+
+
+@triton.jit
+def _prefetch(pointers):
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -130,7 +158,7 @@ def take_code_pages(
 
         k_scale, v_scale = split_scales(words)
         scores = tl.dot(code_values(k), queries)  # [BLOCK_N, M]
-        # A value's scale is part of its weight from here on. That of a key which is not seen is 0, and so is its weight.
+        # A value's scale is part of its weight from here on. If a key is not seen, that scale is 0.
         if CAP > 0.0:
             scores = tanh(scores * (k_scale * (scale / CAP))[:, None]) * CAP + log2_of_power(v_scale)[:, None]
         else:

@@ -52,9 +52,7 @@ def code_values(codes):
     """Return the numbers that uint8 codes stand for as float16, exactly. 0x7F, which is never written, is NaN."""
     if _INTERPRETED:
         return fp8_values(codes, tl.float16)
-    return tl.inline_asm_elementwise(
-        _FP8_TO_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-    )
+    return tl.inline_asm_elementwise(_FP8_TO_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
