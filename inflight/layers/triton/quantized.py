@@ -503,9 +503,9 @@ def pack_int4_scales(scales: Tensor, zeros: Tensor | None, num_groups: int) -> T
 def _dequantize_int4_kernel(
     codes, scales, out, num_rows, K, num_groups, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
-    group = tl.program_id(1)
+    group = tl.program_id(0)  # neighbours write adjacent columns
     word = tl.arange(0, GROUP // 4)
     places = (row.to(tl.int64) * num_groups + group)[:, None] * (GROUP // 4) + word[None, :]
     words = tl.load(codes + places, mask=live[:, None], other=0)
@@ -543,7 +543,7 @@ def dequantize(weight: QuantizedWeight, num_columns: int, dtype: torch.dtype) ->
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
     if weight.kind == INT4:
         num_groups, rows = len(scales), 8192 // group
-        _dequantize_int4_kernel[(triton.cdiv(num_rows, rows), num_groups)](
+        _dequantize_int4_kernel[(num_groups, triton.cdiv(num_rows, rows))](
             codes,
             scales,
             out,
