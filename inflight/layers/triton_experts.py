@@ -28,7 +28,15 @@ from inflight.layers.triton.grouped_experts import combine, grouped_down, groupe
 from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
-from inflight.layers.triton.quantized import INT4, MXFP4, PLAIN, PRODUCTS, int4_shape, pack_int4
+from inflight.layers.triton.quantized import (
+    INT4,
+    MXFP4,
+    PLAIN,
+    PRODUCTS,
+    int4_shape,
+    pack_int4,
+    pack_int4_scales,
+)
 from inflight.layers.triton.routing import Chosen, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
@@ -106,16 +114,15 @@ class TritonExperts:
             codes.copy_(pack_codes(unpack_nibbles(matrix.codes.to(codes.device))))
             scales.copy_(pack_scales(matrix.scales).T)
             return
-        middle, num_groups = 0, len(scales)
         if matrices.kind == INT4:
             codes.copy_(pack_int4(unpack_nibbles(matrix.codes.to(codes.device)), matrices.group))
-            middle, num_groups = 8, -(-num_columns // matrices.group)
-        else:
-            codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
-        scales[:num_groups] = matrix.scales.T  # one scale of a whole row is repeated
+            scales.copy_(pack_int4_scales(matrix.scales, matrix.zeros, len(scales)))
+            return
+        codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
+        scales.copy_(matrix.scales.T)
         if matrices.zeros is not None and matrix.zeros is not None:
             zeros = matrices.zeros[index, :, rows][:, first_row : first_row + num_rows]
-            zeros[:num_groups] = (matrix.zeros.to(torch.int16) - middle).to(torch.int8).T
+            zeros.copy_(matrix.zeros.T)
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         matrices, index, rows, _ = self._part(part, expert)
@@ -210,7 +217,7 @@ class TritonExperts:
             tiles = choose_grouped(num_tokens * top_k, num_experts, itemsize)
         else:
             converted = down.kind not in PRODUCTS
-            step = 2 * down.group if down.kind == INT4 else 128
+            step = down.group if down.kind == INT4 else 128
             tiles = choose_grouped_quantized(num_tokens * top_k, num_experts, converted, step)
         block_m, gate_up_tile, down_tile = tiles
         y, blocks = grouped_gate_up(x, gate_up, chosen, block_m, self._gate, gate_up_tile, pdl)
@@ -239,17 +246,17 @@ def _allocate(
         scales = torch.zeros(count, tiles, num_rows, dtype=torch.int32, device=device)
         return ExpertWeights(words, bias, MXFP4, GROUP, scales)
     if scheme.codes == "int4":
-        group, num_bytes, num_groups = int4_shape(scheme.group, num_columns)
-        kind, dtype = INT4, torch.uint8
-    else:
-        group, num_bytes, num_groups = scheme.group, num_columns, scheme.num_groups(num_columns)
-        kind, dtype = kernels.byte_codes(scheme, num_columns)
-    shape = count, num_groups, num_rows
+        group, num_words, num_groups = int4_shape(scheme.group, num_columns)
+        words = torch.empty(count, num_rows, num_words, dtype=torch.int16, device=device)
+        scales = torch.zeros(count, num_groups, num_rows, dtype=torch.int32, device=device)
+        return ExpertWeights(words, bias, INT4, group, scales)
+    kind, dtype = kernels.byte_codes(scheme, num_columns)
+    shape = count, scheme.num_groups(num_columns), num_rows
     return ExpertWeights(
-        torch.empty(count, num_rows, num_bytes, dtype=dtype, device=device),
+        torch.empty(count, num_rows, num_columns, dtype=dtype, device=device),
         bias,
         kind,
-        group,
+        scheme.group,
         torch.zeros(shape, device=device),
         torch.zeros(shape, dtype=torch.int8, device=device) if scheme.zeros else None,
     )

@@ -34,6 +34,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _FETCH_AHEAD = 4 << 20  # bytes in the L2 cache for all programs together: about 1 us of memory bandwidth
 # Lanes of one warp that request the same bytes issue one request.
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+_FETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
 
 class SplitKWorkspace:
@@ -151,6 +152,21 @@ def _fetch_into_l2(pointers, num_bytes):
     """Prefetch `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16) without waiting."""
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_scales(
+    scales, tile, num_out, num_rows, first, last, GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Prefetch the scales, 4 bytes each, of the tile's rows in groups [first, last), one line of 32 for each thread.
+    `scales` is [groups, num_rows]."""
+    LINES: tl.constexpr = BLOCK_N // 32
+    lane = tl.arange(0, LANES)
+    group = tl.minimum(first + lane // LINES, last - 1)
+    pointers = scales + group * num_rows + weight_rows(lane % LINES * 32, tile, num_out, GATE, BLOCK_N)
+    tl.inline_asm_elementwise(
+        _FETCH_LINE, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
