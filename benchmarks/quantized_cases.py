@@ -34,7 +34,6 @@ from inflight.layers.triton.routing import Chosen, choose_experts
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import (
     MAX_BYTES_SMALL,
-    MAX_CONVERTED_SMALL,
     MAX_GATED,
     MAX_PAIRED,
     MAX_TOKENS,
@@ -45,6 +44,7 @@ from inflight.layers.triton.tuning import (
     choose_medium,
     choose_pairs,
     choose_small_quantized,
+    max_small_quantized,
     num_multiprocessors,
     shared_memory,
     token_bucket,
@@ -194,7 +194,7 @@ class LinearProblem:
         bucket = max(16, token_bucket(self._num_tokens))
         small = choose_small_quantized(bucket, *sizes, own.kind, own.group, *chip)
         if own.kind not in PRODUCTS:
-            if self._num_tokens > MAX_CONVERTED_SMALL:
+            if self._num_tokens > max_small_quantized(own.kind):
                 return []
             current, other = Candidate("small", small, small.block_m), []
         else:
@@ -218,11 +218,11 @@ class LinearProblem:
 
     def _fits(self, tile: LinearTile, kernel: str, shared_bytes: int) -> bool:
         if kernel == "small":
-            step = tile.block_k * (2 if self._weight.kind == INT4 else 1)
-            stage, token_tiles = tile.block_n * tile.block_k + 2 * tile.block_m * step, 1
+            packed = 2 if self._weight.kind == INT4 else 1
+            stage = tile.block_n * tile.block_k // packed + 2 * tile.block_m * tile.block_k
         else:
             stage = (tile.block_m + tile.block_n) * tile.block_k
-            token_tiles = -(-self._num_tokens // tile.block_m)
+        token_tiles = -(-self._num_tokens // tile.block_m)
         if tile.split_k > 1:
             try:
                 SplitKWorkspace(torch.device("meta")).check(
@@ -354,7 +354,7 @@ class ExpertProblem:
 
     def _candidates(self, tune: bool) -> list[Candidate]:
         own, num_pairs = self._matrices, self._num_tokens * self._top_k
-        step = 2 * own.group if own.kind == INT4 else 128
+        step = own.group if own.kind == INT4 else 128
         converted = own.kind not in PRODUCTS
         block_m, gate_up, down = choose_grouped_quantized(
             num_pairs, len(own.weight), converted, step, own.kind == MXFP4

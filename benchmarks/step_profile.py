@@ -134,6 +134,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--quantization", choices=("fp8", "int8", "int4"))
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--steps", type=int, default=20)
@@ -146,6 +148,8 @@ def main() -> None:
         "hf_config": SHAPES[options.shape],
         "load_format": "dummy",
         "dtype": "bfloat16",
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "max_num_seqs": max(options.batch),

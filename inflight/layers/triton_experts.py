@@ -28,11 +28,21 @@ from inflight.layers.triton.grouped_experts import combine, grouped_down, groupe
 from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
-from inflight.layers.triton.quantized import INT4, MXFP4, PLAIN, PRODUCTS, int4_shape, pack_int4
-from inflight.layers.triton.routing import Chosen, HalfNormed, choose_experts
+from inflight.layers.triton.quantized import (
+    INT4,
+    MXFP4,
+    PLAIN,
+    PRODUCTS,
+    int4_shape,
+    pack_int4,
+    pack_int4_scales,
+)
+from inflight.layers.triton.routing import Chosen, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
     MAX_PAIRED_MXFP4,
+    MAX_ROUTED,
+    MAX_ROUTED_FEATURES,
     choose_grouped,
     choose_grouped_quantized,
     choose_pairs,
@@ -85,6 +95,7 @@ class TritonExperts:
         self.gate_up = _allocate(kernels, count, 2 * inner, hidden, gate_up_bias, scheme)
         self.down = _allocate(kernels, count, hidden, inner, down_bias, scheme)
         self._counts = torch.zeros(count, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(MAX_ROUTED, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     # ---- loading ----
@@ -105,16 +116,15 @@ class TritonExperts:
             codes.copy_(pack_codes(unpack_nibbles(matrix.codes.to(codes.device))))
             scales.copy_(pack_scales(matrix.scales).T)
             return
-        middle, num_groups = 0, len(scales)
         if matrices.kind == INT4:
             codes.copy_(pack_int4(unpack_nibbles(matrix.codes.to(codes.device)), matrices.group))
-            middle, num_groups = 8, -(-num_columns // matrices.group)
-        else:
-            codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
-        scales[:num_groups] = matrix.scales.T  # one scale of a whole row is repeated
+            scales.copy_(pack_int4_scales(matrix.scales, matrix.zeros, len(scales)))
+            return
+        codes.view(torch.uint8).copy_(matrix.codes.view(torch.uint8))
+        scales.copy_(matrix.scales.T)
         if matrices.zeros is not None and matrix.zeros is not None:
             zeros = matrices.zeros[index, :, rows][:, first_row : first_row + num_rows]
-            zeros[:num_groups] = (matrix.zeros.to(torch.int16) - middle).to(torch.int8).T
+            zeros.copy_(matrix.zeros.T)
 
     def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
         matrices, index, rows, _ = self._part(part, expert)
@@ -145,13 +155,14 @@ class TritonExperts:
         """In place: the residual becomes the sum."""
         kernels, hidden = self._kernels, residual.x
         half_normed = None
+        logits: Tensor | RouterProduct
         if residual.scaled is None:
             norm = residual.norm
             x = hidden if norm is None else kernels.rms_norm(hidden, norm, eps)
             logits = self._router.wide(Residual(x, None), eps)
         else:
             x, half_normed = residual.scaled, HalfNormed(residual.squares, hidden.shape[1], eps)
-            logits = self._router.wide(residual, eps)
+            logits = self._logits(residual, eps)
         chosen = self._choose(logits, live, half_normed)
         if self._reduce is not None or partial is not None:
             y = self._sum(x, chosen, partial, None)
@@ -168,7 +179,19 @@ class TritonExperts:
         y = self._sum(x, chosen, None, None)
         return y if self._reduce is None else self._reduce.sum(y)
 
-    def _choose(self, logits: Tensor, live: Tensor | None, half_normed: HalfNormed | None) -> Chosen:
+    def _logits(self, residual: Residual, eps: float) -> Tensor | RouterProduct:
+        """Return the logits of a residual that is half normed."""
+        weight = self._router.weight
+        assert residual.scaled is not None
+        if len(residual.x) > MAX_ROUTED or self._router.in_features > MAX_ROUTED_FEATURES:
+            return self._router.wide(residual, eps)
+        assert isinstance(weight, Tensor)  # routers are never quantized
+        return RouterProduct(residual.scaled, weight, self._router.bias, self._arrived)
+
+    def _choose(
+        self, logits: Tensor | RouterProduct, live: Tensor | None, half_normed: HalfNormed | None
+    ) -> Chosen:
+        num_tokens = len(logits if isinstance(logits, Tensor) else logits.x)
         return choose_experts(
             logits,
             self._routing,
@@ -177,7 +200,7 @@ class TritonExperts:
             scales=self.scales,
             live=live,
             held=self._held,
-            counts=None if len(logits) <= self._max_paired() else self._counts,
+            counts=None if num_tokens <= self._max_paired() else self._counts,
             half_normed=half_normed,
             pdl=self._kernels.pdl,
         )
@@ -203,7 +226,7 @@ class TritonExperts:
             tiles = choose_grouped(num_tokens * top_k, num_experts, itemsize)
         else:
             converted = down.kind not in PRODUCTS
-            step = 2 * down.group if down.kind == INT4 else 128
+            step = down.group if down.kind == INT4 else 128
             num_pairs, mxfp4 = num_tokens * top_k, down.kind == MXFP4
             tiles = choose_grouped_quantized(num_pairs, num_experts, converted, step, mxfp4)
         block_m, gate_up_tile, down_tile = tiles
@@ -233,17 +256,17 @@ def _allocate(
         scales = torch.zeros(count, tiles, num_rows, dtype=torch.int32, device=device)
         return ExpertWeights(words, bias, MXFP4, GROUP, scales)
     if scheme.codes == "int4":
-        group, num_bytes, num_groups = int4_shape(scheme.group, num_columns)
-        kind, dtype = INT4, torch.uint8
-    else:
-        group, num_bytes, num_groups = scheme.group, num_columns, scheme.num_groups(num_columns)
-        kind, dtype = kernels.byte_codes(scheme, num_columns)
-    shape = count, num_groups, num_rows
+        group, num_words, num_groups = int4_shape(scheme.group, num_columns)
+        words = torch.empty(count, num_rows, num_words, dtype=torch.int16, device=device)
+        scales = torch.zeros(count, num_groups, num_rows, dtype=torch.int32, device=device)
+        return ExpertWeights(words, bias, INT4, group, scales)
+    kind, dtype = kernels.byte_codes(scheme, num_columns)
+    shape = count, scheme.num_groups(num_columns), num_rows
     return ExpertWeights(
-        torch.empty(count, num_rows, num_bytes, dtype=dtype, device=device),
+        torch.empty(count, num_rows, num_columns, dtype=dtype, device=device),
         bias,
         kind,
-        group,
+        scheme.group,
         torch.zeros(shape, device=device),
         torch.zeros(shape, dtype=torch.int8, device=device) if scheme.zeros else None,
     )

@@ -47,14 +47,14 @@ from inflight.layers.triton.quantized import (
     dequantize,
     int4_shape,
     pack_int4,
+    pack_int4_scales,
     quantize_rows,
 )
 from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import (
-    MAX_BYTES_SMALL,
-    MAX_CONVERTED_SMALL,
     MAX_TOKENS,
+    max_small_quantized,
     pays_medium,
     pays_medium_fp8,
     pays_small,
@@ -359,13 +359,12 @@ class QuantizedTritonLinear(TritonLinear):
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:  # noqa: ARG002
         num_rows, num_columns, scheme = self.out_features, self.in_features, self._scheme
         if scheme.codes == "int4":
-            group, num_bytes, num_groups = int4_shape(scheme.group, num_columns)
+            group, num_words, num_groups = int4_shape(scheme.group, num_columns)
             return QuantizedWeight(
-                torch.empty(num_rows, num_bytes, dtype=torch.uint8, device=device),
+                torch.empty(num_rows, num_words, dtype=torch.int16, device=device),
                 INT4,
                 group,
-                torch.zeros(num_rows, num_groups, device=device),
-                torch.zeros(num_rows, num_groups, device=device) if scheme.zeros else None,
+                torch.empty(num_groups, num_rows, dtype=torch.int32, device=device),
             )
         kind, codes = self._kernels.byte_codes(scheme, num_columns)
         self._matrix = matrix = scheme.empty(num_rows, num_columns, device)
@@ -391,10 +390,9 @@ class QuantizedTritonLinear(TritonLinear):
         assert own.scales is not None
         codes = unpack_nibbles(matrix.codes.to(own.codes.device))
         own.codes[rows] = pack_int4(codes, own.group)
-        num_groups = -(-self.in_features // own.group)
-        own.scales[rows, :num_groups] = matrix.scales  # one scale of a whole row is repeated
-        if own.zeros is not None and matrix.zeros is not None:
-            own.zeros[rows, :num_groups] = matrix.zeros.float() - 8
+        own.scales[:, rows] = pack_int4_scales(matrix.scales, matrix.zeros, len(own.scales)).to(
+            own.codes.device
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         dtype = self._kernels.compute_dtype
@@ -402,8 +400,7 @@ class QuantizedTritonLinear(TritonLinear):
             return self._matrix[ids.long()].dequantize(dtype)
         own = self._quantized
         assert own.scales is not None
-        zeros = None if own.zeros is None else own.zeros[ids]
-        rows = QuantizedWeight(own.codes[ids], own.kind, own.group, own.scales[ids], zeros)
+        rows = QuantizedWeight(own.codes[ids], own.kind, own.group, own.scales[:, ids])
         return dequantize(rows, self.in_features, dtype)
 
     # ---- many tokens ----
@@ -455,7 +452,7 @@ class QuantizedTritonLinear(TritonLinear):
         return kind == INT8 or pays_medium_fp8(len(x), self.out_features, self.in_features)
 
     def _is_small(self, x: Tensor) -> bool:
-        return len(x) <= (MAX_BYTES_SMALL if self._multiplies_codes else MAX_CONVERTED_SMALL)
+        return len(x) <= max_small_quantized(self._quantized.kind)
 
     def left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
         """Return what to fill in for the next norm. Where inputs are quantized in a kernel of their own, that does all

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -95,9 +97,22 @@ def test_cache_has_the_bytes_of_its_shape() -> None:
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_every_tile_holds_whole_query_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
     tuning = choose(dtype, head_dim, group, DEVICES)
-    assert all(tile.rows >= group for _, tile in tuning.decodes)
+    assert all(tile.rows >= group for _, tile in tuning.decodes + tuning.quantized_decodes)
     assert tuning.prefix_members >= 1
     assert tuning.chunk_positions >= 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_quantized_decodes_begin_with_blocks_under_every_plan(
+    head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A step may use the tile for more tokens than it was planned for: its splits must be whole tiles of that, too.
+    monkeypatch.setattr("inflight.attention.triton.tuning._is_hopper", lambda _: True)
+    tiles = [tile for _, tile in choose(torch.bfloat16, head_dim, group, DEVICES).quantized_decodes]
+    assert tiles
+    assert all(tile.codes and tile.rows >= group for tile in tiles)
+    assert all(few.keys % many.keys == 0 for few, many in pairwise(tiles))
 
 
 def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:

@@ -65,6 +65,6 @@ def test_products_of_all_models_and_their_limits() -> None:
     assert Product("gpt-oss-20b", "expert down", "mxfp4", 1) in products
     assert Product("qwen3-30b-a3b", "expert down", "int4", 8192) in products
     problem = make_problem(Product("tiny", "down", "int4", 2), DEVICE, tune=False, copied=False)
-    # 256 rows of 704 features: 3 pairs of groups, and a scale and a zero point in float32 for each group.
-    num_bytes = 256 * (3 * 128 + 6 * 8) + 2 * 2 * (256 + 704)
+    # 256 rows of 704 features: 6 groups, each with 4 bytes for a scale and a zero point.
+    num_bytes = 256 * 6 * (64 + 4) + 2 * 2 * (256 + 704)
     assert problem.limit(Ceilings(read=1.0, copy=1.0, matmul=1e3)) == pytest.approx(num_bytes / 1e12)

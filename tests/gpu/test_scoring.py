@@ -21,7 +21,9 @@ PROMPTS = random_texts(40, 9, 17)
 
 
 def vectors(folder: Path, generates: bool, **options: Any) -> tuple[Any, list[list[int]]]:
-    engine = PooledEngine.load(folder, max_num_seqs=32, max_num_batched_tokens=1024, **options)
+    engine = PooledEngine.load(
+        folder, max_num_seqs=32, max_num_batched_tokens=1024, num_blocks=1000, **options
+    )
     for index, prompt in enumerate(PROMPTS if generates else []):
         engine.add(f"generates {index}", prompt, max_tokens=30)
     actual = engine.pool(TEXTS)

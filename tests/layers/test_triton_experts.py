@@ -14,7 +14,7 @@ from inflight.layers.triton.expert_parts import CLAMPED, ExpertWeights, Gate
 from inflight.layers.triton.grouped_experts import combine, grouped_down, grouped_gate_up
 from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
-from inflight.layers.triton.routing import Chosen, Groups, HalfNormed, choose_experts
+from inflight.layers.triton.routing import Chosen, Groups, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import GroupedTile, PairTile
 
 HIDDEN, INNER, EXPERTS, TOP_K = 48, 20, 6, 2
@@ -164,6 +164,39 @@ def test_chosen_experts_match_float64(num_experts: int, scores: str, normalise: 
     assert half.squares is not None
     assert chosen.factors is not None
     close(chosen.factors, (half.squares.sum(0) / 20 + 0.1).rsqrt())
+
+
+@pytest.mark.parametrize("num_experts", [6, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_router_in_the_choosing_kernel_matches_float64(
+    num_experts: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    num_tokens, hidden, top_k = 5, 24, 3
+    x, weight = randn(num_tokens, hidden).to(dtype), randn(num_experts, hidden, seed=1).to(dtype)
+    bias = randn(num_experts, seed=2).to(dtype) if has_bias else None
+    live = torch.tensor([4, 0, -1, 7, 2]).int()
+    arrived, totals = torch.zeros(8).int(), torch.zeros(num_experts).long()
+    half = HalfNormed(torch.rand(3, num_tokens), hidden, 0.1)
+    assert half.squares is not None
+    x[2] = float("nan")  # padding
+    product = RouterProduct(x, weight, bias, arrived)
+    factors = (half.squares.double().sum(0) / hidden + 0.1).rsqrt()
+    wide = x.double() @ weight.double().T * factors[:, None] + (0.0 if bias is None else bias.double())
+    probabilities, ids = wide.softmax(-1).topk(top_k)
+    is_live = live >= 0
+    for _ in range(2):  # arrivals are zero again
+        counts = torch.zeros(num_experts).int()
+        chosen = choose_experts(
+            product, ExpertRouting(num_experts, top_k, "softmax"), totals, live=live, counts=counts, half_normed=half
+        )  # fmt: skip
+        assert chosen.ids[is_live].tolist() == ids[is_live].tolist()
+        assert chosen.ids[~is_live].tolist() == [[num_experts] * top_k]
+        close(chosen.weights[is_live], probabilities[is_live])
+        assert chosen.factors is not None
+        close(chosen.factors, factors)
+        assert counts.tolist() == torch.bincount(ids[is_live].flatten(), minlength=num_experts).tolist()
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("held", [range(6), range(2, 5)])

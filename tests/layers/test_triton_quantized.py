@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,10 +12,20 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
 from inflight.layers.formats.schemes import held_on_gpu
 from inflight.layers.kernels import Residual
-from inflight.layers.triton.linear_parts import SplitKWorkspace
+from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.quantized import FP8, INT8, INT8_CONVERTED, QuantizedWeight, quantize_rows
-from inflight.layers.triton.tuning import LinearTile, choose_medium
+from inflight.layers.triton.quantized import (
+    FP8,
+    INT4,
+    INT8,
+    INT8_CONVERTED,
+    QuantizedWeight,
+    dequantize,
+    pack_int4_scales,
+    quantize_rows,
+)
+from inflight.layers.triton.small_linear import small_linear
+from inflight.layers.triton.tuning import LinearTile, choose_medium, choose_small_quantized
 from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels, TritonLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +77,7 @@ def make(scheme: GroupScheme, few_tokens: int = 256) -> tuple[QuantizedTritonLin
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}, {s.inputs}")
-@pytest.mark.parametrize(("num_tokens", "few_tokens"), [(3, 256), (33, 256), (5, 4)])
+@pytest.mark.parametrize(("num_tokens", "few_tokens"), [(1, 256), (2, 256), (3, 256), (33, 256), (5, 4)])
 def test_operations_match_float64(scheme: GroupScheme, num_tokens: int, few_tokens: int) -> None:
     linear, weight, bias = make(scheme, few_tokens)
     x = torch.randn(num_tokens, COLUMNS, device=DEVICE).bfloat16()
@@ -170,6 +180,80 @@ def test_tiles_of_bytes_fit_the_workspace_and_the_chip(
         if tile.split_k > 1:
             workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
         assert tile.stages * tile.block_k * (tile.block_m + tile.block_n) <= shared_bytes
+
+
+INT4_TILES = [
+    LinearTile(block_m=64, block_n=64, block_k=128, num_warps=4, stages=2),
+    LinearTile(block_m=16, block_n=64, block_k=256, num_warps=4, stages=2, split_k=3),
+    LinearTile(block_m=64, block_n=32, block_k=128, num_warps=4, stages=2, scaled=True),
+    LinearTile(block_m=64, block_n=64, block_k=256, num_warps=4, stages=2, split_k=2, scaled=True),
+]
+
+
+@pytest.mark.parametrize("scheme", [GroupScheme("int4", 32, zeros=True), GroupScheme("int4", 128)], ids=str)
+@pytest.mark.parametrize("tile", INT4_TILES, ids=str)
+@pytest.mark.parametrize("num_tokens", [16, 70])
+def test_tiles_of_int4_match_float64(scheme: GroupScheme, tile: LinearTile, num_tokens: int) -> None:
+    """One tile of tokens or several, weights that are scaled or their sums, and features that end within a step."""
+    linear, weight, _ = make(scheme)
+    x, norm = torch.randn(num_tokens, COLUMNS, device=DEVICE).bfloat16(), torch.rand(COLUMNS) + 0.5
+    workspace, own = SplitKWorkspace(torch.device(DEVICE)), linear.weight
+    product = normed(x, norm.to(DEVICE)) @ weight.T
+    gate, up = product.chunk(2, dim=-1)
+    after: dict[str, Any] = {"norm": norm.to(DEVICE), "eps": EPS, "tile": tile}
+    gated = small_linear(x, own, workspace, activation="silu", **after)
+    assert error(gated, torch.nn.functional.silu(gate) * up) < 0.02
+    hidden, next_norm = (
+        torch.randn(num_tokens, ROWS, device=DEVICE).bfloat16(),
+        NextNorm(torch.rand(ROWS) + 0.5),
+    )
+    next_norm.weight = next_norm.weight.to(DEVICE)
+    expected = hidden.double() + product
+    y = small_linear(x, own, workspace, residual=hidden, next_norm=next_norm, **after)
+    assert error(y, expected) < 0.012
+    assert next_norm.scaled is not None
+    assert next_norm.squares is not None
+    assert error(next_norm.scaled, expected * next_norm.weight.double()) < 0.012
+    torch.testing.assert_close(next_norm.squares.sum(0), y.float().square().sum(1), rtol=1e-4, atol=0.0)
+    # Half of the norm is already done.
+    scaled, squares = (x.double() * norm.to(DEVICE)).bfloat16(), x.float().square().sum(1)[None]
+    y = small_linear(scaled, own, workspace, squares=squares, eps=EPS, tile=tile)
+    assert error(y, product) < 0.012
+    assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_16_bits_are_held_exactly(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scales, zeros = torch.rand(7, 3).to(dtype).float(), torch.randint(0, 17, (7, 3), dtype=torch.uint8)
+    words = pack_int4_scales(scales, zeros, 3)
+    assert torch.equal((words & -256).view(torch.float32).T, scales)
+    assert torch.equal((words & 255).T, zeros.int())
+    assert pack_int4_scales(scales[:, :1], None, 5).shape == (5, 7)
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_int4_is_dequantized_exactly(group: int) -> None:
+    torch.manual_seed(0)
+    scheme = GroupScheme("int4", group, zeros=True)
+    matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
+    matrix.scales.copy_(matrix.scales.bfloat16())
+    linear = TritonKernels(torch.float32, DEVICE).linear(COLUMNS, ROWS, torch.float32, False, scheme=scheme)
+    linear.load(matrix)
+    assert isinstance(linear, QuantizedTritonLinear)
+    assert isinstance(linear.weight, QuantizedWeight)
+    assert torch.equal(dequantize(linear.weight, COLUMNS, torch.float32), matrix.dequantize())
+
+
+@pytest.mark.parametrize("shared_bytes", [227 << 10, 99 << 10])
+@pytest.mark.parametrize(("rows", "features"), [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)])
+def test_tiles_of_int4_fit_the_workspace_and_the_chip(rows: int, features: int, shared_bytes: int) -> None:
+    workspace = SplitKWorkspace(torch.device("meta"))
+    for num_tokens in (16, 32, 64, 128, 256):
+        tile = choose_small_quantized(num_tokens, rows, features, INT4, 128, 132, shared_bytes)
+        if tile.split_k > 1:
+            workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
+        assert tile.stages * tile.block_k * (2 * tile.block_m + tile.block_n // 2) <= shared_bytes
 
 
 def test_other_schemes_are_held_as_plain_weights() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache
+from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache, QuantizedKV
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
@@ -105,7 +105,7 @@ class TritonAttention:
             prefix_attention(
                 qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, pdl
             )
-        tile = tuning.decode_for(len(qkv), inputs.short_context)
+        tile = tuning.decode_for(len(qkv), inputs.short_context, isinstance(cache, QuantizedKV))
         decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, pdl, out)
         if step.chunks is not None:
             tile, tma = tuning.chunk, tuning.descriptors

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer, LayerCache, halves
+from inflight.attention.triton.code_pages import first_code_blocks, prefetch_codes, take_code_pages
 from inflight.attention.triton.plan import DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
@@ -54,7 +55,8 @@ def decode_attention(
         qkv, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
         layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
         FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
-        SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)),
+        SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)), CODES=tile.codes and scales is not None,
+        PREFETCH=tile.prefetch and pdl,
         **paged_constants(qkv, blocks, layer, tile, pdl),
     )  # fmt: skip
 
@@ -69,7 +71,8 @@ def _decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
     FIELDS: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, CODES: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # Load the whole item before it is known to exist, so that nothing waits twice for memory.
@@ -91,7 +94,12 @@ def _decode(
         scales += head * BLOCK_SIZE
     table = tables + table_row.to(tl.int64) * table_stride
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
+    if CODES:
+        blocks = first_code_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
+        if PREFETCH:
+            prefetch_codes(keys, blocks, begin, value_offset, BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+    else:
+        blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     launch_dependents_then_wait(PDL)
     if not is_item:
         return
@@ -99,11 +107,17 @@ def _decode(
     row = tl.arange(0, ROWS)  # the group's queries; rows past the group repeat its last one
     query = entry.to(tl.int64) * qkv_stride + (head * GROUP + tl.minimum(row, GROUP - 1)) * HEAD_DIM
     q = load_rows(qkv + query, HEAD_DIM, DIM)
-    acc, row_max, row_sum = take_pages(
-        q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32), keys, scales, table, blocks, begin, end, None, scale, value_offset,
-        BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION, CAP,
-    )  # fmt: skip
+    if CODES:
+        acc, row_max, row_sum = take_code_pages(
+            q, keys, scales, table, blocks, begin, end, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE,
+            BLOCK_N, WINDOW, CAP,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = take_pages(
+            q, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), keys, scales, table, blocks, begin, end, None, scale, value_offset,
+            BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, False, True, PRECISION, CAP,
+        )  # fmt: skip
     if SINKS:  # part of the only split, or added when splits are merged
         sink = load_sinks(sinks, head * GROUP + tl.minimum(row, GROUP - 1))
         alone = tl.where(num_splits == 1, sink, float("-inf"))

@@ -54,7 +54,8 @@ class DecodeWork:
 
 class AttentionPlanner:
     """Plans the steps of layers whose heads have one shape, with at most `max_entries` entries. Remembers which decodes
-    share a prefix."""
+    share a prefix. If keys and values of some of these layers are quantized, plans are best for those, and right for
+    all."""
 
     def __init__(
         self,
@@ -64,12 +65,14 @@ class AttentionPlanner:
         max_entries: int,
         num_processors: int,
         share_prefixes: bool = True,
+        is_quantized: bool = False,
     ) -> None:
         self.tuning = tuning
         self.heads = heads
         self.block_size = block_size
         self.max_entries = max_entries
         self.share_prefixes = share_prefixes
+        self.is_quantized = is_quantized
 
         self._processors_per_head = num_processors / heads.num_kv_heads
         self._decode_extra_items = self._items(DECODE_EXTRA_PROGRAMS)
@@ -89,7 +92,8 @@ class AttentionPlanner:
     # ---- capacities ----
 
     def max_decode_items(self, num_entries: int) -> int:
-        return max(num_entries + self._decode_extra_items, self._items(self.tuning.most_programs))
+        most_programs = self.tuning.most_programs(self.is_quantized)
+        return max(num_entries + self._decode_extra_items, self._items(most_programs))
 
     def max_chunk_items(self, num_tokens: int, num_chunks: int) -> int:
         return -(-num_tokens // self.tuning.chunk_positions) + num_chunks + self.chunk_extra_items
@@ -144,7 +148,7 @@ class AttentionPlanner:
         longest = int(context_lens.max(initial=0))
         min_split = max(min_split, -(-longest // DECODE_MAX_SPLITS))
         short_context = alone and num_entries in self.short_context_sizes and longest <= SHORT_CONTEXT
-        tile = self.tuning.decode_for(num_entries, short_context)
+        tile = self.tuning.decode_for(num_entries, short_context, self.is_quantized)
         at_once = self._items(tile.programs)
         # A second round of short programs would take as long as the first.
         extra_items = max(1 if short_context else self._decode_extra_items, at_once - num_entries)

@@ -12,11 +12,63 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.layers.triton.quantized import fp8_values
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SMALLEST = tl.constexpr(-100)  # exponents of scales
 _LARGEST = tl.constexpr(118)
 # In float16 every code times such a scale is a number, even where it is subnormal.
 _SMALLEST_FLOAT16 = tl.constexpr(-15)
 _LARGEST_FLOAT16 = tl.constexpr(7)
+
+# Four codes to float16, where the device has an instruction for it: Ada, Hopper and later.
+_FP8_TO_FP16 = tl.constexpr(
+    """
+    {
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+    """
+)
+# Two words of two codes: the first codes of both become one pair of float16, and the second ones another.
+_WORDS_TO_FP16 = tl.constexpr(
+    """
+    {
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+    """
+)
+
+
+@triton.jit
+def code_values(codes):
+    """Return the numbers that uint8 codes stand for as float16, exactly. 0x7F, which is never written, is NaN."""
+    if _INTERPRETED:
+        return fp8_values(codes, tl.float16)
+    return tl.inline_asm_elementwise(_FP8_TO_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def word_values(words):
+    """Return the numbers that both codes of uint16 words stand for, as `code_values` does: the lower ones, the upper
+    ones."""
+    if _INTERPRETED:
+        return code_values((words & 0xFF).to(tl.uint8)), code_values((words >> 8).to(tl.uint8))
+    return tl.inline_asm_elementwise(
+        _WORDS_TO_FP16,
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -42,6 +94,16 @@ def scale_exponents(bits, dtype: tl.constexpr):
 def power_of_two(exponents):
     """2^exponents, in float32"""
     return ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def log2_of_power(x):
+    """Return the logarithms of powers of two, 0 and infinity."""
+    if _INTERPRETED:
+        return tl.where(x == 0.0, float("-inf"), tl.log2(tl.where(x == 0.0, 1.0, x)))
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

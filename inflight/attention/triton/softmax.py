@@ -141,7 +141,7 @@ def take_tile(
     if k_scale is not None:
         scores *= k_scale[None, :]
     if CAP > 0.0:
-        scores = _tanh(scores * (scale / CAP)) * CAP
+        scores = tanh(scores * (scale / CAP)) * CAP
         scale = 1.0
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
@@ -161,7 +161,7 @@ def take_tile(
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     small = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2 |x|) never overflows
     return tl.where(x >= 0, 1.0 - small, small - 1.0) / (1.0 + small)
 

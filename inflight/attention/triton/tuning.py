@@ -22,6 +22,10 @@ class AttentionTile:
     merged: int = 4096
     programs: float = 5.0  # programs of a split decode that run at once on a multiprocessor
     registers: int | None = None  # limit per thread, if the compiler would use more
+    codes: bool = False  # whether decodes read quantized keys and values as code_pages.py does
+    prefetch: bool = (
+        False  # whether the first tile is fetched to the L2 cache before the kernel may read it, with `codes`
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +55,22 @@ class Tuning:
     pdl: bool = False  # whether kernels are launched with programmatic dependent launch
     # For a few decodes of short contexts, where the data in flight is much of what a program reads.
     short_context: AttentionTile | None = None
+    # As `decodes`, of layers whose keys and values are quantized; empty: the same tiles as for others.
+    quantized_decodes: tuple[tuple[int, AttentionTile], ...] = ()
 
-    def decode_for(self, num_tokens: int, short_context: bool) -> AttentionTile:
+    def decode_for(self, num_tokens: int, short_context: bool, is_quantized: bool = False) -> AttentionTile:
         """Return the tile for a step of `num_tokens` tokens."""
-        if short_context and self.short_context is not None:
+        has_own = is_quantized and len(self.quantized_decodes) > 0
+        if short_context and self.short_context is not None and not has_own:
             return self.short_context
-        return next(tile for most, tile in self.decodes if num_tokens <= most)
+        return next(tile for most, tile in self._decodes(is_quantized) if num_tokens <= most)
 
-    @property
-    def most_programs(self) -> float:
-        """The largest number of programs of any decode tile."""
-        return max(tile.programs for _, tile in self.decodes)  # `short_context` has no more
+    def most_programs(self, is_quantized: bool = False) -> float:
+        """Return the largest number of programs of any decode tile."""
+        return max(tile.programs for _, tile in self._decodes(is_quantized))  # `short_context` has no more
+
+    def _decodes(self, is_quantized: bool) -> tuple[tuple[int, AttentionTile], ...]:
+        return (is_quantized and self.quantized_decodes) or self.decodes
 
     @property
     def prefix_members(self) -> int:
@@ -146,7 +155,19 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         short_context=AttentionTile(
             rows=decode_rows, keys=2 * keys, num_warps=4, num_stages=3, merged=8192, programs=1.0
         ),
+        quantized_decodes=_code_tiles(dim, group),
     )
+
+
+def _code_tiles(dim: int, group: int) -> tuple[tuple[int, AttentionTile], ...]:
+    """Tiles that read codes as `code_pages.py` does. One warp without barriers does the least work for a key, as long
+    as the accumulators of its rows fit its registers."""
+    rows = max(8, next_power_of_2(group))
+    few = AttentionTile(rows=rows, keys=64, num_warps=4, num_stages=3, programs=3.0, codes=True)
+    many = AttentionTile(rows=rows, keys=64, num_warps=2, num_stages=2, merged=2048, programs=5.0, codes=True)
+    if rows * dim <= 8 * 128:
+        many = replace(many, keys=32, num_warps=1, merged=1024, registers=128)
+    return ((32, few), (ANY, many))
 
 
 def _wide(group: int, decode_rows: int, is_hopper: bool) -> Tuning:

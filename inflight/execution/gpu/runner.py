@@ -383,13 +383,19 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
     tables of layers that other stages have."""
     backend, processors = decoder.attention, _num_processors(decoder.device)
     assert isinstance(backend, TritonAttention)
+    is_quantized = any(layer.is_quantized for layer in shape.layers)
     planners: dict[HeadShape, AttentionPlanner] = {}
     of_tables: list[AttentionPlanner | None] = [None] * len(shape.windows)
     for layer, place in zip(decoder.spec.kv_layers.values(), shape.places, strict=True):
         heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in planners:
             planners[heads] = AttentionPlanner(
-                backend.tuning_for(heads), heads, shape.block_size, max_rows, processors
+                backend.tuning_for(heads),
+                heads,
+                shape.block_size,
+                max_rows,
+                processors,
+                is_quantized=is_quantized,
             )
         of_tables[place.table] = planners[heads]
     return of_tables

@@ -15,9 +15,9 @@ from inflight.layers.triton.quantized import (
     PLAIN,
     converted,
     dot_codes,
-    group_product,
+    int4_product,
+    int4_values,
     less_zeros,
-    nibbles,
     products,
     quantized,
 )
@@ -30,12 +30,12 @@ class ExpertWeights:
     """One matrix of each expert. Gate and up are one matrix in which row 2i is the gate of output i, and row 2i + 1 its
     up."""
 
-    weight: Tensor  # [E, N, K]; of MXFP4 words [E, N, 32 * tiles], of int4 [E, N, bytes]
+    weight: Tensor  # [E, N, K]; of MXFP4 words [E, N, 32 * tiles], of int4 [E, N, words]
     bias: Tensor | None = None  # [E, N]
     kind: int = PLAIN  # see `quantized.py`
     group: int = 0  # columns that share a scale; 0: all
-    scales: Tensor | None = None  # [E, groups, N] float32; of MXFP4 [E, tiles, N] int32
-    zeros: Tensor | None = None  # [E, groups, N] int8; of int4 less 8
+    scales: Tensor | None = None  # [E, groups, N] float32; of int4 int32, of MXFP4 [E, tiles, N] int32
+    zeros: Tensor | None = None  # [E, groups, N] int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +124,23 @@ def multiply_byte_pairs(
 
 @triton.jit
 def multiply_int4_pairs(
-    x_rows, rows, scales, zeros, place, stride, is_live, K,
+    x_rows, rows, scale_rows, stride, is_live, K,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of pairs with rows of 4-bit weights, two groups at a time: [BLOCK_N, BLOCK_M]. Arguments are as
-    for `multiply_byte_pairs`."""
+    """Multiply a block of pairs with rows of 4-bit weights, group by group: [BLOCK_N, BLOCK_M]. Pointers are as for
+    `multiply_byte_pairs`; scales of the next group are `stride` further."""
     k = tl.arange(0, GROUP)
+    word = tl.arange(0, GROUP // 4)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, K, 2 * GROUP, num_stages=STAGES):
-        packed = tl.load(rows[:, None] + (start // 2 + k)[None, :])
-        weights = nibbles(packed, x_rows.dtype.element_ty)
-        for half in tl.static_range(2):
-            column = start + half * GROUP + k
-            live = (column < K)[:, None] & is_live[None, :]
-            features = tl.load(x_rows[None, :] + column[:, None], mask=live, other=0.0)
-            at = place + (start // GROUP + half) * stride
-            acc += group_product(weights[half], features, scales, zeros, at, PRECISION)
+    for group in tl.range(0, tl.cdiv(K, GROUP), num_stages=STAGES):
+        words = tl.load(rows[:, None] + (group * (GROUP // 4) + word)[None, :])
+        scale = tl.load(scale_rows + group * stride)
+        column = group * GROUP + k
+        live = (column < K)[:, None] & is_live[None, :]
+        features = tl.load(x_rows[None, :] + column[:, None], mask=live, other=0.0)
+        weights = int4_values(words, scale, GROUP, False, x_rows.dtype.element_ty)
+        acc += int4_product(weights, features, scale, PRECISION)
     return acc
 
 

@@ -51,7 +51,7 @@ def _grouped_kernel(
     x,  # GATED: [T, K], else [max_blocks * BLOCK_M, K] in the order of the blocks
     x_scales,  # [rows of x, groups] float32 of quantized inputs, or None
     factors,  # [T] float32, or None: the half of the norm that is left to do
-    weight,  # [E, num_rows, K]; of MXFP4 words, of int4 bytes
+    weight,  # [E, num_rows, K]; of MXFP4 and int4 words
     scales,  # of quantized weights, and their zero points: see `ExpertWeights`
     zeros,
     bias,  # [E, num_rows], or None
@@ -133,12 +133,12 @@ def _grouped_kernel(
                 x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, ONE_DOT, PRECISION
             )
         elif CODES == 3:
-            num_pairs = tl.cdiv(K, 2 * GROUP)
-            rows = weight + (expert * num_rows + row) * (num_pairs * GROUP)
-            place = expert * (2 * num_pairs) * num_rows + row
+            num_groups = tl.cdiv(K, GROUP)
+            rows = weight + (expert * num_rows + row) * (num_groups * (GROUP // 4))
+            scale_rows = scales + expert * num_groups * num_rows + row
             acc = multiply_int4_pairs(
-                x_rows, rows, scales, zeros, place, num_rows, is_live, K, GROUP, BLOCK_M, BLOCK_N, STAGES, PRECISION
-            )  # fmt: skip
+                x_rows, rows, scale_rows, num_rows, is_live, K, GROUP, BLOCK_M, BLOCK_N, STAGES, PRECISION
+            )
         else:
             rows = weight + (expert * num_rows + row) * K
             num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1

@@ -34,6 +34,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _FETCH_AHEAD = 4 << 20  # bytes in the L2 cache for all programs together: about 1 us of memory bandwidth
 # Lanes of one warp that request the same bytes issue one request.
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+_FETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
 
 class SplitKWorkspace:
@@ -70,11 +71,12 @@ def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def multiply_plain(
-    x, rows, norm, first, last, num_tokens, K,
+    x, rows, row, norm, scales, first, last, num_tokens, K,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one token at a time."""
+    """Multiply one token at a time. Weights may be fp8 or int8 (CODES 1 and 5); without tensor cores, quantizing their
+    inputs would gain nothing."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -83,15 +85,27 @@ def multiply_plain(
         limit = BLOCK_K if EVEN_K else last - start
         inside = k < limit
         pointers = rows[:, None] + (start + k)[None, :]
-        w = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        zero = 0 if CODES == 5 else 0.0
+        w = tl.load(pointers, mask=inside[None, :], other=zero, eviction_policy="evict_first").to(tl.float32)
+        if GROUP != 0:
+            num_groups = tl.cdiv(K, GROUP)
+            group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            places = row[:, None] * num_groups + group[None, :]
+            group_scales = tl.load(scales + places, mask=(group < num_groups)[None, :], other=0.0)
         for token in tl.static_range(BLOCK_M):
             live = k < tl.where(token < num_tokens, limit, 0)
             features = tl.load(x + token * K + start + k, mask=live, other=0.0).to(tl.float32)
             if norm is not None:
                 squares += tl.where(m == token, tl.sum(features * features, 0), 0.0)
                 features *= tl.load(norm + start + k, mask=inside, other=0.0)
-            product = tl.sum(w * features[None, :], 1)  # [BLOCK_N]
+            if GROUP == 0:
+                product = tl.sum(w * features[None, :], 1)  # [BLOCK_N]
+            else:
+                parts = tl.reshape(w * features[None, :], [BLOCK_N, BLOCK_K // GROUP, GROUP])
+                product = tl.sum(tl.sum(parts, 2) * group_scales, 1)
             acc += tl.where((m == token)[None, :], product[:, None], 0.0)
+    if CODES != 0 and GROUP == 0:
+        acc *= tl.load(scales + row)[:, None]
     return acc, squares
 
 
@@ -138,6 +152,21 @@ def fetch_into_l2(pointers, num_bytes):
     """Prefetch `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16) without waiting."""
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_scales(
+    scales, tile, num_out, num_rows, first, last, GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Prefetch the scales, 4 bytes each, of the tile's rows in groups [first, last), one line of 32 for each thread.
+    `scales` is [groups, num_rows]."""
+    LINES: tl.constexpr = BLOCK_N // 32
+    lane = tl.arange(0, LANES)
+    group = tl.minimum(first + lane // LINES, last - 1)
+    pointers = scales + group * num_rows + weight_rows(lane % LINES * 32, tile, num_out, GATE, BLOCK_N)
+    tl.inline_asm_elementwise(
+        _FETCH_LINE, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

@@ -5,11 +5,14 @@
 The sum of each group of features is scaled before it is added, so that long rows keep their precision; sums of int8
 products are exact.
 
-4-bit codes are packed so that no lane has to be shuffled. Byte b of a row holds two columns that are one group apart:
+4-bit codes are packed four to a 16-bit word, in the order in which the tensor cores hold their left operand: a thread's
+codes of one row and group are adjacent, so it loads up to 16 bytes at once, and each step of the conversion gives two
+numbers that belong into the same register. No lane is shuffled. In a group,
 
-    column = b // GROUP * 2 * GROUP + b % GROUP  (low nibble),  column + GROUP  (high nibble)
+    code i of word (t, s, p) is column 32 s + 16 (i // 2) + 8 (i % 2) + 2 t + p,   0 <= t < 4, 0 <= p < 2
 
-A missing last group has scale 0. `quantize_rows` quantizes inputs to fp8 or int8 with one scale for each token, or for
+The scale of a group is a float32 with its zero point in the lowest eight bits, whose values are far below the precision
+of products; one load gives both. `quantize_rows` quantizes inputs to fp8 or int8 with one scale for each token, or for
 each group of features of a token, and applies the norm before; `dequantize` writes weights as plain numbers.
 """
 
@@ -21,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from inflight.layers.triton.linear_parts import dot
 from inflight.triton_utils.padding import padded_empty
@@ -39,30 +43,51 @@ _ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
 _ROW_GROUP = 128  # columns of the groups into which rows of 4-bit codes with a single scale are cut
 _DEQUANTIZED = 256  # columns of rows with one scale that a program dequantizes
 
-# Four bytes to four low and four high nibbles, less 8, as bfloat16. A nibble in the mantissa of 128.0 is 128 + nibble.
-_NIBBLES_TO_BF16 = tl.constexpr(
+# Two words, and 128 plus the zero point twice -> two bfloat16 of each of the four codes, less the zero point. A code in
+# the mantissa of 128.0 is 128 + code; the difference is exact.
+_WORDS_TO_BF16 = tl.constexpr(
     """
     {
-    .reg .b32 t0, t1, s0, s1, mask, base, one, less;
-    mov.b32 mask, 0x000F000F;
-    mov.b32 base, 0x43004300;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 less, 0xC308C308;
-    prmt.b32 t0, $4, 0, 0x4140;
-    prmt.b32 t1, $4, 0, 0x4342;
-    shr.b32 s0, t0, 4;
-    shr.b32 s1, t1, 4;
-    lop3.b32 t0, t0, mask, base, 0xEA;
-    lop3.b32 t1, t1, mask, base, 0xEA;
-    lop3.b32 s0, s0, mask, base, 0xEA;
-    lop3.b32 s1, s1, mask, base, 0xEA;
-    fma.rn.bf16x2 $0, t0, one, less;
-    fma.rn.bf16x2 $1, t1, one, less;
-    fma.rn.bf16x2 $2, s0, one, less;
-    fma.rn.bf16x2 $3, s1, one, less;
+    .reg .b32 t0, t1, t2, t3;
+    shr.b32 t1, $4, 4;
+    shr.b32 t2, $4, 8;
+    shr.b32 t3, $4, 12;
+    lop3.b32 t0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t1, t1, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t2, t2, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t3, t3, 0x000F000F, 0x43004300, 0xEA;
+    sub.bf16x2 $0, t0, $5;
+    sub.bf16x2 $1, t1, $5;
+    sub.bf16x2 $2, t2, $5;
+    sub.bf16x2 $3, t3, $5;
     }
     """
 )
+# The same times a scale.
+_WORDS_TO_SCALED_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 t0, t1, t2, t3;
+    shr.b32 t1, $4, 4;
+    shr.b32 t2, $4, 8;
+    shr.b32 t3, $4, 12;
+    lop3.b32 t0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t1, t1, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t2, t2, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 t3, t3, 0x000F000F, 0x43004300, 0xEA;
+    sub.bf16x2 t0, t0, $5;
+    sub.bf16x2 t1, t1, $5;
+    sub.bf16x2 t2, t2, $5;
+    sub.bf16x2 t3, t3, $5;
+    mul.bf16x2 $0, t0, $6;
+    mul.bf16x2 $1, t1, $6;
+    mul.bf16x2 $2, t2, $6;
+    mul.bf16x2 $3, t3, $6;
+    }
+    """
+)
+# Wait for all products of the tensor cores.
+_WAIT = tl.constexpr("wgmma.wait_group.sync.aligned 0; mov.u32 $0, 0;")
 # Four bytes of fp8 to bfloat16. Its bits in the middle of a bfloat16 are the same number times 2^-120.
 _FP8_TO_BF16 = tl.constexpr(
     """
@@ -129,21 +154,54 @@ def products(a, b):
 
 
 @triton.jit
-def nibbles(packed, dtype: tl.constexpr):
-    """Return the low and the high nibbles of uint8, less 8."""
+def _int4_scale(words):
+    """Return the scales of groups as float32."""
+    return (words & -256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _int4_code(words, zero, scale, CODE: tl.constexpr, dtype: tl.constexpr):
+    values = ((words >> (4 * CODE)) & 15).to(tl.float32) - zero.to(tl.float32)[:, None]
+    if scale is not None:
+        values *= scale[:, None]
+    return values.to(dtype)
+
+
+@triton.jit
+def int4_values(words, scales, GROUP: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr):
+    """Return the weights [BLOCK_N, GROUP] of one group, in the order of columns, from its words (int16 [BLOCK_N,
+    GROUP // 4]) and scales (int32 [BLOCK_N]). They are multiplied by the scale only if SCALED."""
+    BLOCK_N: tl.constexpr = words.shape[0]
     if dtype == tl.bfloat16 and not _INTERPRETED:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_TO_BF16,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+        zero = ((scales & 255) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+        if SCALED:
+            rounded = ((scales + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+            a, b, c, d = tl.inline_asm_elementwise(
+                _WORDS_TO_SCALED_BF16,
+                "=&r,=&r,=&r,=&r,r,r,r",
+                [words, zero, rounded],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _WORDS_TO_BF16,
+                "=&r,=&r,=&r,=&r,r,r",
+                [words, zero],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
     else:
-        low = ((packed & 15).to(tl.int32) - 8).to(tl.float32).to(dtype)
-        high = ((packed >> 4).to(tl.int32) - 8).to(tl.float32).to(dtype)
-    return low, high
+        zero, scale = scales & 255, _int4_scale(scales) if SCALED else None
+        a = _int4_code(words, zero, scale, 0, dtype)
+        b = _int4_code(words, zero, scale, 1, dtype)
+        c = _int4_code(words, zero, scale, 2, dtype)
+        d = _int4_code(words, zero, scale, 3, dtype)
+    codes = tl.join(tl.join(a, b), tl.join(c, d))  # [.., i % 2, i // 2]
+    parts = tl.reshape(codes, [BLOCK_N, 4, GROUP // 32, 2, 2, 2])  # row, t, s, p, i % 2, i // 2
+    return tl.reshape(tl.permute(parts, [0, 2, 5, 4, 1, 3]), [BLOCK_N, GROUP])
 
 
 @triton.jit
@@ -180,10 +238,14 @@ def less_zeros(weights, zeros):
 
 
 @triton.jit
-def _features(x, norm, k, last, m, num_tokens, K):
-    """Return features k of all tokens [BLOCK_K, BLOCK_M], scaled by the norm's weights, and their squares before."""
+def _features(x, norm, k, last, m, num_tokens, K, EVEN_K: tl.constexpr = False):
+    """Return features k of tokens m [BLOCK_K, BLOCK_M], scaled by the norm's weights, and their squares before. With
+    EVEN_K, all of the features exist."""
     inside = k < last
-    live = inside[:, None] & (m < num_tokens)[None, :]
+    if EVEN_K:
+        live = (m < num_tokens)[None, :]
+    else:
+        live = inside[:, None] & (m < num_tokens)[None, :]
     features = tl.load(x + m[None, :] * K + k[:, None], mask=live, other=0.0)
     squares = tl.zeros([1, 1], tl.float32)
     if norm is not None:
@@ -259,6 +321,8 @@ def multiply_bytes(
         if GROUP != 0:
             part *= tl.load(scales + place)[:, None]
         acc += part
+        if GROUP == 0 and CODES != 1 and CODES != 5:
+            _wait_for_products(start)
     if GROUP == 0:
         acc *= tl.load(scales + row)[:, None]
     return acc, tl.sum(squares, 0)
@@ -266,49 +330,69 @@ def multiply_bytes(
 
 @triton.jit
 def multiply_int4(
-    x, rows, row, norm, scales, zeros, first, last, num_tokens, K,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, rows, row, norm, scales, first, last, token, num_tokens, num_rows, K,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all tokens with 4-bit weights, two groups at a time."""
-    m = tl.arange(0, BLOCK_M)
+    """Multiply the tokens from `token` on with 4-bit weights, group by group, and BLOCK_K features at a time. Sums of
+    groups are scaled, or, if SCALED, the weights before, so that one sum goes through all groups."""
+    m = token + tl.arange(0, BLOCK_M)
     k = tl.arange(0, GROUP)
+    word = tl.arange(0, GROUP // 4)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([GROUP, BLOCK_M], tl.float32)
-    num_groups = tl.cdiv(K, 2 * GROUP) * 2
-    for start in tl.range(first, last, 2 * GROUP, num_stages=STAGES):
-        packed = tl.load(rows[:, None] + (start // 2 + k)[None, :], eviction_policy="evict_first")
-        low, high = nibbles(packed, x.dtype.element_ty)
-        place = row * num_groups + start // GROUP
-        features, own = _features(x, norm, start + k, last, m, num_tokens, K)
-        acc += group_product(low, features, scales, zeros, place, PRECISION)
-        if norm is not None:
-            squares += own
-        features, own = _features(x, norm, start + GROUP + k, last, m, num_tokens, K)
-        acc += group_product(high, features, scales, zeros, place + 1, PRECISION)
-        if norm is not None:
-            squares += own
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        for part in tl.static_range(BLOCK_K // GROUP):
+            group = start // GROUP + part
+            pointers = rows[:, None] + (group * (GROUP // 4) + word)[None, :]
+            if EVEN_K:
+                words = tl.load(pointers, eviction_policy="evict_first")
+                scale = tl.load(scales + group * num_rows + row)
+            else:  # features past the last are 0, but their weights must be finite
+                exists = tl.full([BLOCK_N], group * GROUP, tl.int32) < last
+                words = tl.load(pointers, mask=exists[:, None], other=0, eviction_policy="evict_first")
+                scale = tl.load(scales + group * num_rows + row, mask=exists, other=0)
+            features, own = _features(x, norm, start + part * GROUP + k, last, m, num_tokens, K, EVEN_K)
+            if norm is not None:
+                squares += own
+            weights = int4_values(words, scale, GROUP, SCALED, x.dtype.element_ty)
+            if SCALED:
+                acc = dot(weights, features, acc, PRECISION)
+            else:
+                acc += int4_product(weights, features, scale, PRECISION)
+        if SCALED:
+            _wait_for_products(start)
     return acc, tl.sum(squares, 0)
 
 
 @triton.jit
-def group_product(weights, features, scales, zeros, place, PRECISION: tl.constexpr):
-    """Return the product over one group, whose scales and zero points are at `place` [BLOCK_N]."""
-    if zeros is not None:
-        weights = less_zeros(weights, tl.load(zeros + place))
+def int4_product(weights, features, scales, PRECISION: tl.constexpr):
+    """Return the product over one group, whose weights are not scaled."""
     empty = tl.zeros([weights.shape[0], features.shape[1]], tl.float32)
-    return dot(weights, features, empty, PRECISION) * tl.load(scales + place)[:, None]
+    return dot(weights, features, empty, PRECISION) * _int4_scale(scales)[:, None]
+
+
+@triton.jit
+def _wait_for_products(scalar):
+    """Wait for the tensor cores at the end of an iteration, on Hopper. Its compiler (ptxas) does not allow products of
+    numbers in registers to be in flight from one iteration to the next. If they are, it makes each product of 16
+    features wait for the previous one, instead of converting weights meanwhile."""
+    if not _INTERPRETED:
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+            tl.inline_asm_elementwise(_WAIT, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """Weights [N, K] as kernels read them; plain ones if `kind` is 0."""
 
-    codes: Tensor  # [N, K], or [N, bytes] of 4-bit codes
+    codes: Tensor  # [N, K], or [N, words] of 4-bit codes
     kind: int = 0
     group: int = 0  # columns that share a scale; 0: all
-    scales: Tensor | None = None  # [N, groups] float32; of 4-bit codes an even number of groups
-    zeros: Tensor | None = None  # the same; of 4-bit codes less 8, of int8 as int8
+    scales: Tensor | None = (
+        None  # [N, groups] float32; of 4-bit codes [groups, N] int32, with the zero points
+    )
+    zeros: Tensor | None = None  # [N, groups] int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,44 +475,46 @@ def quantize_rows(
 
 
 def int4_shape(group: int, num_columns: int) -> tuple[int, int, int]:
-    """Return how rows of 4-bit codes are held: the columns of a group, bytes and groups. `group` is that of the scheme;
+    """Return how rows of 4-bit codes are held: the columns of a group, words and groups. `group` is that of the scheme;
     a row with a single scale is cut into groups, too."""
     group = group or _ROW_GROUP
-    num_pairs = -(-num_columns // (2 * group))
-    return group, num_pairs * group, 2 * num_pairs
+    num_groups = -(-num_columns // group)
+    return group, num_groups * group // 4, num_groups
 
 
 def pack_int4(codes: Tensor, group: int) -> Tensor:
-    """[N, K] uint8 -> [N, bytes] uint8, in the order that `multiply_int4` reads."""
-    num_rows, num_columns = codes.shape
-    missing = -num_columns % (2 * group)
-    if missing:
-        codes = torch.nn.functional.pad(codes, (0, missing))
-    pairs = codes.view(num_rows, -1, 2, group)
-    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
+    """[N, K] uint8 -> words [N, words] int16, in the order that `multiply_int4` reads."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % group)).to(torch.int32)
+    parts = codes.view(len(codes), -1, group // 32, 2, 2, 4, 2)  # row, group, s, i // 2, i % 2, t, p
+    words = torch.zeros_like(parts[:, :, :, 0, 0])
+    for code in range(4):
+        words |= parts[:, :, :, code // 2, code % 2] << (4 * code)
+    return words.transpose(2, 3).to(torch.int16).flatten(1)
+
+
+def pack_int4_scales(scales: Tensor, zeros: Tensor | None, num_groups: int) -> Tensor:
+    """[N, groups] float32 and uint8 -> [num_groups, N] int32. One scale of a whole row is repeated."""
+    rounded = scales.float().contiguous().view(torch.int32) + 128 & -256
+    words = rounded | (8 if zeros is None else zeros.to(torch.int32))
+    return words.T.expand(num_groups, -1)
 
 
 @triton.jit
 def _dequantize_int4_kernel(
-    packed, scales, zeros, out, num_rows, K, num_pairs, GROUP: tl.constexpr, ROWS: tl.constexpr
+    codes, scales, out, num_rows, K, num_groups, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    live = (row < num_rows)[:, None]
-    pair = tl.program_id(1)
-    k = tl.arange(0, GROUP)
-    codes = tl.load(packed + (row * num_pairs + pair)[:, None] * GROUP + k[None, :], mask=live, other=0)
-    low, high = nibbles(codes, out.dtype.element_ty)
-    low, high = low.to(tl.float32), high.to(tl.float32)
-    place = (row * num_pairs + pair) * 2
-    if zeros is not None:
-        low -= tl.load(zeros + place, mask=row < num_rows, other=0.0)[:, None]
-        high -= tl.load(zeros + place + 1, mask=row < num_rows, other=0.0)[:, None]
-    low *= tl.load(scales + place, mask=row < num_rows, other=0.0)[:, None]
-    high *= tl.load(scales + place + 1, mask=row < num_rows, other=0.0)[:, None]
-    column = (pair * 2 * GROUP + k)[None, :]
-    start = out + row[:, None] * K + column
-    tl.store(start, low.to(out.dtype.element_ty), mask=live & (column < K))
-    tl.store(start + GROUP, high.to(out.dtype.element_ty), mask=live & (column + GROUP < K))
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    group = tl.program_id(0)  # neighbours write adjacent columns
+    word = tl.arange(0, GROUP // 4)
+    places = (row.to(tl.int64) * num_groups + group)[:, None] * (GROUP // 4) + word[None, :]
+    words = tl.load(codes + places, mask=live[:, None], other=0)
+    scale = tl.load(scales + group * num_rows + row, mask=live, other=0)
+    values = int4_values(words, scale, GROUP, False, out.dtype.element_ty).to(tl.float32)
+    values *= _int4_scale(scale)[:, None]
+    column = group * GROUP + tl.arange(0, GROUP)
+    start = out + row.to(tl.int64)[:, None] * K + column[None, :]
+    tl.store(start, values.to(out.dtype.element_ty), mask=live[:, None] & (column < K)[None, :])
 
 
 @triton.jit
@@ -456,15 +542,14 @@ def dequantize(weight: QuantizedWeight, num_columns: int, dtype: torch.dtype) ->
     num_rows = len(codes)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
     if weight.kind == INT4:
-        num_pairs, rows = codes.shape[1] // group, max(1, 4096 // group)
-        _dequantize_int4_kernel[(triton.cdiv(num_rows, rows), num_pairs)](
+        num_groups, rows = len(scales), 8192 // group
+        _dequantize_int4_kernel[(num_groups, triton.cdiv(num_rows, rows))](
             codes,
             scales,
-            weight.zeros,
             out,
             num_rows,
             num_columns,
-            num_pairs,
+            num_groups,
             GROUP=group,
             ROWS=rows,
             num_warps=4,

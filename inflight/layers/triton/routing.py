@@ -2,6 +2,9 @@
 
 A *pair* is a token and one of its experts; pair p belongs to token p // top_k. Padding tokens have no experts.
 
+For few tokens, one kernel computes the router's logits and chooses: the program that computes a token's last logit goes
+on to choose its experts. With more tokens the logits come from a linear layer.
+
 Pairs are grouped by expert with one atomic addition each: the number of pairs that an expert already has is the place
 of the next one. Their order among each other differs from run to run, but no result depends on it: a pair's product is
 a row of its own, and a token's products are added in the order of its experts.
@@ -58,20 +61,111 @@ def _choose_kernel(
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     launch_dependents_then_wait(PDL)
+    num_logits, num_own = _allowed(live, token, num_experts, num_held)
+    # Whatever is in a padding token's logits is not read.
+    values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=expert < num_logits, other=0.0)
+    if squares is not None:
+        tl.store(factors + token, _norm_factor(squares, token, num_tokens, num_squares, K, eps, SQUARES))
+    _choose(
+        values, token, num_logits, num_own, correction, expert_scales, ids, weights, totals, counts, pairs,
+        num_tokens, num_experts, first_held, num_held, scale, SCORES, NORMALISE, TOP_K, PADDED_K, BLOCK_E,
+        NUM_GROUPS, TOP_GROUPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_squares"])
+def _route_kernel(
+    x,  # [T, K], half normed: see `NextNorm`
+    router,  # [E, K]
+    bias,  # [E], or None
+    logits,  # [T, E] float32, before norm and bias
+    arrived,  # [T] int32, zero: how many of a token's logits are there
+    correction,  # from here on as for `_choose_kernel`
+    expert_scales,
+    live,
+    squares,
+    ids,
+    weights,
+    totals,
+    factors,
+    counts,
+    pairs,
+    num_tokens,
+    num_experts,
+    first_held,
+    num_held,
+    num_squares,
+    K,
+    eps,
+    scale,
+    BLOCK_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute one logit. The last program of a token chooses its experts."""
+    token, own = tl.program_id(0) // num_experts, tl.program_id(0) % num_experts
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    row = tl.load(router + own.to(tl.int64) * K + k, mask=inside, other=0.0)
+    launch_dependents_then_wait(PDL)
+    features = tl.load(x + token.to(tl.int64) * K + k, mask=inside, other=0.0)
+    factor = _norm_factor(squares, token, num_tokens, num_squares, K, eps, SQUARES)
+    num_logits, num_own = _allowed(live, token, num_experts, num_held)
+    token_logits = logits + token.to(tl.int64) * num_experts
+    tl.store(token_logits + own, tl.sum(row.to(tl.float32) * features.to(tl.float32), 0))
+    tl.debug_barrier()  # the store comes before the atomic that announces it
+    if tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu") == num_experts - 1:
+        tl.store(arrived + token, 0)
+        tl.store(factors + token, factor)
+        expert = tl.arange(0, BLOCK_E)
+        is_read = expert < num_logits
+        values = tl.load(token_logits + expert, mask=is_read, other=0.0, cache_modifier=".cg") * factor
+        if bias is not None:
+            values += tl.load(bias + expert, mask=is_read, other=0.0).to(tl.float32)
+        _choose(
+            values, token, num_logits, num_own, correction, expert_scales, ids, weights, totals, counts, pairs,
+            num_tokens, num_experts, first_held, num_held, scale, SCORES, NORMALISE, TOP_K, PADDED_K, BLOCK_E,
+            NUM_GROUPS, TOP_GROUPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _allowed(live, token, num_experts, num_held):
+    """Return how many logits of a token are read, and how many of the experts held here it may have."""
     num_logits = num_experts
     num_own = num_held
     if live is not None:
         is_live = tl.load(live + token) >= 0
         num_logits = tl.where(is_live, num_experts, 0)
         num_own = tl.where(is_live, num_held, 0)
+    return num_logits, num_own
+
+
+@triton.jit
+def _norm_factor(squares, token, num_tokens, num_squares, K, eps, SQUARES: tl.constexpr):
+    i = tl.arange(0, SQUARES)
+    sums = tl.load(squares + i * num_tokens + token, mask=i < num_squares, other=0.0)
+    return tl.rsqrt(tl.sum(sums, 0) / K + eps)
+
+
+@triton.jit
+def _choose(
+    values, token, num_logits, num_own, correction, expert_scales, ids, weights, totals, counts, pairs,
+    num_tokens, num_experts, first_held, num_held, scale,
+    SCORES: tl.constexpr, NORMALISE: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of a token by its logits `values` [BLOCK_E], and store them."""
+    expert = tl.arange(0, BLOCK_E)
     exists = expert < num_experts
-    # Whatever is in a padding token's logits is not read.
-    values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=expert < num_logits, other=0.0)
     values = tl.where(exists, values, -float("inf"))
-    if squares is not None:
-        i = tl.arange(0, SQUARES)
-        sums = tl.load(squares + i * num_tokens + token, mask=i < num_squares, other=0.0)
-        tl.store(factors + token, tl.rsqrt(tl.sum(sums, 0) / K + eps))
     if SCORES == 0:
         powers = tl.exp(values - tl.max(values, 0))
         scores = powers / tl.sum(powers, 0)
@@ -164,8 +258,18 @@ class Chosen:
     groups: Groups | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RouterProduct:
+    """Logits that are still to be computed, of tokens that are half normed."""
+
+    x: Tensor  # [T, K]
+    weight: Tensor  # [E, K], K at most MAX_ROUTED_FEATURES
+    bias: Tensor | None  # [E]
+    arrived: Tensor  # [T or more] int32, zero between layers
+
+
 def choose_experts(
-    logits: Tensor,  # [T, E] float32
+    logits: Tensor | RouterProduct,  # [T, E] float32
     routing: ExpertRouting,
     totals: Tensor,  # [E] int64: increased by the tokens of each expert
     *,
@@ -178,6 +282,12 @@ def choose_experts(
     pdl: bool = False,
 ) -> Chosen:
     """Choose each token's experts. With `counts`, which must be zero, also group the tokens by expert."""
+    product = logits if isinstance(logits, RouterProduct) else None
+    if isinstance(logits, RouterProduct):
+        assert half_normed is not None
+        assert half_normed.squares is not None
+        num_tokens, device = len(logits.x), logits.x.device
+        logits = torch.empty(num_tokens, len(logits.weight), dtype=torch.float32, device=device)
     (num_tokens, num_experts), top_k, device = logits.shape, routing.top_k, logits.device
     held = range(num_experts) if held is None else held
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
@@ -189,37 +299,30 @@ def choose_experts(
     if half.squares is not None:
         factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
     num_squares = 0 if half.squares is None else len(half.squares)
-    if num_tokens:
-        _choose_kernel[(num_tokens,)](
-            logits,
-            correction,
-            scales,
-            live,
-            half.squares,
-            ids,
-            weights,
-            totals,
-            factors,
-            counts,
-            None if groups is None else groups.pairs,
-            num_tokens,
-            num_experts,
-            held.start,
-            len(held),
-            num_squares,
-            half.num_features,
-            half.eps,
-            routing.scale,
-            SCORES=_SCORES[routing.scores],
-            NORMALISE=routing.normalise,
-            TOP_K=top_k,
-            PADDED_K=triton.next_power_of_2(max(2, top_k)),
-            BLOCK_E=triton.next_power_of_2(max(2, num_experts)),
-            NUM_GROUPS=routing.num_groups,
-            TOP_GROUPS=routing.top_groups,
-            SQUARES=triton.next_power_of_2(num_squares),
-            PDL=pdl,
-            num_warps=1,
-            **launch_options(pdl),
-        )
+    arguments = (
+        correction, scales, live, half.squares, ids, weights, totals, factors, counts,
+        None if groups is None else groups.pairs, num_tokens, num_experts, held.start, len(held), num_squares,
+        half.num_features, half.eps, routing.scale,
+    )  # fmt: skip
+    constants = {
+        "SCORES": _SCORES[routing.scores],
+        "NORMALISE": routing.normalise,
+        "TOP_K": top_k,
+        "PADDED_K": triton.next_power_of_2(max(2, top_k)),
+        "BLOCK_E": triton.next_power_of_2(max(2, num_experts)),
+        "NUM_GROUPS": routing.num_groups,
+        "TOP_GROUPS": routing.top_groups,
+        "SQUARES": triton.next_power_of_2(num_squares),
+        "PDL": pdl,
+        "num_warps": 1,
+        **launch_options(pdl),
+    }
+    if num_tokens and product is None:
+        _choose_kernel[(num_tokens,)](logits, *arguments, **constants)
+    elif num_tokens and product is not None:
+        assert num_tokens <= len(product.arrived)
+        _route_kernel[(num_tokens * num_experts,)](
+            product.x, product.weight, product.bias, logits, product.arrived, *arguments,
+            BLOCK_K=triton.next_power_of_2(half.num_features), **constants,
+        )  # fmt: skip
     return Chosen(ids, weights, factors, groups)

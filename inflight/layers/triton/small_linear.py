@@ -23,6 +23,7 @@ from inflight.layers.triton.linear_parts import (
     NextNorm,
     SplitKWorkspace,
     empty_result,
+    fetch_scales,
     fetch_tile,
     launch_linear,
     leave_for_norm,
@@ -31,7 +32,13 @@ from inflight.layers.triton.linear_parts import (
     multiply_tensor_cores,
     weight_rows,
 )
-from inflight.layers.triton.quantized import QuantizedWeight, as_quantized, multiply_bytes, multiply_int4
+from inflight.layers.triton.quantized import (
+    INT4,
+    QuantizedWeight,
+    as_quantized,
+    multiply_bytes,
+    multiply_int4,
+)
 from inflight.layers.triton.tuning import (
     LinearTile,
     choose_small,
@@ -44,9 +51,9 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit
-def _places(tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+def _places(token, tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """Return the offsets of a tile's results [WIDTH, BLOCK_M], and which of them exist."""
-    m = tl.arange(0, BLOCK_M)
+    m = token + tl.arange(0, BLOCK_M)
     n = tile * WIDTH + tl.arange(0, WIDTH)
     place = m[None, :].to(tl.int64) * num_out + n[:, None]
     return place, (n < num_out)[:, None] & (m < num_tokens)[None, :]
@@ -56,8 +63,9 @@ def _places(tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexp
 def _finish(
     acc,
     sums,  # squares of each token, if NORMED
-    before,  # the residual
+    before,  # the residual; if not EARLY, a pointer to it
     next_weights,
+    token,  # first of the tile
     tile,
     bias,
     out,
@@ -68,6 +76,7 @@ def _finish(
     K,
     eps,
     NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,13 +91,16 @@ def _finish(
     if GATE != 0:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BLOCK_M]), [1, 2, 0]))
         acc = activate(gate, GATE) * up
-    place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
+    place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
     if before is not None:
-        acc += before.to(tl.float32)
+        if EARLY:
+            acc += before.to(tl.float32)
+        else:
+            acc += tl.load(before + place, mask=live, other=0.0).to(tl.float32)
     values = acc.to(out.dtype.element_ty)
     tl.store(out + place, values, mask=live)
     if next_weights is not None:
-        m = tl.arange(0, BLOCK_M)
+        m = token + tl.arange(0, BLOCK_M)
         leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 0)
 
 
@@ -127,13 +139,18 @@ def _small_linear_kernel(
     PDL: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
 ):
-    # 4-bit codes are read as bytes that hold two features each.
-    PER_ITEM: tl.constexpr = 2 if CODES == 3 else 1
-    STEP: tl.constexpr = BLOCK_K * PER_ITEM
-    row_size = K if CODES != 3 else tl.cdiv(K, STEP) * BLOCK_K
-    split, tile = tl.program_id(0) % SPLIT_K, tl.program_id(0) // SPLIT_K
-    share = tl.cdiv(tl.cdiv(K, STEP), SPLIT_K) * STEP
+    if TOKEN_TILES == 1:
+        token_tile, share_of_tile = 0, tl.program_id(0)
+    else:  # neighbours read the same weights
+        token_tile, share_of_tile = tl.program_id(0) % TOKEN_TILES, tl.program_id(0) // TOKEN_TILES
+    token = token_tile * BLOCK_M
+    # Words of 4-bit codes hold four features each.
+    row_size = K if CODES != 3 else tl.cdiv(K, GROUP) * (GROUP // 4)
+    split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     first = split * share
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
@@ -143,81 +160,87 @@ def _small_linear_kernel(
     if next_weight is not None:
         n = tile * WIDTH + tl.arange(0, WIDTH)
         next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
+    num_rows = num_out if GATE == 0 else 2 * num_out
     if PDL:
-        fetch_tile(
-            weight, tile, num_out, row_size, first // PER_ITEM, last // PER_ITEM, ahead, GATE, BLOCK_N, LANES
-        )
+        if CODES == 3:
+            begin, end = first // GROUP, tl.cdiv(last, GROUP)
+            fetch_scales(scales, tile, num_out, num_rows, begin, end, GATE, BLOCK_N, LANES)
+            begin, end = begin * (GROUP // 4), end * (GROUP // 4)
+        else:
+            begin, end = first, last
+        fetch_tile(weight, tile, num_out, row_size, begin, end, ahead, GATE, BLOCK_N, LANES)
     launch_dependents_then_wait(PDL)
+    # Load what the end of the program needs while it multiplies, unless large tiles need the registers.
+    EARLY: tl.constexpr = CODES != 3 or BLOCK_M < 64
     loaded_squares = squares
-    if squares is not None:
-        loaded_squares = load_squares(squares, num_squares, num_tokens, 0, SQUARES, BLOCK_M)
     before = residual
-    if residual is not None:
-        place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
-        before = tl.load(residual + place, mask=live, other=0.0)
+    if EARLY:
+        if squares is not None:
+            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
+        if residual is not None:
+            place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+            before = tl.load(residual + place, mask=live, other=0.0)
     row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
     rows = weight + row.to(tl.int64) * row_size
     if CODES == 3:
         acc, sums = multiply_int4(
-            x,
-            rows,
-            row,
-            norm,
-            scales,
-            zeros,
-            first,
-            last,
-            num_tokens,
-            K,
-            GROUP,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-        )
+            x, rows, row, norm, scales, first, last, token, num_tokens, num_rows, K, GROUP, EVEN_K, BLOCK_M, BLOCK_N,
+            BLOCK_K, STAGES, PRECISION, SCALED,
+        )  # fmt: skip
+    elif BLOCK_M <= 4:
+        acc, sums = multiply_plain(
+            x, rows, row, norm, scales, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            CODES, GROUP,
+        )  # fmt: skip
     elif CODES != 0:
         acc, sums = multiply_bytes(
             x, rows, row, norm, scales, zeros, first, last, num_tokens, K, GROUP, CODES, BLOCK_M, BLOCK_N, BLOCK_K,
             STAGES, PRECISION,
         )  # fmt: skip
-    elif BLOCK_M <= 4:
-        acc, sums = multiply_plain(
-            x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
-        )
     else:
         acc, sums = multiply_tensor_cores(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
         )
     if squares is not None:
+        if not EARLY:
+            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
         sums = tl.sum(loaded_squares, 0)
     if SPLIT_K == 1:
         _finish(
-            acc, sums, before, next_weights, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
-            NORMED, GATE, BLOCK_M, BLOCK_N,
+            acc, sums, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens, num_out, K,
+            eps, NORMED, EARLY, GATE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         PARTIAL_SIZE: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
         m = tl.arange(0, BLOCK_M)
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tile_partials = partials + tile.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
+        meeting = tile * TOKEN_TILES + token_tile
+        tile_partials = partials + meeting.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
         tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
         if norm is not None:
             tl.store(tile_partials + split * PARTIAL_SIZE + BLOCK_M * BLOCK_N + m, sums)
         tl.debug_barrier()  # every thread's stores come before the atomic that announces them
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counters + meeting, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             if norm is not None:
                 sums = tl.zeros([BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                partial = tile_partials + other * PARTIAL_SIZE
-                total += tl.load(partial + inner, cache_modifier=".cg")
-                if norm is not None:
-                    sums += tl.load(partial + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+            if EARLY:
+                for other in tl.static_range(SPLIT_K):
+                    partial = tile_partials + other * PARTIAL_SIZE
+                    total += tl.load(partial + inner, cache_modifier=".cg")
+                    if norm is not None:
+                        sums += tl.load(partial + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
+            else:  # all splits at once are more than the registers hold
+                for other in tl.range(0, SPLIT_K):
+                    partial = tile_partials + other * PARTIAL_SIZE
+                    total += tl.load(partial + inner, cache_modifier=".cg")
+                    if norm is not None:
+                        sums += tl.load(partial + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
+            tl.store(counters + meeting, 0)
             _finish(
-                total, sums, before, next_weights, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
-                NORMED, GATE, BLOCK_M, BLOCK_N,
+                total, sums, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens, num_out,
+                K, eps, NORMED, EARLY, GATE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
@@ -253,13 +276,16 @@ def small_linear(
             tile = choose_small_quantized(
                 bucket, num_rows, x.shape[1], quantized.kind, quantized.group, *chip
             )
-    assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
+    token_tiles = -(-num_tokens // tile.block_m)
+    assert token_tiles == 1 or quantized.kind == INT4, (
+        f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
+    )
     launch_linear(
         _small_linear_kernel,
         (x, quantized.codes, norm, quantized.scales, quantized.zeros),
         workspace,
         tile,
-        1,
+        token_tiles,
         out,
         squares=squares,
         eps=eps,
@@ -270,5 +296,7 @@ def small_linear(
         pdl=pdl,
         CODES=quantized.kind,
         GROUP=quantized.group,
+        SCALED=tile.scaled,
+        TOKEN_TILES=token_tiles,
     )
     return out

@@ -13,9 +13,12 @@ MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
+MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
+MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
+MAX_PLAIN = 2  # tokens up to which 8-bit weights are multiplied without tensor cores
 MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
-MAX_CONVERTED_SMALL = 128  # and weights that it converts
+MAX_CONVERTED_SMALL = 128  # and 8-bit weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
 _MODERATE = 24 << 20  # bytes of weights of which one or two tokens are multiplied without tensor cores
@@ -31,6 +34,7 @@ class LinearTile:
     num_warps: int
     stages: int  # steps of k in flight
     split_k: int = 1  # programs that share the features of one tile
+    scaled: bool = False  # 4-bit weights are scaled, not their sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,11 @@ def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int
     tile of tokens, a fused gate makes up for it."""
     small = num_rows * num_features * itemsize <= _SMALL
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
+
+
+def max_small_quantized(codes: int) -> int:
+    """Return the most tokens for which `small_linear` multiplies quantized weights; `codes` are those of its kernel."""
+    return {1: MAX_BYTES_SMALL, 5: MAX_BYTES_SMALL, 3: MAX_TOKENS}.get(codes, MAX_CONVERTED_SMALL)
 
 
 # The interpreter stands in for the chip that the tables below were made for.
@@ -183,22 +192,44 @@ def choose_small_quantized(
 ) -> LinearTile:
     """Return the tile of `small_linear` for quantized weights (measured on H200); `codes` and `group` are those of its
     kernel."""
-    block_m = max(16, num_tokens)
+    if num_tokens <= MAX_PLAIN and codes in (1, 5):
+        block_k = min(2048, _padded(num_features))
+        return LinearTile(block_m=num_tokens, block_n=2, block_k=block_k, num_warps=1, stages=1)
     if codes == 3:
-        block_k, step, most = group, 2 * group, 3
-        block_n = 128 if num_tokens > 16 and num_rows >= 128 * num_sms else 64
-    else:
-        block_n = 128 if num_rows >= 128 * num_sms else 64
-        # More features of more tokens are more than the registers hold.
-        block_k = step = group or (128 if block_n == 128 or num_tokens > 16 else 256)
-        most = 4
+        return _choose_int4(num_tokens, num_rows, num_features, group, num_sms, shared_bytes)
+    block_m = max(16, num_tokens)
+    block_n = 128 if num_rows >= 128 * num_sms else 64
+    # More features of more tokens are more than the registers hold.
+    block_k = group or (128 if block_n == 128 or num_tokens > 16 else 256)
     num_tiles = -(-num_rows // block_n)
-    split_k = min(4, _split_k((3 if block_m == 16 else 2) * num_sms, num_tiles, num_features // (2 * step)))
+    split_k = min(
+        4, _split_k((3 if block_m == 16 else 2) * num_sms, num_tiles, num_features // (2 * block_k))
+    )
     # All programs of a multiprocessor should be resident, if there are few.
     resident = min(3, -(-num_tiles * split_k // num_sms))
-    stage_bytes = block_n * block_k + 2 * block_m * step
-    stages = max(2, min(most, shared_bytes // (resident * stage_bytes)))
+    stage_bytes = block_n * block_k + 2 * block_m * block_k
+    stages = max(2, min(4, shared_bytes // (resident * stage_bytes)))
     return LinearTile(block_m, block_n, block_k, num_warps=4, stages=stages, split_k=split_k)
+
+
+def _choose_int4(
+    num_tokens: int, num_rows: int, num_features: int, group: int, num_sms: int, shared_bytes: int
+) -> LinearTile:
+    """Return the tile for 4-bit weights."""
+    block_m = min(128, max(16, num_tokens))
+    if num_tokens <= 32:
+        block_n = 128 if num_tokens > 16 and num_rows >= 128 * num_sms else 64
+        block_k = 256 if num_features % 256 == 0 else 128
+    else:
+        block_n, block_k = 256 if num_tokens > 64 and 5 * num_rows >= 4 * 256 * num_sms else 128, 128
+    num_tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
+    programs = 3 if num_tokens <= 32 else 1
+    split_k = _split_k(programs * num_sms, num_tiles, num_features // (2 * block_k))
+    resident = min(programs, -(-num_tiles * split_k // num_sms))
+    stage_bytes = block_n * block_k // 2 + 2 * block_m * block_k + 4 * block_n * block_k // group
+    stages = max(2, min(5, shared_bytes // (resident * stage_bytes)))
+    num_warps = 8 if num_tokens > 64 else 4
+    return LinearTile(block_m, block_n, block_k, num_warps, stages, split_k=split_k, scaled=num_tokens > 32)
 
 
 @functools.cache
