@@ -78,31 +78,6 @@ def first_code_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOC
 
 
 @triton.jit
-def prefetch_codes(
-    keys, blocks, begin, value_offset: tl.constexpr, block_stride: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first tile's keys and values, so that they are on their way before the kernel may read them."""
-    piece: tl.constexpr = _piece(BLOCK_SIZE, BLOCK_N)
-    place = (begin // piece * piece + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    at = keys + blocks.to(tl.int64) * block_stride + place * HEAD_DIM
-    _prefetch(at)
-    _prefetch(at + value_offset)
-
-
-@triton.jit
-def _prefetch(pointers):
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def take_code_pages(
     q,  # [M, DIM]
     keys,  # pointer to this head's codes of keys in block 0; those of its values lie `value_offset` further

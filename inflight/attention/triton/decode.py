@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.backend import AttentionLayer, LayerCache, halves
-from inflight.attention.triton.code_pages import first_code_blocks, prefetch_codes, take_code_pages
+from inflight.attention.triton.code_pages import first_code_blocks, take_code_pages
 from inflight.attention.triton.plan import DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.softmax import (
     AttentionWorkspace,
@@ -56,7 +56,6 @@ def decode_attention(
         layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
         FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
         SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)), CODES=tile.codes and scales is not None,
-        PREFETCH=tile.prefetch and pdl,
         **paged_constants(qkv, blocks, layer, tile, pdl),
     )  # fmt: skip
 
@@ -71,7 +70,7 @@ def _decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
     FIELDS: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, CODES: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, CODES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -96,8 +95,6 @@ def _decode(
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     if CODES:
         blocks = first_code_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
-        if PREFETCH:
-            prefetch_codes(keys, blocks, begin, value_offset, BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
     else:
         blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     launch_dependents_then_wait(PDL)

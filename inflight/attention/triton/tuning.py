@@ -23,9 +23,6 @@ class AttentionTile:
     programs: float = 5.0  # programs of a split decode that run at once on a multiprocessor
     registers: int | None = None  # limit per thread, if the compiler would use more
     codes: bool = False  # whether decodes read quantized keys and values as code_pages.py does
-    prefetch: bool = (
-        False  # whether the first tile is fetched to the L2 cache before the kernel may read it, with `codes`
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +157,24 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
 
 
 def _code_tiles(dim: int, group: int) -> tuple[tuple[int, AttentionTile], ...]:
-    """Tiles that read codes as `code_pages.py` does. One warp without barriers does the least work for a key, as long
-    as the accumulators of its rows fit its registers."""
+    """Tiles that read codes as `code_pages.py` does (measured on an H200 with heads of 64 and 128 features and up to 8
+    rows; others only compile).
+
+    With many requests, one warp without barriers does the least work for a key, as long as the accumulators of its rows
+    fit its registers. Splits may begin at any multiple of a later tile's keys, so those of an earlier tile must be a
+    multiple of them.
+    """
     rows = max(8, next_power_of_2(group))
-    few = AttentionTile(rows=rows, keys=64, num_warps=4, num_stages=3, programs=3.0, codes=True)
-    many = AttentionTile(rows=rows, keys=64, num_warps=2, num_stages=2, merged=2048, programs=5.0, codes=True)
-    if rows * dim <= 8 * 128:
-        many = replace(many, keys=32, num_warps=1, merged=1024, registers=128)
-    return ((32, few), (ANY, many))
+    tile = AttentionTile(rows=rows, keys=64, num_warps=2, num_stages=2, merged=2048, programs=5.0, codes=True)
+    if rows * dim > 8 * 128:
+        return ((32, replace(tile, num_warps=4, num_stages=3, merged=4096, programs=3.0)), (ANY, tile))
+    tile = replace(tile, registers=128)
+    many = replace(tile, keys=32, num_warps=1, merged=1024, programs=16.0)
+    if dim <= 64:
+        return ((32, replace(tile, num_stages=3, programs=6.0)), (ANY, many))
+    few = replace(tile, keys=128, num_warps=4, merged=4096, programs=4.0, registers=None)
+    some = replace(few, num_stages=3, programs=3.0)
+    return ((4, few), (32, some), (160, replace(tile, programs=8.0)), (ANY, many))
 
 
 def _wide(group: int, decode_rows: int, is_hopper: bool) -> Tuning:

@@ -16,7 +16,7 @@ MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
 MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
 MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
-MAX_PLAIN = 2  # tokens up to which 8-bit weights are multiplied without tensor cores
+MAX_PLAIN = 1  # tokens up to which 8-bit weights are multiplied without tensor cores
 MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weights with 8-bit inputs
 MAX_CONVERTED_SMALL = 128  # and 8-bit weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
@@ -193,8 +193,7 @@ def choose_small_quantized(
     """Return the tile of `small_linear` for quantized weights (measured on H200); `codes` and `group` are those of its
     kernel."""
     if num_tokens <= MAX_PLAIN and codes in (1, 5):
-        block_k = min(2048, _padded(num_features))
-        return LinearTile(block_m=num_tokens, block_n=2, block_k=block_k, num_warps=1, stages=1)
+        return _choose_plain(num_tokens, num_rows, num_features)
     if codes == 3:
         return _choose_int4(num_tokens, num_rows, num_features, group, num_sms, shared_bytes)
     block_m = max(16, num_tokens)
@@ -212,23 +211,38 @@ def choose_small_quantized(
     return LinearTile(block_m, block_n, block_k, num_warps=4, stages=stages, split_k=split_k)
 
 
+def _choose_plain(num_tokens: int, num_rows: int, num_features: int) -> LinearTile:
+    """Return the tile for 8-bit weights without tensor cores."""
+    if num_rows * num_features >= _LARGE:
+        return LinearTile(
+            num_tokens, block_n=8, block_k=min(2048, _padded(num_features)), num_warps=4, stages=1
+        )
+    if 2048 < num_features <= 4096:  # whole rows at once
+        return LinearTile(num_tokens, block_n=2, block_k=4096, num_warps=2, stages=1)
+    return LinearTile(num_tokens, block_n=4, block_k=min(2048, _padded(num_features)), num_warps=4, stages=1)
+
+
 def _choose_int4(
     num_tokens: int, num_rows: int, num_features: int, group: int, num_sms: int, shared_bytes: int
 ) -> LinearTile:
     """Return the tile for 4-bit weights."""
-    block_m = min(128, max(16, num_tokens))
+    wide, block_m = num_rows >= 128 * num_sms, min(128, max(16, num_tokens))
     if num_tokens <= 32:
-        block_n = 128 if num_tokens > 16 and num_rows >= 128 * num_sms else 64
+        # Tiles of 128 rows convert with fewer instructions, if there are enough of them or they can be split often.
+        few = num_tokens <= 16 and 8 * -(-num_rows // 128) <= 2 * num_sms
+        block_n = 128 if wide or few else 64
         block_k = 256 if num_features % 256 == 0 else 128
+        programs, num_warps, most = (2 if few else 3), 4, 4
     else:
-        block_n, block_k = 256 if num_tokens > 64 and 5 * num_rows >= 4 * 256 * num_sms else 128, 128
+        block_n, block_k = 64 if num_tokens <= 64 and not wide else 128, 128
+        long = num_tokens > 128 and num_features > num_rows
+        programs, num_warps = (2, 4) if block_n == 64 or long else (1, 4 if wide and num_tokens > 64 else 8)
+        most = 3 if block_m == 128 and num_warps == 4 else 4
     num_tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
-    programs = 3 if num_tokens <= 32 else 1
     split_k = _split_k(programs * num_sms, num_tiles, num_features // (2 * block_k))
-    resident = min(programs, -(-num_tiles * split_k // num_sms))
+    resident = 1 if block_m == 128 else min(programs, -(-num_tiles * split_k // num_sms))
     stage_bytes = block_n * block_k // 2 + 2 * block_m * block_k + 4 * block_n * block_k // group
-    stages = max(2, min(5, shared_bytes // (resident * stage_bytes)))
-    num_warps = 8 if num_tokens > 64 else 4
+    stages = max(2, min(most, shared_bytes // (resident * stage_bytes)))
     return LinearTile(block_m, block_n, block_k, num_warps, stages, split_k=split_k, scaled=num_tokens > 32)
 
 
