@@ -40,6 +40,7 @@ from inflight.layers.triton.quantized import (
 from inflight.layers.triton.routing import Chosen, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import (
     MAX_PAIRED,
+    MAX_PAIRED_BYTES,
     MAX_PAIRED_MXFP4,
     MAX_ROUTED,
     MAX_ROUTED_FEATURES,
@@ -207,7 +208,7 @@ class TritonExperts:
 
     def _max_paired(self) -> int:
         """Return the most tokens whose experts are computed pair by pair."""
-        return {INT4: 0, MXFP4: MAX_PAIRED_MXFP4}.get(self.down.kind, MAX_PAIRED)
+        return {PLAIN: MAX_PAIRED, MXFP4: MAX_PAIRED_MXFP4, INT4: 0}.get(self.down.kind, MAX_PAIRED_BYTES)
 
     def _sum(self, x: Tensor, chosen: Chosen, residual: Tensor | None, left: NextNorm | None) -> Tensor:
         """Return the weighted sum of each token's experts, added to the residual in place if there is one."""

@@ -13,6 +13,7 @@ MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
+MAX_PAIRED_BYTES = 1  # and of experts in 8 bits
 MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
 MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
@@ -340,11 +341,11 @@ def choose_pairs_quantized(top_k: int, hidden: int, inner: int, mxfp4: bool) -> 
         gate_up = PairTile(block_n=32, block_k=128, num_warps=2, stages=6)
         # One expert for each warp.
         return gate_up, PairTile(
-            block_n=16, block_k=128, num_warps=min(8, 1 << (top_k - 1).bit_length()), ahead=1, stages=6
+            block_n=16, block_k=128, num_warps=min(8, 1 << (top_k - 1).bit_length()), ahead=0, stages=6
         )
     gate_up = PairTile(block_n=2, block_k=min(2048, _padded(hidden)), num_warps=2, ahead=1)
     block_k = min(256, _padded(inner))
-    return gate_up, PairTile(block_n=4, block_k=block_k, num_warps=4, ahead=min(3, -(-inner // block_k)))
+    return gate_up, PairTile(block_n=8, block_k=block_k, num_warps=8, ahead=min(3, -(-inner // block_k)))
 
 
 def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int, GroupedTile, GroupedTile]:
@@ -365,17 +366,18 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
 def choose_grouped_quantized(
     num_pairs: int, num_experts: int, converted: bool, step: int = 128, mxfp4: bool = False
 ) -> tuple[int, GroupedTile, GroupedTile]:
-    """Return the same for quantized weights, which may be `converted`, `step` features at a time."""
+    """Return the same for quantized weights, which may be `converted`, `step` features at a time (measured with fp8 and
+    MXFP4 up to an average of 32)."""
     average = num_pairs / num_experts
     if mxfp4:
-        if average <= 8:
-            tile = GroupedTile(block_n=64, block_k=128, num_warps=2, stages=4, weights_left=True)
-            return 8 if average <= 2 else 16, tile, tile
-        tile = GroupedTile(block_n=128, block_k=128, num_warps=4, stages=4, weights_left=True)
-        return 32 if average <= 20 else 64, tile, tile
+        # Two warps, or blocks of 8 pairs, are slower: they cannot use the tensor cores' instructions for four warps.
+        block_n = 64 if average <= 2 else 128
+        tile = GroupedTile(block_n=block_n, block_k=128, num_warps=4, stages=4, weights_left=True)
+        return 16 if average <= 8 else 32 if average <= 20 else 64, tile, tile
     if average <= 32:
+        # Few rows are quantized where they are multiplied: again and again, but without another kernel.
         tile = GroupedTile(
-            block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True, quantize_first=average > 1
+            block_n=64, block_k=128, num_warps=4, stages=4, weights_left=True, quantize_first=num_pairs > 16
         )
         return 16 if average <= 10 else 32, tile, tile
     # Converted weights stay in registers only as the left operand.
