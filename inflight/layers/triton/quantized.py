@@ -141,7 +141,8 @@ def dot_codes(a, b, acc):
     elif _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, max_num_imprecise_acc=128)
+        most: tl.constexpr = min(128, a.shape[1])
+        return tl.dot(a, b, acc, max_num_imprecise_acc=most)
 
 
 @triton.jit
