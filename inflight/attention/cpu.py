@@ -98,10 +98,34 @@ class ComposedAttention:
         return inputs.state
 
 
+class NativeAttention(ComposedAttention):
+    """The same in one call of the compiled library: there is much less to do between two products of a step, during
+    which all threads but one wait."""
+
+    def __init__(self, kernels: HeadKernels, heads: CpuAttention) -> None:
+        super().__init__(kernels, heads)
+        self._native = heads
+
+    def attend(
+        self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
+    ) -> Tensor:
+        return self._native.attend_projected(qkv, layer, cache, inputs)
+
+
 def cpu_attention() -> HeadAttention:
     """Return the compiled attention, or plain torch if it is not available."""
     library = native_library()
     return TorchCpuAttention() if library is None else CpuAttention(library)
+
+
+def cpu_backend(kernels: HeadKernels) -> ComposedAttention:
+    """Return the compiled backend, or plain torch if it is not available."""
+    heads = cpu_attention()
+    return (
+        NativeAttention(kernels, heads)
+        if isinstance(heads, CpuAttention)
+        else ComposedAttention(kernels, heads)
+    )
 
 
 class CpuAttention:
@@ -133,21 +157,88 @@ class CpuAttention:
         cache: LayerCache,
         inputs: AttentionInputs,
     ) -> Tensor:
-        blocks, scales = halves(cache)
         query = _heads(query)
         key = None if key is None else _heads(key)
         value = None if value is None else _heads(value)
-        num_tokens, num_heads, head_dim = query.shape
+        expected = (len(query), halves(cache)[0].shape[1], query.shape[2])
+        wrong = any(x is not None and x.shape != expected for x in (key, value))
+        if wrong or (key is None) != (value is None):
+            raise ConfigError(f"key {_shape(key)}, value {_shape(value)} and {list(expected)} do not match")
+        strided = *_strided(query), *_strided(key), *_strided(value)
+        return self._call(query.shape, strided, (None, None, None, None, None, 0, 0.0), layer, cache, inputs)
+
+    def attend_projected(
+        self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
+    ) -> Tensor:
+        """Do as `AttentionBackend.attend`. Overwrites qkv."""
+        qkv = _heads(qkv)
+        num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        num_tokens, width = qkv.shape
+        expected = (num_heads + 2 * num_kv_heads * layer.has_kv) * head_dim
+        if width != expected:
+            raise ConfigError(f"qkv is {list(qkv.shape)}: it must be [{num_tokens}, {expected}]")
+        num_cached = halves(cache)[0].shape[1]
+        if layer.has_kv and num_cached != num_kv_heads:
+            raise ConfigError(f"{num_kv_heads} KV heads and a cache of {num_cached} do not match")
+        query = qkv.data_ptr()
+        strides = qkv.stride(0), head_dim
+        strided: tuple[int | None, ...] = (query, *strides, None, 0, 0, None, 0, 0)
+        if layer.has_kv:
+            key = query + 4 * num_heads * head_dim
+            strided = query, *strides, key, *strides, key + 4 * num_kv_heads * head_dim, *strides
+        preparation = self._preparation(layer, inputs, num_tokens)
+        out = self._call((num_tokens, num_heads, head_dim), strided, preparation, layer, cache, inputs)
+        return out.view(num_tokens, -1)
+
+    def _preparation(
+        self, layer: AttentionLayer, inputs: AttentionInputs, num_tokens: int
+    ) -> tuple[int | float | None, ...]:
+        """Return the norms and the rotation as arguments. Queries and keys are both normalised, or neither."""
+        q_norm, k_norm, v_norm = layer.q_norm, layer.k_norm, layer.v_norm
+        if layer.has_kv and (q_norm is None or k_norm is None):
+            q_norm = k_norm = None
+        norms = [_vector(norm, layer.head_dim) for norm in (q_norm, k_norm, v_norm)]
+        cos_sin, positions = layer.cos_sin, inputs.positions
+        if cos_sin is None:
+            return *norms, None, None, 0, layer.eps
+        rotary_dim = cos_sin.shape[1]
+        if (
+            rotary_dim > layer.head_dim
+            or rotary_dim % 2
+            or cos_sin.dtype != torch.float32
+            or not cos_sin.is_contiguous()
+            or positions.shape != (num_tokens,)
+            or positions.dtype != torch.int64
+            or not positions.is_contiguous()
+        ):
+            raise ConfigError(
+                f"cannot rotate heads of {layer.head_dim} features of {num_tokens} tokens at positions "
+                f"{positions.dtype} {list(positions.shape)} by a table {cos_sin.dtype} {list(cos_sin.shape)}"
+            )
+        return *norms, cos_sin.data_ptr(), positions.data_ptr(), rotary_dim, layer.eps
+
+    def _call(
+        self,
+        shape: tuple[int, ...],  # of the queries: tokens, heads, features of a head
+        strided: tuple[int | None, ...],
+        preparation: tuple[int | float | None, ...],
+        layer: AttentionLayer,
+        cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = shape
+        blocks, scales = halves(cache)
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
-        _check(query, key, value, cache, inputs, tables, slot_mapping)
+        _check(num_tokens, num_heads, head_dim, cache, inputs, tables, slot_mapping)
         words = None if scales is None else scales.data_ptr()
         sinks = None if layer.sinks is None else _sinks(layer.sinks, num_heads)
         out = torch.empty(num_tokens, num_heads, head_dim)
+        _, num_kv_heads, _, _, block_size = blocks.shape
         self._library.attend(
-            *_strided(query), *_strided(key), *_strided(value), blocks.data_ptr(), words, out.data_ptr(),
+            *strided, *preparation, blocks.data_ptr(), words, out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
             tables.data_ptr(), slot_mapping.data_ptr(), None if sinks is None else sinks.data_ptr(),
-            len(inputs.rows), num_tokens, num_heads, blocks.shape[1], head_dim, blocks.shape[4], blocks.stride(0),
+            inputs.rows.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size, blocks.stride(0),
             tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self._library.threads,
         )  # fmt: skip
         return out
@@ -289,30 +380,32 @@ def _shape(x: Tensor | None) -> list[int] | None:
     return None if x is None else list(x.shape)
 
 
+def _vector(weight: Tensor | None, size: int) -> int | None:
+    """Return the address of a norm's weight."""
+    if weight is None:
+        return None
+    if weight.shape != (size,) or weight.dtype != torch.float32 or not weight.is_contiguous():
+        raise ConfigError(f"a norm is {weight.dtype} {list(weight.shape)}: it must be float32 [{size}]")
+    return weight.data_ptr()
+
+
 def _check(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
     cache: LayerCache,
     inputs: AttentionInputs,
     tables: Tensor,
     slot_mapping: Tensor,
 ) -> None:
     """Check the layout of the tensors: the library trusts its pointers."""
-    num_tokens, num_heads, head_dim = query.shape
     blocks, scales = halves(cache)
-    num_kv_heads = blocks.shape[1]
-    expected = (num_tokens, num_kv_heads, head_dim)
-    if (
-        any(x is not None and x.shape != expected for x in (key, value))
-        or (key is None) != (value is None)
-        or blocks.shape[3] != head_dim
-        or not blocks[0].is_contiguous()
-        or num_heads % num_kv_heads
-    ):
+    num_kv_heads, block_size = blocks.shape[1], blocks.shape[4]
+    half = head_dim * block_size
+    is_dense = blocks.stride()[1:] == (2 * half, half, block_size, 1) or blocks[0].is_contiguous()
+    if blocks.shape[3] != head_dim or not is_dense or num_heads % num_kv_heads:
         raise ConfigError(
-            f"query {list(query.shape)}, key {_shape(key)}, value {_shape(value)} and cache {list(blocks.shape)} "
-            "do not match"
+            f"queries [{num_tokens}, {num_heads}, {head_dim}] and cache {list(blocks.shape)} do not match"
         )
     if scales is not None and (
         scales.shape[1:] != (num_kv_heads, blocks.shape[4])
@@ -324,20 +417,14 @@ def _check(
         raise ConfigError(
             f"codes {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} do not match"
         )
-    num_entries = len(inputs.rows)
-    sizes = (
-        (inputs.query_starts, num_entries + 1),
-        (inputs.context_lens, num_entries),
-        (inputs.rows, num_entries),
-    )
-    narrow = all(len(x) == size and x.dtype == torch.int32 and x.is_contiguous() for x, size in sizes)
-    if not narrow or tables.dtype != torch.int32 or tables.stride(1) != 1:
+    starts, lens, rows = inputs.query_starts, inputs.context_lens, inputs.rows
+    num_entries = rows.shape[0]
+    narrow = starts.dtype == lens.dtype == rows.dtype == tables.dtype == torch.int32
+    dense = starts.is_contiguous() and lens.is_contiguous() and rows.is_contiguous() and tables.stride(1) == 1
+    if not narrow or not dense or starts.shape != (num_entries + 1,) or lens.shape != (num_entries,):
         raise ConfigError("query_starts, context_lens, rows and block_tables must be contiguous int32")
-    if (
-        slot_mapping.dtype != torch.int64
-        or len(slot_mapping) != num_tokens
-        or not slot_mapping.is_contiguous()
-    ):
+    fits = slot_mapping.shape == (num_tokens,) and slot_mapping.is_contiguous()
+    if slot_mapping.dtype != torch.int64 or not fits:
         raise ConfigError("slot_mapping must be contiguous int64, one per token")
 
 
@@ -433,5 +520,6 @@ def _check_sequences(qkv: Tensor, num_heads: int, head_dim: int, sequences: Sequ
         raise ConfigError(f"qkv is {list(qkv.shape)}: it must be [tokens, 3 * {num_heads} * {head_dim}]")
     if starts.dtype != torch.int32 or lengths is None or starts.shape != (len(lengths) + 1,):
         raise ConfigError("starts must be int32, with one more entry than there are sequences")
-    if not starts.is_contiguous() or starts[0] != 0 or starts[-1] != len(qkv) or (starts.diff() < 0).any():
+    numbers = starts.tolist()  # in one call: each operation on a tensor takes microseconds, in every layer
+    if not starts.is_contiguous() or (numbers[0], numbers[-1]) != (0, len(qkv)) or numbers != sorted(numbers):
         raise ConfigError(f"starts must be contiguous and rise from 0 to {len(qkv)} tokens")

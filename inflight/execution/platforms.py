@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, SequenceAttention
-from inflight.attention.cpu import ComposedAttention, cpu_attention, cpu_sequence_attention
+from inflight.attention.cpu import cpu_backend, cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
@@ -119,7 +119,7 @@ class CpuPlatform:
         dtype: torch.dtype,  # noqa: ARG002
     ) -> tuple[Kernels, AttentionBackend[Any]]:
         kernels = cpu_kernels()
-        return kernels, ComposedAttention(kernels, cpu_attention())
+        return kernels, cpu_backend(kernels)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
         # Ranks of one machine share its memory in proportion to their layers.

@@ -286,7 +286,7 @@ class NativeKernels:
         )
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return table[ids].to(self.compute_dtype)
+        return table.index_select(0, ids).to(self.compute_dtype)  # several times as fast as table[ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         view = _rows(x)

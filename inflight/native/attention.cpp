@@ -18,12 +18,15 @@
 // A tile of which a row sees nothing does not change the row. Slots that no row sees may hold anything: their scores
 // are replaced, not weighted, and their values are never read. A row with a sink starts as if it had seen one key with
 // that score and a value of zeros.
+//
+// Before that, heads are normalised and rotated in place, in the same pass that writes keys and values to the cache.
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "activations.h"
+#include "elementwise.h"
 #include "team.h"
 
 namespace inflight {
@@ -33,8 +36,8 @@ constexpr int kTile = 16;                       // tokens
 constexpr int kTileVecs = kTile / kWidth;       // vectors of scores
 constexpr int64_t kTileRows = 4 * kQueryRows;   // query rows that walk the keys together
 constexpr int64_t kLine = 64;                   // bytes of a cache line
-constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing
-constexpr int64_t kParallelFloats = 8 << 10;    // keys below which one thread writes alone
+constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing, at most
+constexpr int64_t kParallelFloats = 8 << 10;    // of queries and keys below which one thread prepares and writes alone
 constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is faster than two
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -42,11 +45,29 @@ template <class Stored>
 constexpr bool kIsQuantized = sizeof(Stored) == 1;
 
 struct Strided {
-    const float* data;
+    float* data;
     int64_t token_stride, head_stride;
 
-    const float* operator()(int64_t token, int64_t head) const {
+    float* operator()(int64_t token, int64_t head) const {
         return data + token * token_stride + head * head_stride;
+    }
+};
+
+// What happens to heads, in place, before they are used. Null pointers: nothing.
+struct Preparation {
+    const float *query_norm, *key_norm, *value_norm;  // [dim]
+    const float* cos_sin;                             // [positions][rotary_dim]
+    const int64_t* positions;                         // [tokens]
+    int64_t rotary_dim;
+    float eps;
+
+    void normalise(float* head, const float* norm, int64_t dim) const {
+        if (norm) rms_norm_row(head, norm, head, dim, eps);
+    }
+    void rotate(float* head, int64_t token) const {
+        if (!cos_sin) return;
+        const float* cos = cos_sin + positions[token] * rotary_dim;
+        rotate_head(head, cos, cos + rotary_dim / 2, rotary_dim / 2);
     }
 };
 
@@ -54,6 +75,7 @@ struct Strided {
 template <class Stored>
 struct Job {
     Strided query, key, value;  // key and value are null if this step's are in the cache
+    Preparation prepare;
     Stored* cache;
     uint32_t* scales;             // [kv heads][block_size] in each block; null in float32
     float* out;                   // [tokens][heads][dim]
@@ -146,9 +168,27 @@ void write_token(const Job<int8_t>& job, int64_t kv_head, int64_t token, int64_t
     job.words(block, kv_head)[offset] = value_scale | key_scale >> 16;
 }
 
+// Prepare the heads of a token that share a KV head.
+template <class Stored>
+void prepare_token(const Job<Stored>& job, int64_t kv_head, int64_t token) {
+    const Preparation& prepare = job.prepare;
+    const auto prepare_head = [&](float* head, const float* norm) {
+        prepare.normalise(head, norm, job.dim);
+        prepare.rotate(head, token);
+    };
+    const int64_t group = job.group();
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
+        prepare_head(job.query(token, head), prepare.query_norm);
+    if (!job.key.data) return;
+    prepare_head(job.key(token, kv_head), prepare.key_norm);
+    prepare.normalise(job.value(token, kv_head), prepare.value_norm, job.dim);
+}
+
 template <class Stored>
 void write_tokens(const Job<Stored>& job, int64_t kv_head, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
+        prepare_token(job, kv_head, token);
+        if (!job.key.data) continue;
         const int64_t slot = job.slot_mapping[token];
         write_token(job, kv_head, token, slot / job.block_size, slot % job.block_size);
     }
@@ -407,14 +447,14 @@ void attend(const Job<Stored>& job, int threads) {
     thread_local std::vector<QueryTile> own_tiles;
     std::vector<QueryTile>& tiles = own_tiles;  // this thread's, for the whole team
     const bool parallel = cut_queries(job, tiles) * job.heads * job.dim > kParallelWork;
-    const int64_t units = (job.tokens + kWriteTokens - 1) / kWriteTokens * job.kv_heads;
     const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
-    const bool writes_much = job.tokens * job.kv_heads * job.dim > kParallelFloats;
-    const auto write = [&](int64_t unit) {
-        const int64_t begin = unit / job.kv_heads * kWriteTokens;
-        write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
-    };
-    if (job.key.data) parallel_for(writes_much ? threads : 1, units, even_chunk(threads, units), write);
+    const int64_t size = std::max<int64_t>(1, std::min(kWriteTokens, job.tokens * job.kv_heads / (4 * threads)));
+    const int64_t units = (job.tokens + size - 1) / size * job.kv_heads;
+    const bool writes_much = job.tokens * job.heads * job.dim > kParallelFloats;
+    parallel_for(writes_much ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
+        const int64_t begin = unit / job.kv_heads * size;
+        write_tokens(job, unit % job.kv_heads, begin, std::min(begin + size, job.tokens));
+    });
     parallel_for(parallel ? threads : 1, work, 1, [&](int64_t unit) {
         attend_tile(job, tiles[unit / job.kv_heads], unit % job.kv_heads);
     });
@@ -423,9 +463,12 @@ void attend(const Job<Stored>& job, int threads) {
 }  // namespace
 }  // namespace inflight
 
-extern "C" void inflight_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride,
-                                const float* key, int64_t key_token_stride, int64_t key_head_stride,
-                                const float* value, int64_t value_token_stride, int64_t value_head_stride,
+// Queries, keys and values are overwritten where there is something to prepare.
+extern "C" void inflight_attend(float* query, int64_t query_token_stride, int64_t query_head_stride,
+                                float* key, int64_t key_token_stride, int64_t key_head_stride,
+                                float* value, int64_t value_token_stride, int64_t value_head_stride,
+                                const float* query_norm, const float* key_norm, const float* value_norm,
+                                const float* cos_sin, const int64_t* positions, int64_t rotary_dim, float eps,
                                 void* cache, uint32_t* scales, float* out, const int32_t* query_starts,
                                 const int32_t* context_lens, const int32_t* rows, const int32_t* tables,
                                 const int64_t* slot_mapping, const float* sinks, int64_t entries, int64_t tokens,
@@ -438,6 +481,7 @@ extern "C" void inflight_attend(const float* query, int64_t query_token_stride, 
         attend(Job<Stored>{{query, query_token_stride, query_head_stride},
                            {key, key_token_stride, key_head_stride},
                            {value, value_token_stride, value_head_stride},
+                           {query_norm, key_norm, value_norm, cos_sin, positions, rotary_dim, eps},
                            stored, scales, out, query_starts, context_lens, rows, tables, slot_mapping, sinks, entries,
                            tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window, scale,
                            softcap},

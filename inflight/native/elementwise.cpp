@@ -70,22 +70,6 @@ void gate_each(const float* gate_up, float* out, int64_t tokens, int64_t n, int 
     });
 }
 
-// Rotate feature i with feature i + half by the angle with cosine cos[i] and sine sin[i].
-void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
-    int64_t i = 0;
-    for (; i + kWidth <= half; i += kWidth) {
-        Vec a = load<Vec>(x + i), b = load<Vec>(x + half + i);
-        Vec c = load<Vec>(cos + i), s = load<Vec>(sin + i);
-        store(x + i, a * c - b * s);
-        store(x + half + i, b * c + a * s);
-    }
-    for (; i < half; ++i) {
-        const float a = x[i], b = x[half + i];
-        x[i] = a * cos[i] - b * sin[i];
-        x[half + i] = b * cos[i] + a * sin[i];
-    }
-}
-
 }  // namespace
 
 void gate_halves(Gate gate, const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {

@@ -31,6 +31,22 @@ inline void rms_norm_row(const float* x, const float* weight, float* out, int64_
     scale_row(x, weight, out, n, inverse_rms(x, n, eps));
 }
 
+// Rotate feature i with feature i + half by the angle with cosine cos[i] and sine sin[i].
+inline void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + kWidth <= half; i += kWidth) {
+        Vec a = load<Vec>(x + i), b = load<Vec>(x + half + i);
+        Vec c = load<Vec>(cos + i), s = load<Vec>(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
 // Numbered as in native/library.py.
 enum class Gate : int64_t { silu, gelu_tanh, gelu, clamped_silu };
 

@@ -20,8 +20,12 @@ constexpr int64_t kParallelLogits = 4 << 10;  // below which one thread chooses
 constexpr int64_t kParallelFloats = 32 << 10;
 constexpr int64_t kChunkPairs = 4096;      // pairs worked on at a time, at least,
 constexpr int64_t kChunkRows = 64;         // so that each expert gets many rows
+constexpr int64_t kBlockRows = 144;        // more rows of an expert than these are worked on in blocks
 constexpr int64_t kPackedFloats = 72 << 10;  // of a block of rows, which stays in the L2 cache
 constexpr float kSmallest = 1e-20f;        // all sigmoids may be 0
+
+// The first k step of one of `cuts` parts of k: even, since panels may hold pairs.
+int64_t cut_at(int64_t cut, int64_t cuts, int64_t k) { return cut == cuts ? k : cut * k / cuts / 2 * 2; }
 
 enum class Scores : int64_t { softmax, sigmoid, chosen };
 

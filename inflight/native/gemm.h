@@ -13,7 +13,6 @@ namespace inflight {
 
 constexpr int64_t kDepth = 1024;            // k steps of one block: a block of a panel stays in the L2 cache
 constexpr int64_t kChunkBytes = 256 << 10;  // weights that a thread takes at a time
-constexpr int64_t kBlockRows = 144;         // more rows than these are worked on in blocks that stay in the L2 cache
 constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is faster than two
 
 // A product as all threads see it.
@@ -84,18 +83,16 @@ TileFunction<Stored> tile_function(int64_t rows) {
     }
 }
 
-// Split M rows into as few tiles as fit, as evenly as possible: the first `larger` tiles have one row more.
+// Split M rows into as few tiles as fit, or somewhat more that divide evenly between `blocks`. Tiles are as even as
+// possible: the first `larger` ones have one row more.
 struct Tiling {
     int64_t tiles, rows, larger;
 
-    explicit Tiling(int64_t m)
-        : tiles((m + kGemmRows - 1) / kGemmRows), rows(m / tiles), larger(m % tiles) {}
+    explicit Tiling(int64_t m, int64_t blocks = 1)
+        : tiles(((m + kGemmRows - 1) / kGemmRows + blocks - 1) / blocks * blocks), rows(m / tiles), larger(m % tiles) {}
     int64_t first(int64_t tile) const { return tile * rows + std::min(tile, larger); }
     int64_t size(int64_t tile) const { return rows + (tile < larger); }
 };
-
-// The first k step of one of `cuts` parts of k: even, since panels may hold pairs.
-inline int64_t cut_at(int64_t cut, int64_t cuts, int64_t k) { return cut == cuts ? k : cut * k / cuts / 2 * 2; }
 
 // Tiles [first_tile, last_tile) of x, packed one after another for `depth` k steps from `origin` on; of these, [begin, end)
 // are to be multiplied.

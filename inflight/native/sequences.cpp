@@ -187,8 +187,12 @@ void attend(const Job& job, int threads) {
         for (int64_t first = 0; first < length; first += kUnitQueries)
             units.push_back({start, length, first, std::min(first + kUnitQueries, length)});
     }
-    parallel_for(threads, static_cast<int64_t>(units.size()) * job.heads, 1, [&](int64_t unit) {
-        attend_head(job, units[unit / job.heads], unit % job.heads);
+    // Long ones first: the short ones fill the gaps at the end.
+    const auto cost = [](const Queries& queries) { return (queries.last - queries.first) * queries.length; };
+    std::sort(units.begin(), units.end(), [&](const Queries& a, const Queries& b) { return cost(a) > cost(b); });
+    const std::vector<int64_t> order = deal(threads, static_cast<int64_t>(units.size()) * job.heads);
+    parallel_for(threads, static_cast<int64_t>(order.size()), 1, [&](int64_t place) {
+        attend_head(job, units[order[place] / job.heads], order[place] % job.heads);
     });
 }
 

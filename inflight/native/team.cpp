@@ -89,6 +89,8 @@ void stay_on(const Node& node) {
 #endif
 }
 
+int64_t share_begin(int64_t share, int64_t shares, int64_t units) { return share * units / shares; }
+
 struct Job {
     Work work;
     const void* context;
@@ -109,8 +111,8 @@ class Team {
         hire(threads - 1);
         job_ = job;
         for (int i = 0; i < job.shares; ++i) {
-            shares_[i].end = (i + 1) * job.units / job.shares;
-            shares_[i].next.store(i * job.units / job.shares, std::memory_order_relaxed);
+            shares_[i].end = share_begin(i + 1, job.shares, job.units);
+            shares_[i].next.store(share_begin(i, job.shares, job.units), std::memory_order_relaxed);
         }
         const uint32_t round = next_round(round_.load(std::memory_order_relaxed));
         round_.store(round);
@@ -199,6 +201,18 @@ class Team {
 void place_team(std::vector<Node> all) { nodes() = std::move(all); }
 
 const std::vector<Node>& team_nodes() { return nodes(); }
+
+std::vector<int64_t> deal(int threads, int64_t units) {
+    std::vector<int64_t> order(units);
+    const int64_t shares = std::min<int64_t>(std::min(threads, kMostThreads), units);
+    int64_t next = 0;
+    for (int64_t place = 0; next < units; ++place)
+        for (int64_t share = 0; share < shares; ++share) {
+            const int64_t at = share_begin(share, shares, units) + place;
+            if (at < share_begin(share + 1, shares, units)) order[at] = next++;
+        }
+    return order;
+}
 
 void run_team(int threads, int64_t units, int64_t chunk, Work work, const void* context) {
     // Never destroyed: helpers may outlive every other static object.

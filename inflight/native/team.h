@@ -47,6 +47,11 @@ void parallel_for(int threads, int64_t units, int64_t chunk, const Body& body) {
     });
 }
 
+// Return the units in the order in which the team should have them if their numbers rank them by cost, the most expensive
+// first, and a chunk is one unit: every thread's share begins with expensive ones and ends with cheap ones, of which the
+// first thread that is done takes some.
+std::vector<int64_t> deal(int threads, int64_t units);
+
 // Return a chunk size for units of equal cost: a few chunks per thread, so that a late helper still gets one.
 inline int64_t even_chunk(int threads, int64_t units) {
     const int64_t chunks = 4 * static_cast<int64_t>(threads);

@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.attention.backend import KVShape
-from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention, cpu_attention
+from inflight.attention.cpu import (
+    ComposedAttention,
+    CpuAttention,
+    HeadAttention,
+    NativeAttention,
+    TorchCpuAttention,
+    cpu_attention,
+)
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
+from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import native_library
 from tests.attention.paged import Heads, Scene, Step
 from tests.support.reference_attention import ReferenceAttention
@@ -255,6 +263,57 @@ def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
     scene = Scene(Heads(), block_size=16, lengths=[40])
     scene.qkv[0][:, : 6 * 16] *= 30  # queries and keys: scores in the thousands
     assert_close(scene, backend, [scene.chunks(11)])
+
+
+@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize(
+    ("norms", "rotary_dim"), [("qk", 32), ("qkv", 16), ("", 24), ("qk", None), ("v", None)]
+)
+def test_one_call_has_the_bits_of_single_operations(
+    quantized: str | None, norms: str, rotary_dim: int | None
+) -> None:
+    """Norms and rotation are part of the call; a layer may also have gates behind its heads, or queries alone."""
+    scene = Scene(Heads(6, 2, 32), block_size=16, lengths=[50, 1, 20, 90])
+    heads, library = native(), native_library()
+    assert library is not None
+    kernels = NativeKernels(library)
+    q_norm, k_norm, v_norm = (torch.randn(32) if name in norms else None for name in "qkv")
+    cos_sin = None if rotary_dim is None else torch.randn(100, rotary_dim)
+    layer = replace(scene.layer(), q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, cos_sin=cos_sin)
+    shape = KVShape.of([LayerKV(2, 32, quantized=quantized)], 16, torch.float32)
+    composed, fused = ComposedAttention(kernels, heads), NativeAttention(kernels, heads)
+    caches = [backend.allocate(shape, scene.num_blocks, torch.device("cpu")) for backend in (composed, fused)]
+    for cache in caches:
+        cache.slots[0].zero_()
+    for step in scene.chunks(13):
+        inputs = scene.inputs(step)
+        qkv = torch.cat([scene.qkv[r][first : first + n] for r, first, n in step])
+        queries, gates = torch.randn(len(qkv), 6 * 32), torch.randn(len(qkv), 7)
+        without = replace(layer, has_kv=False, k_norm=None, v_norm=None)
+        outs = []
+        for backend, cache in zip((composed, fused), caches, strict=True):
+            gated = torch.cat((qkv, gates), dim=1)[:, : qkv.shape[1]]
+            outs.append(backend.attend(gated, layer, cache.layers[0], inputs))
+            outs.append(backend.attend(queries.clone(), without, cache.layers[0], inputs))
+        assert torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[1], outs[3])
+    assert torch.equal(caches[0].slots[0], caches[1].slots[0])
+
+
+def test_wrong_preparation_is_rejected() -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[4])
+    shape = KVShape.of([LayerKV(2, 16)], 16, torch.float32)
+    (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    layer, inputs, qkv = scene.layer(), scene.inputs(scene.whole()[0]), torch.zeros(4, 8 * 16)
+    attend = native().attend_projected
+    with pytest.raises(ConfigError, match=r"qkv is \[4, 112\]: it must be \[4, 128\]"):
+        attend(qkv[:, :112], layer, cache, inputs)
+    with pytest.raises(ConfigError, match="4 KV heads and a cache of 2 do not match"):
+        attend(torch.zeros(4, 12 * 16), replace(layer, num_kv_heads=4), cache, inputs)
+    with pytest.raises(ConfigError, match="a norm is"):
+        attend(qkv, replace(layer, q_norm=torch.ones(8), k_norm=torch.ones(16)), cache, inputs)
+    with pytest.raises(ConfigError, match="cannot rotate"):
+        attend(qkv, replace(layer, cos_sin=torch.zeros(9, 18)), cache, inputs)
 
 
 def test_wrong_shapes_are_rejected() -> None:

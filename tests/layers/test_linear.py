@@ -117,6 +117,22 @@ def test_products_of_many_rows_match_float64(dtype: torch.dtype, in_features: in
     assert torch.equal(linear.activated(x, "gelu")[:20], activated)
 
 
+@pytest.mark.parametrize(("num_tokens", "in_features"), [(130, 64), (981, 384), (1100, 4096)])
+def test_bits_do_not_depend_on_the_threads(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, in_features: int
+) -> None:
+    """More threads cut the rows into smaller blocks. Very many rows are packed in several parts."""
+    library = native_library()
+    if library is None:
+        pytest.skip("nothing can be compiled here")
+    torch.manual_seed(8)
+    linear, x = make(native(), torch.randn(72, in_features)), torch.randn(num_tokens, in_features)
+    few = torch.cat([linear(rows) for rows in torch.split(x, 100)])
+    for threads in (1, 3, 16):
+        monkeypatch.setattr(library, "threads", threads)
+        assert torch.equal(linear(x), few)
+
+
 def test_bfloat16_weights_compute_as_if_widened() -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(50, 90).bfloat16(), torch.randn(9, 90)

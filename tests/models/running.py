@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_attention
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_backend
 from inflight.layers.kernels import TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.recurrent import StateInputs, allocate_states
@@ -24,8 +24,7 @@ BLOCK_SIZE = 4
 def load(folder: Path, dtype: torch.dtype = torch.float32, fast: bool = False, **options: Any) -> Decoder:
     """Load a decoder in plain torch, or with the fastest kernels that this machine can compile."""
     kernels = cpu_kernels() if fast else TorchKernels()
-    attention = cpu_attention() if fast else TorchCpuAttention()
-    backend = ComposedAttention(kernels, attention)
+    backend = cpu_backend(kernels) if fast else ComposedAttention(kernels, TorchCpuAttention())
     return load_decoder(open_checkpoint(str(folder)), kernels, backend, dtype, CPU, **options)
 
 
