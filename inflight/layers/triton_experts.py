@@ -53,7 +53,7 @@ from inflight.layers.triton.tuning import (
 if TYPE_CHECKING:
     from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 
-_FLOAT32_SUMS = 1024  # tokens up to which the products of experts are held as float32 until they are added
+_FLOAT32_SUMS = 64  # tokens up to which the products of experts are held as float32 until they are added
 
 
 class TritonExperts:
