@@ -227,15 +227,14 @@ class BlockManager:
         where the request's own prefix was shared, where it should have been, and at the end of its prompt; others are
         evicted before anything else.
         """
-        table, begin = request.tables[index], request.first_blocks[index]
+        table, begin, size = request.tables[index], request.first_blocks[index], self.block_size
         request.first_blocks[index] = first
-        end = min(first, len(table))
         release, knows = self.pool.release, self.cache.knows
-        size = self.block_size
+        shared, branch, prompt = request.num_cached // size, request.branch, request.num_prompt_tokens // size
         reach = -(-(self._groups[index].window or 0) // size)  # blocks of a window
-        ends = (request.num_cached // size, request.branch, request.num_prompt_tokens // size)
-        for block in range(begin, end):
-            is_useful = any(end - reach <= block < end for end in ends)
+        for block in range(begin, min(first, len(table))):
+            last = block + reach
+            is_useful = block < shared <= last or block < branch <= last or block < prompt <= last
             self._num_used[index] -= release((table[block],), knows, not is_useful)
             table[block] = -1
 
