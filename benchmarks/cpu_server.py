@@ -5,9 +5,10 @@
 
 The weights are random bf16, written once and read by both engines. Each number of threads has a process of its own, in
 which the two take turns: the decode step with 1 and 16 requests (the median of a run), and prefill of one prompt. The
-better of `--repeat` turns counts. MiniLM runs in float32 by `python -m benchmarks.encoders`. A ratio above 1 means that
-inflight is faster. After `--seconds` the process that runs is ended and no other is started; the result lists what is
-missing.
+better of `--repeat` turns counts. One thread is only measured in prefill. MiniLM runs in float32 by
+`python -m benchmarks.encoders`. A ratio above 1 means that inflight is faster. Each figure is told on standard error as
+soon as it is known. Processes share the time: one begins no further turn once its share is over. After `--seconds` the
+process that runs is ended and no other is started; the result lists what is missing.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Both engines in this process, with as many threads as its environment names."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    progress, threads = Progress(options.share), int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     vocab_size = model.config.vocab_size
-    decodes = {batch: steady(batch, PROMPT, options.steps + 1, vocab_size) for batch in BATCHES}
+    batches = BATCHES if threads > 1 else ()
+    decodes = {batch: steady(batch, PROMPT, options.steps + 1, vocab_size) for batch in batches}
     prefill = steady(1, options.prefill, 1, vocab_size)
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
@@ -90,13 +93,20 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         warm_up = steady(1, PROMPT, 3, vocab_size)
         run(llm, warm_up, 0.0)
         transformers_decode(model, warm_up)
-        for _ in range(options.repeat):
+
+        def note(name: str, mine: float, other: float) -> None:
+            ours.setdefault(name, []).append(mine)
+            theirs.setdefault(name, []).append(other)
+            progress.tell(f"{threads} threads, {name}: inflight {mine:,.4g}, transformers {other:,.4g}")
+
+        for turn in range(options.repeat):
+            if turn and progress.is_late:
+                break
+            rate = prefill.num_input / run(llm, prefill, 0.0)
+            note("prefill_tok_s", rate, transformers_prefill(model, prefill))
             for batch, work in decodes.items():
-                name = f"decode_{batch}_ms"
-                ours.setdefault(name, []).append(decode_ms(observe(llm, work, 0.0), batch))
-                theirs.setdefault(name, []).append(transformers_decode(model, work))
-            ours.setdefault("prefill_tok_s", []).append(prefill.num_input / run(llm, prefill, 0.0))
-            theirs.setdefault("prefill_tok_s", []).append(transformers_prefill(model, prefill))
+                mine = decode_ms(observe(llm, work, 0.0), batch)
+                note(f"decode_{batch}_ms", mine, transformers_decode(model, work))
     result: dict[str, Any] = {}
     for name, values in ours.items():
         best = min if name.endswith("_ms") else max
@@ -125,14 +135,18 @@ def measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     child = ["benchmarks.cpu_server", "--child", str(folder), "--steps", str(options.steps)]
     child += ["--prefill", str(options.prefill), "--repeat", str(options.repeat)]
     encoder = ["benchmarks.encoders", "--json", "--shape", options.encoder, "--texts", str(options.texts)]
-    encoder += ["--batch", "8", "16", "32", "--repeat", str(options.repeat), "--seconds", "10"]
+    encoder += ["--batch", "16", "32", "--repeat", str(options.repeat)]
     tasks = [("model", child, threads) for threads in options.threads]
     tasks += [("minilm", [*encoder, "--threads", str(n)], n) for n in options.encoder_threads]
-    for kind, arguments, threads in sorted(tasks, key=lambda task: -task[2]):
+    tasks.sort(key=lambda task: -task[2])
+    for index, (kind, arguments, threads) in enumerate(tasks):
         if progress.is_late:
             results["missing"].append(f"{kind}, {threads} threads: no time was left")
             continue
         try:
+            # Loading the model and the last turn come on top.
+            share = f"{progress.seconds_left / (len(tasks) - index) / 2:.0f}"
+            arguments = [*arguments, "--seconds" if kind == "minilm" else "--share", share]
             results[kind][threads] = in_process(arguments, threads, progress.seconds_left)
         except (subprocess.SubprocessError, json.JSONDecodeError) as error:
             results["missing"].append(f"{kind}, {threads} threads: {error}")
@@ -155,6 +169,7 @@ def parse() -> argparse.Namespace:
     add("--repeat", type=int, default=2)
     add("--seconds", type=float, default=145.0, help="after which nothing runs")
     add("--json", action="store_true")
+    add("--share", type=float, default=60.0, help=argparse.SUPPRESS)
     add("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

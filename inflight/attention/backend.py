@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
+from inflight.layers.kernels import Linear
 from inflight.layers.recurrent import StateInputs
 
 _ALIGNMENT = 16  # bytes, of blocks in slots with quantized layers
@@ -171,6 +172,31 @@ class AttentionInputs:
 InputsT = TypeVar("InputsT", contravariant=True)
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLayer:
+    """A decoder layer that is nothing but attention and a gated MLP. Each reads the residual through a norm and adds to
+    it."""
+
+    attention_norm: Tensor | None  # [hidden] float32
+    qkv: Linear
+    heads: AttentionLayer
+    output: Linear
+    mlp_norm: Tensor | None  # [hidden] float32
+    gate_up: Linear
+    down: Linear
+    activation: str  # one of GATES
+    eps: float
+
+
+class FusedLayers(Protocol[InputsT]):
+    """Consecutive decoder layers that a backend runs in one call."""
+
+    count: int
+
+    def run(self, x: Tensor, caches: Sequence[LayerCache], inputs: InputsT, count: int) -> Tensor:
+        """Return the residual after the first `count` layers, each of which has its own cache. May overwrite x."""
+
+
 class AttentionBackend(Protocol[InputsT]):
     """Attention that owns the layout of the cache and defines the inputs that it reads a step from."""
 
@@ -190,6 +216,10 @@ class AttentionBackend(Protocol[InputsT]):
 
         A layer without keys and values of its own reads those that an earlier layer of the step wrote to `cache`.
         """
+
+    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[InputsT] | None:
+        """Return as many of the first layers as the backend can run in one call, once their weights are loaded; None if
+        it cannot do so."""
 
     def live(self, inputs: InputsT) -> Tensor | None:
         """Return a tensor [T] that is negative for padding tokens; None if there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,14 +12,24 @@ from torch import Tensor
 from inflight.attention.backend import (
     AttentionInputs,
     AttentionLayer,
+    FusedLayers,
     KVCache,
     KVShape,
     LayerCache,
+    PlainLayer,
     SequenceAttention,
     SequenceLayer,
     Sequences,
     halves,
 )
+from inflight.attention.cpu_checks import (
+    check_cache,
+    check_positions,
+    check_step,
+    preparation_of,
+    vector_pointer,
+)
+from inflight.attention.cpu_layers import fuse_layers
 from inflight.errors import ConfigError
 from inflight.layers.recurrent import StateInputs
 from inflight.native.library import Library, native_library
@@ -91,6 +102,9 @@ class ComposedAttention:
         out = self._heads.attend(query, key, value, layer, cache, inputs)
         return out.reshape(len(qkv), -1)
 
+    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[AttentionInputs] | None:  # noqa: ARG002
+        return None
+
     def live(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
         return None  # steps are not padded
 
@@ -110,6 +124,9 @@ class NativeAttention(ComposedAttention):
         self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
     ) -> Tensor:
         return self._native.attend_projected(qkv, layer, cache, inputs)
+
+    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[AttentionInputs] | None:
+        return fuse_layers(self._native.library, layers)
 
 
 def cpu_attention() -> HeadAttention:
@@ -136,7 +153,7 @@ class CpuAttention:
     """
 
     def __init__(self, library: Library) -> None:
-        self._library = library
+        self.library = library
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         if shape.dtype != torch.float32 or device.type != "cpu":
@@ -186,36 +203,11 @@ class CpuAttention:
         if layer.has_kv:
             key = query + 4 * num_heads * head_dim
             strided = query, *strides, key, *strides, key + 4 * num_kv_heads * head_dim, *strides
-        preparation = self._preparation(layer, inputs, num_tokens)
+        if layer.cos_sin is not None:
+            check_positions(inputs, num_tokens)
+        preparation = preparation_of(layer, inputs.positions.data_ptr())
         out = self._call((num_tokens, num_heads, head_dim), strided, preparation, layer, cache, inputs)
         return out.view(num_tokens, -1)
-
-    def _preparation(
-        self, layer: AttentionLayer, inputs: AttentionInputs, num_tokens: int
-    ) -> tuple[int | float | None, ...]:
-        """Return the norms and the rotation as arguments. Queries and keys are both normalised, or neither."""
-        q_norm, k_norm, v_norm = layer.q_norm, layer.k_norm, layer.v_norm
-        if layer.has_kv and (q_norm is None or k_norm is None):
-            q_norm = k_norm = None
-        norms = [_vector(norm, layer.head_dim) for norm in (q_norm, k_norm, v_norm)]
-        cos_sin, positions = layer.cos_sin, inputs.positions
-        if cos_sin is None:
-            return *norms, None, None, 0, layer.eps
-        rotary_dim = cos_sin.shape[1]
-        if (
-            rotary_dim > layer.head_dim
-            or rotary_dim % 2
-            or cos_sin.dtype != torch.float32
-            or not cos_sin.is_contiguous()
-            or positions.shape != (num_tokens,)
-            or positions.dtype != torch.int64
-            or not positions.is_contiguous()
-        ):
-            raise ConfigError(
-                f"cannot rotate heads of {layer.head_dim} features of {num_tokens} tokens at positions "
-                f"{positions.dtype} {list(positions.shape)} by a table {cos_sin.dtype} {list(cos_sin.shape)}"
-            )
-        return *norms, cos_sin.data_ptr(), positions.data_ptr(), rotary_dim, layer.eps
 
     def _call(
         self,
@@ -229,17 +221,18 @@ class CpuAttention:
         num_tokens, num_heads, head_dim = shape
         blocks, scales = halves(cache)
         tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
-        _check(num_tokens, num_heads, head_dim, cache, inputs, tables, slot_mapping)
+        check_cache(num_heads, head_dim, cache)
+        check_step(num_tokens, inputs)
         words = None if scales is None else scales.data_ptr()
-        sinks = None if layer.sinks is None else _sinks(layer.sinks, num_heads)
+        sinks = vector_pointer(layer.sinks, num_heads, "sinks are")
         out = torch.empty(num_tokens, num_heads, head_dim)
         _, num_kv_heads, _, _, block_size = blocks.shape
-        self._library.attend(
+        self.library.attend(
             *strided, *preparation, blocks.data_ptr(), words, out.data_ptr(),
             inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
-            tables.data_ptr(), slot_mapping.data_ptr(), None if sinks is None else sinks.data_ptr(),
+            tables.data_ptr(), slot_mapping.data_ptr(), sinks,
             inputs.rows.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size, blocks.stride(0),
-            tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self._library.threads,
+            tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self.library.threads,
         )  # fmt: skip
         return out
 
@@ -370,62 +363,8 @@ def _strided(heads: Tensor | None) -> tuple[int | None, int, int]:
     return (None, 0, 0) if heads is None else (heads.data_ptr(), heads.stride(0), heads.stride(1))
 
 
-def _sinks(sinks: Tensor, num_heads: int) -> Tensor:
-    if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
-        raise ConfigError(f"sinks are {sinks.dtype} {list(sinks.shape)}: they must be float32 [{num_heads}]")
-    return sinks
-
-
 def _shape(x: Tensor | None) -> list[int] | None:
     return None if x is None else list(x.shape)
-
-
-def _vector(weight: Tensor | None, size: int) -> int | None:
-    """Return the address of a norm's weight."""
-    if weight is None:
-        return None
-    if weight.shape != (size,) or weight.dtype != torch.float32 or not weight.is_contiguous():
-        raise ConfigError(f"a norm is {weight.dtype} {list(weight.shape)}: it must be float32 [{size}]")
-    return weight.data_ptr()
-
-
-def _check(
-    num_tokens: int,
-    num_heads: int,
-    head_dim: int,
-    cache: LayerCache,
-    inputs: AttentionInputs,
-    tables: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    """Check the layout of the tensors: the library trusts its pointers."""
-    blocks, scales = halves(cache)
-    num_kv_heads, block_size = blocks.shape[1], blocks.shape[4]
-    half = head_dim * block_size
-    is_dense = blocks.stride()[1:] == (2 * half, half, block_size, 1) or blocks[0].is_contiguous()
-    if blocks.shape[3] != head_dim or not is_dense or num_heads % num_kv_heads:
-        raise ConfigError(
-            f"queries [{num_tokens}, {num_heads}, {head_dim}] and cache {list(blocks.shape)} do not match"
-        )
-    if scales is not None and (
-        scales.shape[1:] != (num_kv_heads, blocks.shape[4])
-        or scales.dtype != torch.int32
-        or blocks.dtype != torch.int8
-        or not scales[0].is_contiguous()
-        or scales.stride(0) * 4 != blocks.stride(0)
-    ):
-        raise ConfigError(
-            f"codes {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} do not match"
-        )
-    starts, lens, rows = inputs.query_starts, inputs.context_lens, inputs.rows
-    num_entries = rows.shape[0]
-    narrow = starts.dtype == lens.dtype == rows.dtype == tables.dtype == torch.int32
-    dense = starts.is_contiguous() and lens.is_contiguous() and rows.is_contiguous() and tables.stride(1) == 1
-    if not narrow or not dense or starts.shape != (num_entries + 1,) or lens.shape != (num_entries,):
-        raise ConfigError("query_starts, context_lens, rows and block_tables must be contiguous int32")
-    fits = slot_mapping.shape == (num_tokens,) and slot_mapping.is_contiguous()
-    if slot_mapping.dtype != torch.int64 or not fits:
-        raise ConfigError("slot_mapping must be contiguous int64, one per token")
 
 
 # ---- within sequences ----

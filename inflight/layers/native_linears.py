@@ -20,7 +20,7 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library, PackedMatrix
+from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library, LinearMatrix, PackedMatrix
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 SLAB_BYTES = 64 << 20
@@ -247,6 +247,11 @@ class CompiledLinear(ComposedLinear):
             raise IndexError(f"row ids are {ids.tolist()}: they must be in [0, {self.out_features})")
         return self._rows(ids)
 
+    def matrix(self) -> LinearMatrix | None:
+        """Return the layer as other functions of the library read it, or None if it is more than one product. Valid
+        until weights are loaded again."""
+        return None
+
     def _input(self, x: Tensor) -> Tensor:
         x = dense(x)
         if x.shape[1] != self.in_features:
@@ -279,7 +284,14 @@ class NativeLinear(CompiledLinear):
         self._panels = Panels(library, out_features, in_features, dtype, device)
         narrow = self._panels.dtype == torch.bfloat16
         self._multiply = library.multiply_bf16 if narrow else library.multiply_f32
+        self._method = -1 if narrow else 0  # as decoder.cpp numbers them
         self._weight_pointer = self._panels.pointer()
+
+    def matrix(self) -> LinearMatrix | None:
+        if self._reduce is not None:
+            return None
+        size = self.in_features, self.out_features
+        return LinearMatrix(self._weight_pointer, self._bias_pointer, *size, self._method, 0)
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
@@ -322,6 +334,12 @@ class NarrowLinear(CompiledLinear):
         self._weight_pointer = panels.pointer()
         self._method = method
         self._group = panels.group
+
+    def matrix(self) -> LinearMatrix | None:
+        if self._reduce is not None:
+            return None
+        size = self.in_features, self.out_features
+        return LinearMatrix(self._weight_pointer, self._bias_pointer, *size, self._method, self._group)
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)

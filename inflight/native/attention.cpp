@@ -22,10 +22,10 @@
 // Before that, heads are normalised and rotated in place, in the same pass that writes keys and values to the cache.
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "activations.h"
+#include "attention.h"
 #include "elementwise.h"
 #include "team.h"
 
@@ -38,56 +38,18 @@ constexpr int64_t kTileRows = 4 * kQueryRows;   // query rows that walk the keys
 constexpr int64_t kLine = 64;                   // bytes of a cache line
 constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing, at most
 constexpr int64_t kParallelFloats = 8 << 10;    // of queries and keys below which one thread prepares and writes alone
-constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is faster than two
+constexpr int64_t kParallelWork = 32 << 10;     // multiply-adds below which one thread is faster than two
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 template <class Stored>
 constexpr bool kIsQuantized = sizeof(Stored) == 1;
 
-struct Strided {
-    float* data;
-    int64_t token_stride, head_stride;
-
-    float* operator()(int64_t token, int64_t head) const {
-        return data + token * token_stride + head * head_stride;
-    }
-};
-
-// What happens to heads, in place, before they are used. Null pointers: nothing.
-struct Preparation {
-    const float *query_norm, *key_norm, *value_norm;  // [dim]
-    const float* cos_sin;                             // [positions][rotary_dim]
-    const int64_t* positions;                         // [tokens]
-    int64_t rotary_dim;
-    float eps;
-
-    void normalise(float* head, const float* norm, int64_t dim) const {
-        if (norm) rms_norm_row(head, norm, head, dim, eps);
-    }
-    void rotate(float* head, int64_t token) const {
-        if (!cos_sin) return;
-        const float* cos = cos_sin + positions[token] * rotary_dim;
-        rotate_head(head, cos, cos + rotary_dim / 2, rotary_dim / 2);
-    }
-};
-
 // Stored is what the cache holds: float, or int8_t with scales.
 template <class Stored>
-struct Job {
-    Strided query, key, value;  // key and value are null if this step's are in the cache
-    Preparation prepare;
+struct Job : Attention {
     Stored* cache;
-    uint32_t* scales;             // [kv heads][block_size] in each block; null in float32
-    float* out;                   // [tokens][heads][dim]
-    const int32_t* query_starts;  // [entries + 1]
-    const int32_t* context_lens;  // [entries]
-    const int32_t* rows;          // [entries]
-    const int32_t* tables;        // [rows][table_stride]
-    const int64_t* slot_mapping;  // [tokens]
-    const float* sinks;           // [heads]; null: there are none
-    int64_t entries, tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window;
-    float scale, softcap;  // softcap 0: scores have no limit
 
+    explicit Job(const Attention& attention) : Attention(attention), cache(static_cast<Stored*>(attention.memory)) {}
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kWidth - 1) / kWidth * kWidth; }
     // Tiles inside one block, in whole vectors, are read in place; others are gathered first.
@@ -443,10 +405,17 @@ int64_t cut_queries(const Job<Stored>& job, std::vector<QueryTile>& tiles) {
 }
 
 template <class Stored>
-void attend(const Job<Stored>& job, int threads) {
+void attend_all(const Job<Stored>& job, int threads) {
     thread_local std::vector<QueryTile> own_tiles;
     std::vector<QueryTile>& tiles = own_tiles;  // this thread's, for the whole team
     const bool parallel = cut_queries(job, tiles) * job.heads * job.dim > kParallelWork;
+    if (tiles.size() == 1) {  // nobody else reads what its queries write
+        parallel_for(parallel ? threads : 1, job.kv_heads, 1, [&](int64_t kv_head) {
+            write_tokens(job, kv_head, 0, job.tokens);
+            attend_tile(job, tiles[0], kv_head);
+        });
+        return;
+    }
     const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
     const int64_t size = std::max<int64_t>(1, std::min(kWriteTokens, job.tokens * job.kv_heads / (4 * threads)));
     const int64_t units = (job.tokens + size - 1) / size * job.kv_heads;
@@ -461,6 +430,14 @@ void attend(const Job<Stored>& job, int threads) {
 }
 
 }  // namespace
+
+void attend(const Attention& attention, int threads) {
+    if (attention.scales)
+        attend_all(Job<int8_t>(attention), threads);
+    else
+        attend_all(Job<float>(attention), threads);
+}
+
 }  // namespace inflight
 
 // Queries, keys and values are overwritten where there is something to prepare.
@@ -475,20 +452,11 @@ extern "C" void inflight_attend(float* query, int64_t query_token_stride, int64_
                                 int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                                 int64_t block_stride, int64_t table_stride, int64_t window, float scale,
                                 float softcap, int threads) {
-    using namespace inflight;
-    auto attend_as = [&](auto* stored) {
-        using Stored = std::remove_pointer_t<decltype(stored)>;
-        attend(Job<Stored>{{query, query_token_stride, query_head_stride},
-                           {key, key_token_stride, key_head_stride},
-                           {value, value_token_stride, value_head_stride},
-                           {query_norm, key_norm, value_norm, cos_sin, positions, rotary_dim, eps},
-                           stored, scales, out, query_starts, context_lens, rows, tables, slot_mapping, sinks, entries,
-                           tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window, scale,
-                           softcap},
-               threads);
-    };
-    if (scales)
-        attend_as(static_cast<int8_t*>(cache));
-    else
-        attend_as(static_cast<float*>(cache));
+    inflight::attend({{query, query_token_stride, query_head_stride},
+                      {key, key_token_stride, key_head_stride},
+                      {value, value_token_stride, value_head_stride},
+                      {query_norm, key_norm, value_norm, cos_sin, positions, rotary_dim, eps},
+                      cache, scales, out, query_starts, context_lens, rows, tables, slot_mapping, sinks, entries,
+                      tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window, scale, softcap},
+                     threads);
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "activations.h"
+#include "operations.h"
 #include "team.h"
 
 namespace inflight {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gemm.h"
+#include "operations.h"
 #include "team.h"
 
 namespace inflight {

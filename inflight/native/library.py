@@ -71,6 +71,70 @@ class ExpertLayer(ctypes.Structure):
     )
 
 
+class LinearMatrix(ctypes.Structure):
+    """A linear layer, as `Matrix` in decoder.cpp."""
+
+    _fields_ = (
+        ("weight", _P),
+        ("bias", _P),
+        ("in_features", _L),
+        ("out_features", _L),
+        ("method", _L),
+        ("group", _L),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """A layer of a decoder and its part of the KV cache, as `Layer` in decoder.cpp."""
+
+    _fields_ = (
+        ("attention_norm", _P),
+        ("mlp_norm", _P),
+        ("qkv", LinearMatrix),
+        ("output", LinearMatrix),
+        ("gate_up", LinearMatrix),
+        ("down", LinearMatrix),
+        ("query_norm", _P),
+        ("key_norm", _P),
+        ("value_norm", _P),
+        ("cos_sin", _P),
+        ("positions", _P),  # the library sets them
+        ("rotary_dim", _L),
+        ("head_eps", _F),
+        ("sinks", _P),
+        ("heads", _L),
+        ("kv_heads", _L),
+        ("head_dim", _L),
+        ("window", _L),
+        ("table", _L),
+        ("scale", _F),
+        ("softcap", _F),
+        ("gate", _L),
+        ("eps", _F),
+        ("cache", _P),
+        ("scales", _P),
+        ("block_size", _L),
+        ("block_stride", _L),
+    )
+
+
+class DecoderStep(ctypes.Structure):
+    """A step of a decoder, as `Step` in decoder.cpp."""
+
+    _fields_ = (
+        ("positions", _P),
+        ("query_starts", _P),
+        ("context_lens", _P),
+        ("rows", _P),
+        ("tables", _P),
+        ("slot_mapping", _P),
+        ("entries", _L),
+        ("tokens", _L),
+        ("table_size", _L),
+        ("table_stride", _L),
+    )
+
+
 class Library:
     """The C functions. Tensors go in as `data_ptr()`, so callers keep them alive and check their layout."""
 
@@ -118,6 +182,7 @@ class Library:
         strided = (_P, _L, _L)
         prepare = (*(_P,) * 5, _L, _F)
         self.attend = self._bind("attend", *strided * 3, *prepare, *(_P,) * 9, *(_L,) * 9, _F, _F, _I)
+        self.decoder_layers = self._bind("decoder_layers", _P, _L, _P, _P, _I)
         self.delta_net = self._bind("delta_net", *(_P,) * 13, *(_L,) * 8, _F, _I)
         logprobs = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *logprobs)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "elementwise.h"
+#include "operations.h"
 #include "team.h"
 
 namespace inflight {

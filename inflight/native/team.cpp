@@ -22,8 +22,9 @@ namespace inflight {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr std::chrono::microseconds kSpinTime(50);  // longer than the gap between two products of a step
-constexpr int kSpins = 32;                          // between two looks at the clock
+constexpr std::chrono::microseconds kSpinTime(50);    // longer than the gap between two products of a step
+constexpr std::chrono::microseconds kYieldTime(1000);  // longer than the gap between two steps
+constexpr int kSpins = 32;                            // between two looks at the clock
 constexpr size_t kOwnLine = 128;                    // processors fetch lines in pairs
 
 inline void relax() {
@@ -60,16 +61,19 @@ void wake_all(Word&) {
 }
 #endif
 
-// Spin for a short time. Returns whether the word has changed.
+// Spin for a short time, then for a longer one in which any other thread that wants this processor has it. To wake
+// sleepers takes longer than most products, and the longer the more of them there are. Returns whether the word has changed.
 bool spin_while(const Word& word, uint32_t value) {
-    const auto until = std::chrono::steady_clock::now() + kSpinTime;
-    do {
+    const auto begin = std::chrono::steady_clock::now();
+    for (;;) {
         for (int spin = 0; spin < kSpins; ++spin) {
             if (word.load(std::memory_order_acquire) != value) return true;
             relax();
         }
-    } while (std::chrono::steady_clock::now() < until);
-    return false;
+        const auto waited = std::chrono::steady_clock::now() - begin;
+        if (waited >= kYieldTime) return false;
+        if (waited >= kSpinTime) std::this_thread::yield();
+    }
 }
 
 std::vector<Node>& nodes() {

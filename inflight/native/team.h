@@ -2,7 +2,8 @@
 //
 // Each thread has a share of the units, always the same one for the same number of units, and takes it in chunks. A
 // thread that is done takes chunks from the shares of others: a helper that the system has preempted is not waited for,
-// unless it has already begun a chunk. Helpers spin for some microseconds before they sleep.
+// unless it has already begun a chunk. Helpers spin before they sleep: for some microseconds, and then for a millisecond
+// in which they give way to any other thread.
 //
 // Helpers and memory of a machine with several NUMA nodes are divided in the same proportions, so that a thread finds
 // its share of a weight in its own node's memory.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache, QuantizedKV
+from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache, PlainLayer, QuantizedKV
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
@@ -72,6 +73,9 @@ class TritonAttention:
         ]
         size = shape.block_size
         return KVCache.divide(slots, shape, lambda layer: (2, layer.num_kv_heads, size, layer.head_dim))
+
+    def fuse(self, layers: Sequence[PlainLayer]) -> None:  # noqa: ARG002
+        return None  # a captured graph has no host work between layers
 
     def state_inputs(self, inputs: TritonStep) -> RecurrentStep | None:
         return inputs.state

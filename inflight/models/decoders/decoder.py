@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, KVShape, LayerCache
+from inflight.attention.backend import AttentionBackend, FusedLayers, KVShape, LayerCache, PlainLayer
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
 from inflight.models.decoders.layer_inputs import InputGate, LayerInputs
 from inflight.models.decoders.mixers import DeltaNet, Mixer, SelfAttention
-from inflight.models.decoders.mlps import ExpertsMlp, Mlp, build_mlp
+from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp, Mlp, build_mlp
 from inflight.models.decoders.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -39,6 +40,13 @@ class Layer:
     mlp: Mlp
     scale: Tensor | None = None  # [1], multiplies the residual at the end
     input_gate: InputGate | None = None  # reads the layer's own input
+
+    def plain(self) -> PlainLayer | None:
+        """Return the layer as a backend may fuse it, or None if it is not only attention and a dense MLP."""
+        mixer, mlp = self.mixer, self.mlp
+        if self.scale is not None or self.input_gate is not None:
+            return None
+        return mixer.plain(mlp) if isinstance(mixer, SelfAttention) and isinstance(mlp, DenseMlp) else None
 
     def targets(self) -> Mapping[str, Target]:
         """Return the load targets by the names that `WeightNames.layer` uses."""
@@ -182,12 +190,18 @@ class Decoder:
     ) -> Tensor:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten. `layer_inputs` are
         [T, num_layers, size]."""
+        num_fused = 0
+        if self._fused is not None:
+            num_fused = min(self._fused.count, len(self.layers) - (output_tokens is not None))
+            x = self._fused.run(x, caches, inputs, num_fused)
+            if num_fused == len(self.layers):
+                return x
         in_norms = [layer.mixer.in_norm for layer in self.layers]
-        residual = Residual(x, in_norms[0])
+        residual = Residual(x, in_norms[num_fused])
         last, live = self.layers[-1], self.attention.live(inputs)
         memories = self._memories(caches, states, inputs)
         layers = zip(self.layers, memories, [*in_norms[1:], None], strict=True)
-        for index, (layer, memory, next_norm) in enumerate(layers):
+        for index, (layer, memory, next_norm) in islice(enumerate(layers), num_fused, None):
             tokens = output_tokens if layer is last else None
             residual = layer.mixer(residual, *memory, layer.mlp.in_norm, tokens)
             if tokens is not None and not len(tokens):
@@ -199,6 +213,17 @@ class Decoder:
             if layer.scale is not None:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
+
+    @cached_property
+    def _fused(self) -> FusedLayers[Any] | None:
+        """The first layers in one call, known with the first step: the weights are loaded by then."""
+        plain: list[PlainLayer] = []
+        for layer in self.layers:
+            own = layer.plain()
+            if own is None:
+                break
+            plain.append(own)
+        return self.attention.fuse(plain)
 
     def _memories(
         self, caches: Sequence[LayerCache], states: Sequence[LayerStates], inputs: Any

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionLayer, LayerCache
+from inflight.attention.backend import AttentionBackend, AttentionLayer, LayerCache, PlainLayer
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import DeltaNetLayer, LayerStates
-from inflight.models.decoders.mlps import SchemeOf, empty_norm, norm_targets, unquantized
+from inflight.models.decoders.mlps import DenseMlp, SchemeOf, empty_norm, norm_targets, unquantized
 from inflight.models.decoders.spec import AttentionSpec, DeltaNetSpec, QKNorm, Shard
 from inflight.models.tensors import (
     LinearRows,
@@ -129,6 +129,30 @@ class SelfAttention:
             if not len(output_tokens):
                 return residual
         return self.output.add_to(residual, attended, self.out_norm, spec.norm_eps, next_norm)
+
+    def plain(self, mlp: DenseMlp) -> PlainLayer | None:
+        """Return this and an MLP as a layer that is nothing but the two, or None if there is more to do."""
+        spec, own = self._spec, self._own
+        if (
+            own.has_gate
+            or not own.has_kv
+            or own.qk_norm is QKNorm.WHOLE
+            or spec.attention_output_scale != 1.0
+            or self.out_norm is not None
+            or mlp.out_norm is not None
+        ):
+            return None
+        return PlainLayer(
+            self.in_norm,
+            self.qkv,
+            self._heads,
+            self.output,
+            mlp.in_norm,
+            mlp.gate_up,
+            mlp.down,
+            mlp.activation,
+            spec.norm_eps,
+        )
 
     def targets(self) -> Mapping[str, Target]:
         shard, whole = self._shard, self._whole

@@ -84,6 +84,7 @@ class DenseMlp:
         self._spec = spec
         self._shard = shard
         self._mlp = mlp
+        self.activation = mlp.activation
         scheme = scheme_of("mlp.gate_up")
         self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, mlp.bias, scheme=scheme)
         has_bias, scheme = mlp.bias and shard.rank == 0, scheme_of("mlp.down")
@@ -98,7 +99,7 @@ class DenseMlp:
         live: Tensor | None = None,  # noqa: ARG002
     ) -> Residual:
         eps = self._spec.norm_eps
-        inner = self.gate_up.gated(residual, eps, self._mlp.activation)
+        inner = self.gate_up.gated(residual, eps, self.activation)
         return self.down.add_to(residual, inner, self.out_norm, eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
