@@ -131,6 +131,10 @@ def check_experts(scheme: GroupScheme, dtype: torch.dtype, num_tokens: int, top_
 
 
 SHORT_STEPS = PairTile(block_n=8, block_k=64, num_warps=1, ahead=1, stages=2), PairTile(16, 32, 2, 2, 2)
+SHARED_ROWS = (
+    PairTile(block_n=8, block_k=256, num_warps=2, ahead=1, split=1),
+    PairTile(block_n=16, block_k=256, num_warps=4, ahead=1, split=2),
+)
 QUANTIZED_WHERE_MULTIPLIED = GroupedTile(16, 128, 1, 1, weights_left=True)
 PAIRS_LEFT = GroupedTile(16, 128, 1, 1, weights_left=False, quantize_first=True)
 
@@ -142,6 +146,17 @@ def test_pairs_match_float64_in_several_steps(
 ) -> None:
     monkeypatch.setattr(triton_experts, "choose_pairs_quantized", lambda *_: SHORT_STEPS)
     check_experts(scheme, torch.float32, 2, top_k)
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, MXFP4], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_warps_may_share_rows_of_pairs(
+    scheme: GroupScheme, dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "choose_pairs_quantized", lambda *_: SHARED_ROWS)
+    monkeypatch.setattr(triton_experts, "MAX_PAIRED_BYTES", 2)
+    check_experts(scheme, dtype, 2, top_k)
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, INT8], ids=lambda scheme: scheme.name)
