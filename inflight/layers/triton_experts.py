@@ -29,6 +29,7 @@ from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
 from inflight.layers.triton.quantized import (
+    FP8,
     INT4,
     MXFP4,
     PLAIN,
@@ -220,7 +221,8 @@ class TritonExperts:
             if down.kind == PLAIN:
                 pair_tiles = choose_pairs(top_k, hidden, inner, itemsize)
             else:
-                pair_tiles = choose_pairs_quantized(top_k, hidden, inner, down.kind == MXFP4)
+                fp8 = down.kind == FP8 and down.zeros is None and down.group % 128 == 0
+                pair_tiles = choose_pairs_quantized(top_k, hidden, inner, down.kind == MXFP4, fp8)
             y = pair_gate_up(x, gate_up, chosen, self._gate, pair_tiles[0], pdl)
             return pair_down(y, down, chosen, pair_tiles[1], residual, left, pdl)
         if down.kind == PLAIN:
