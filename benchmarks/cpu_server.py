@@ -39,10 +39,19 @@ BATCHES = (1, 16)
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
     settings = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     shape = AutoConfig.for_model(config["model_type"], **settings)
-    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    # Drawing a number for each weight takes most of a minute: a million of them are repeated.
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) * 0.02
+    for weight in model.parameters():
+        count = weight.numel()
+        filling = numbers.repeat(-(-count // len(numbers)))[:count] if weight.dim() > 1 else torch.ones(count)
+        weight.data.copy_(filling.view_as(weight))
+    model.save_pretrained(folder)
 
 
 @torch.inference_mode()
@@ -161,8 +170,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-0.6b")
     add("--encoder", default="minilm-l6", help="a shape of benchmarks.encoders")
-    add("--threads", type=int, nargs="+", default=[1, 4, 16])
-    add("--encoder-threads", type=int, nargs="+", default=[2, 16])
+    add("--threads", type=int, nargs="*", default=[1, 4, 16])
+    add("--encoder-threads", type=int, nargs="*", default=[2, 16])
     add("--steps", type=int, default=16, help="decode steps of a run")
     add("--prefill", type=int, default=512, help="tokens of the prompt")
     add("--texts", type=int, default=200, help="texts of the encoder")
