@@ -40,13 +40,11 @@ from inflight.layers.triton.quantized import (
 )
 from inflight.layers.triton.routing import Chosen, HalfNormed, RouterProduct, choose_experts
 from inflight.layers.triton.tuning import (
-    MAX_FEW_MXFP4,
     MAX_PAIRED,
     MAX_PAIRED_BYTES,
     MAX_PAIRED_MXFP4,
     MAX_ROUTED,
     MAX_ROUTED_FEATURES,
-    choose_few_mxfp4,
     choose_grouped,
     choose_grouped_quantized,
     choose_pairs,
@@ -233,10 +231,7 @@ class TritonExperts:
             converted = down.kind not in PRODUCTS
             step = down.group if down.kind == INT4 else 128
             num_pairs, mxfp4 = num_tokens * top_k, down.kind == MXFP4
-            if mxfp4 and x.dtype == torch.bfloat16 and num_pairs <= MAX_FEW_MXFP4 * num_experts:
-                tiles = choose_few_mxfp4()
-            else:
-                tiles = choose_grouped_quantized(num_pairs, num_experts, converted, step, mxfp4)
+            tiles = choose_grouped_quantized(num_pairs, num_experts, converted, step, mxfp4)
         block_m, gate_up_tile, down_tile = tiles
         y, blocks = grouped_gate_up(x, gate_up, chosen, block_m, self._gate, gate_up_tile, pdl)
         dtype = torch.float32 if num_tokens <= _FLOAT32_SUMS else y.dtype

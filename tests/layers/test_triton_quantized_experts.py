@@ -159,38 +159,6 @@ def test_warps_may_share_rows_of_pairs(
     check_experts(scheme, dtype, 2, top_k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("split", [1, 2, 4])
-@pytest.mark.parametrize("num_tokens", [3, 8, 9, 37])
-def test_warps_may_share_rows_of_few_pairs(
-    dtype: torch.dtype, split: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile = GroupedTile(64, 128, 4, stages=3 - split // 2, weights_left=True, split=split)
-    monkeypatch.setattr(triton_experts, "choose_grouped_quantized", lambda *_: (8, tile, tile))
-    check_experts(MXFP4, dtype, num_tokens)
-
-
-def test_experts_of_few_pairs_may_have_none_or_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_experts, "MAX_FEW_MXFP4", 8)
-    monkeypatch.setattr(triton_experts, "choose_grouped_quantized", None)
-    experts, weights = make(MXFP4, torch.bfloat16)
-    # Expert 0 has no pair, 1 one, 2 eight, 3 nine and 4 all. Five features of each token say so.
-    others = torch.tensor([1] + [2] * 8 + [3] * 9)
-    x, norm = inputs(len(others), torch.bfloat16)
-    norm[:5] = 1
-    x[:, :5] = -3
-    x[:, 4] = 3
-    x[torch.arange(len(others)), others] = 3
-    weights.router[:] = torch.eye(*weights.router.shape)
-    weights.router_bias.zero_()
-    experts.router.load(weights.router.to(DEVICE))
-    experts.router.load_bias(weights.router_bias.to(DEVICE))
-    expected = expected_output(weights, x.cpu(), norm.cpu(), CLAMPED_SILU, 0.8, bias=True)
-    actual = experts.add_to(Residual(x.clone(), norm), EPS, norm).x
-    assert experts.tokens.tolist() == [0, 1, 8, 9, 18]
-    check(actual, x, expected, tolerance(MXFP4, torch.bfloat16))
-
-
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCKS, INT8], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("tile", [QUANTIZED_WHERE_MULTIPLIED, PAIRS_LEFT])
 def test_inputs_may_be_quantized_before_or_where_they_are_multiplied(

@@ -7,7 +7,7 @@
 Each weight tile is read once per block. Blocks are numbered expert by expert: `grouped_gate_up` finds out from the
 experts' counts which pairs are in a block, and leaves it for `grouped_down`. The grid is for the worst case; programs
 beyond the last block end at once: nothing depends on the host, and no pair is ever dropped. Sums are float32 and always
-in the same order. The warps of a program can share rows of MXFP4 if experts have few pairs (`GroupedTile.split`).
+in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from inflight.layers.triton.expert_parts import (
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
 from inflight.layers.triton.quantized import PRODUCTS, QuantizedInputs, quantize_rows, quantized
 from inflight.layers.triton.routing import Chosen
-from inflight.layers.triton.shared_rows import multiply_few_mxfp4
 from inflight.layers.triton.tuning import GroupedTile
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
@@ -81,8 +80,6 @@ def _grouped_kernel(
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
     ONE_DOT: tl.constexpr,
-    SPLIT: tl.constexpr,  # warps that share the features of MXFP4 rows; 0: another way
-    NUM_WARPS: tl.constexpr,
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
@@ -128,11 +125,6 @@ def _grouped_kernel(
                     live = inside[None, :] & is_live[:, None]
                     features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=live, other=0.0)
                     acc = dot(features, tl.trans(w), acc, PRECISION)
-        elif SPLIT != 0:
-            acc = multiply_few_mxfp4(
-                x_rows, is_live, weight, scales, expert, tile * BLOCK_N, num_rows, K,
-                BLOCK_N, BLOCK_N * SPLIT // NUM_WARPS, SPLIT, STAGES, PRECISION,
-            )  # fmt: skip
         elif CODES == 4:
             num_tiles = tl.cdiv(K, 128)
             rows = weight + (expert * num_rows + row) * (32 * num_tiles)
@@ -395,8 +387,6 @@ def _launch(
         CODES=matrices.kind,
         GROUP=matrices.group,
         ONE_DOT=tile.num_warps >= 4 and block_m >= 16,
-        SPLIT=tile.split,
-        NUM_WARPS=tile.num_warps if tile.split else 0,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )

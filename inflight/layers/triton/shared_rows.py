@@ -1,21 +1,18 @@
 """Rows of MXFP4 and fp8 weights that the warps of a program share, so that all their weights are in flight at once.
 
-A warp has 16 rows or more, and a part of the columns. A lane loads 16 bytes of each of its rows, straight into the
-registers in which the tensor cores multiply them: nothing goes through shared memory, and no lane is shuffled. This
-takes features in the same order, because tensor cores may add columns in any order. In Triton, warps are the batch of
-a product: [S, rows, 8]. Their sums are added once, at the end. For one token, whose steps of 256 columns go round:
+A warp has 16 rows or more, and every `split`-th of the steps of 256 columns. A lane loads 16 bytes of each of its rows,
+straight into the registers in which the tensor cores multiply them: nothing goes through shared memory, and no lane is
+shuffled. This takes features in the same order, because tensor cores may add columns in any order:
 
     step_places     where the rows of a program are
     load_step       loads the weights and scales of one step; several are loaded before the first is used
-    step_products   multiplies them with the features, of which each group fills a column
-    rows_total      does what is left with the sums of all steps
+    step_products   multiplies them with the features of one token
+    rows_total      is left to do with the sums of all steps
 
-For up to eight pairs of an expert, which are the columns, `multiply_few_mxfp4` does all of this.
+In Triton, warps are the batch of a product of tensor cores: [S, rows, 8]. Their sums are added once, at the end.
 
 Weights are as few instructions away from bfloat16 as can be: a code is placed in the bits of a number that is 2^126 (of
-fp8: 2^120) times too small, and features are raised by 2^64, so that products are normal numbers. Groups have sums of
-their own, which are scaled instead of weights: this takes four products of float32 for 16 weights of a lane, and not
-eight of two bfloat16.
+fp8: 2^120) times too small, and features are raised by 2^64, so that products are normal numbers.
 """
 
 from __future__ import annotations
@@ -262,77 +259,3 @@ def rows_total(sums, scale_at, CODES: tl.constexpr, GROUP: tl.constexpr, dtype: 
     if dtype == tl.bfloat16:
         total *= 5.421010862427522e-20 if CODES == 4 else 7.205759403792794e16
     return total
-
-
-@triton.jit
-def _load_tile(at, scale_at, tile, stride, K):
-    """Return one tile of 128 columns of each warp's MXFP4 rows: words [8, S, R, 32] and scales [4, 8, S, R]. Words
-    that do not exist are undefined."""
-    exists = tile < tl.cdiv(K, 128)
-    words = at + (tile * 32)[None, :, None, None] + tl.arange(0, 32)[None, None, None, :]
-    each_lane = tl.zeros([4], tl.int32)[:, None, None, None]
-    scale = tl.load(
-        scale_at + (tile * stride)[None, None, :, None] + each_lane, mask=exists[None, None, :, None], other=0
-    )
-    return tl.load(words, mask=exists[None, :, None, None]), scale
-
-
-@triton.jit
-def _add_tile(acc, loaded, x_rows, is_live, tile, K, PRECISION: tl.constexpr):
-    """Add the products of what `_load_tile` returned with features of eight pairs, whose rows start at `x_rows` [8]."""
-    words, scale = loaded
-    S: tl.constexpr = words.shape[1]
-    R: tl.constexpr = words.shape[2]
-    dtype: tl.constexpr = x_rows.dtype.element_ty
-    numbers = _placed_numbers(words, dtype)
-    for group in tl.static_range(4):
-        column = (tile * 128 + group * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
-        inside = is_live[:, None, None] & (column < K)
-        features = _raised(tl.load(x_rows[:, None, None] + column, mask=inside, other=0.0))
-        features = tl.permute(tl.reshape(features, [8, S, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
-        weights = tl.permute(tl.reshape(numbers[group], [8, S, R, 4, 2, 2, 2]), (1, 2, 0, 4, 5, 3, 6))
-        empty = tl.zeros([S, 8 * R, 8], tl.float32)
-        products = dot(
-            tl.reshape(weights, [S, 8 * R, 32]), tl.reshape(features, [S, 32, 8]), empty, PRECISION
-        )
-        scales = (((scale >> (8 * group)) & 0xFF) << 23).to(tl.float32, bitcast=True)
-        if dtype != tl.bfloat16:
-            scales *= 1.1754943508222875e-38
-        scales = tl.broadcast_to(scales[:, :, :, :, None], [4, 8, S, R, 2])
-        acc += products * tl.reshape(tl.permute(scales, (2, 3, 1, 0, 4)), [S, 8 * R, 8])
-    return acc
-
-
-@triton.jit
-def multiply_few_mxfp4(
-    x_rows, is_live, weight, scales, expert, first, num_rows, K,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Multiply eight pairs with rows of MXFP4 weights of their expert, from `first` on: [BLOCK_N, 8].
-
-    A warp has ROWS of these rows, and every SPLIT-th of AHEAD tiles of 128 columns, which it loads at once.
-    """
-    S: tl.constexpr = BLOCK_N // ROWS * SPLIT
-    warp = tl.arange(0, S)
-    own = tl.zeros([S], tl.int64) + expert
-    row = first + (warp // SPLIT * ROWS)[None, :, None]
-    at, scale_at = step_places(weight, scales, own, row, num_rows, K, ROWS, 4, 32)
-    tile = warp % SPLIT * AHEAD
-    parts = ()
-    for ahead in tl.static_range(AHEAD):
-        parts += (_load_tile(at, scale_at, tile + ahead, num_rows, K),)  # type: ignore[assignment]
-    num_tiles = tl.cdiv(K, 128)
-    tl.assume(num_tiles > 0)
-    acc = tl.zeros([S, ROWS, 8], tl.float32)
-    for _ in tl.range(0, num_tiles, SPLIT * AHEAD, num_stages=1):
-        following = ()
-        for ahead in tl.static_range(AHEAD):
-            acc = _add_tile(acc, parts[ahead], x_rows, is_live, tile + ahead, K, PRECISION)
-            after = tile + SPLIT * AHEAD + ahead
-            following += (_load_tile(at, scale_at, after, num_rows, K),)  # type: ignore[assignment]
-        parts = following
-        tile += SPLIT * AHEAD
-    total = tl.sum(tl.reshape(acc, [S // SPLIT, SPLIT, ROWS, 8]), 1)
-    if x_rows.dtype.element_ty == tl.bfloat16:
-        total *= 5.421010862427522e-20
-    return tl.reshape(total, [BLOCK_N, 8])

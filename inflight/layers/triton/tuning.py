@@ -14,9 +14,6 @@ MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
 MAX_PAIRED_BYTES = 1  # and of experts in 8 bits
-MAX_FEW_MXFP4 = (
-    0  # pairs of an expert in MXFP4, on average, up to which warps share its rows (not measured yet)
-)
 SHARED_PAIRS = True  # whether warps share the rows of MXFP4 and fp8 pairs: see `PairTile.split`
 MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
 MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
@@ -65,9 +62,6 @@ class GroupedTile:
     stages: int
     weights_left: bool  # weights, not pairs, are the left operand: for blocks of few pairs
     quantize_first: bool = False  # inputs of 8-bit weights are quantized in a kernel of its own
-    split: int = (
-        0  # warps that share the features of MXFP4 rows, and load `stages` tiles ahead; 0: another way
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,13 +403,6 @@ def choose_grouped_quantized(
         block_n=128, block_k=128, num_warps=8, stages=stages, weights_left=converted, quantize_first=True
     )
     return block_m, tile, tile
-
-
-def choose_few_mxfp4() -> tuple[int, GroupedTile, GroupedTile]:
-    """Return the same for MXFP4 experts whose rows warps share, in blocks of 8 pairs (not measured yet)."""
-    # A warp has 32 rows. Twice as many, or tiles in flight, would leave fewer than 12 warps of a multiprocessor.
-    tile = GroupedTile(block_n=32, block_k=128, num_warps=4, stages=1, weights_left=True, split=4)
-    return 8, tile, tile
 
 
 def _padded(size: int) -> int:
