@@ -147,14 +147,12 @@ def multiply_int4_pairs(
 @triton.jit
 def multiply_mxfp4(
     x_rows, rows, scale_rows, stride, is_live, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ONE_DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs with rows of MXFP4 weights, four groups at a time: [BLOCK_N, BLOCK_M]. Pointers are as
     for `multiply_byte_pairs`; scales of the next tile are `stride` further.
 
-    With ONE_DOT, the four groups are one product, which the tensor cores of Hopper multiply while the next weights are
-    converted. Without it, they are four, for which other tensor cores need fewer moves between registers.
+    The four groups are one product, which the tensor cores of Hopper multiply while the next weights are converted.
     """
     k = tl.arange(0, 128)
     j = tl.arange(0, 32)
@@ -167,16 +165,9 @@ def multiply_mxfp4(
         words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])
         scales = tl.load(scale_rows + tile * stride)[:, None]
         weights = mxfp4_values(words, scales, x_rows.dtype.element_ty)
-        if ONE_DOT:
-            live = (k < K - tile * 128)[:, None] & is_live[None, :]
-            features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=live, other=0.0)
-            halves = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
-            whole = tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [BLOCK_N, 128])
-            acc = dot(whole, features, acc, PRECISION)
-        else:
-            for group in tl.static_range(4):
-                column = tile * 128 + group * 32 + j
-                live = (column < K)[:, None] & is_live[None, :]
-                features = tl.load(x_rows[None, :] + column[:, None], mask=live, other=0.0)
-                acc = dot(weights[group], features, acc, PRECISION)
+        live = (k < K - tile * 128)[:, None] & is_live[None, :]
+        features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=live, other=0.0)
+        halves = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
+        whole = tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [BLOCK_N, 128])
+        acc = dot(whole, features, acc, PRECISION)
     return acc

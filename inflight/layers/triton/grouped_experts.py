@@ -79,7 +79,6 @@ def _grouped_kernel(
     PDL: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
-    ONE_DOT: tl.constexpr,
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
@@ -130,7 +129,7 @@ def _grouped_kernel(
             rows = weight + (expert * num_rows + row) * (32 * num_tiles)
             scale_rows = scales + expert * num_tiles * num_rows + row
             acc = multiply_mxfp4(
-                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, ONE_DOT, PRECISION
+                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, PRECISION
             )
         elif CODES == 3:
             num_groups = tl.cdiv(K, GROUP)
@@ -386,7 +385,6 @@ def _launch(
         PDL=pdl,
         CODES=matrices.kind,
         GROUP=matrices.group,
-        ONE_DOT=tile.num_warps >= 4 and block_m >= 16,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )

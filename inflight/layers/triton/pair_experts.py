@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated, multiply_mxfp4
-from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot, fetch_into_l2
-from inflight.layers.triton.mxfp4 import mxfp4_values
+from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated
+from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.layers.triton.quantized import converted
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.shared_rows import load_step, rows_total, step_places, step_products
@@ -115,32 +114,6 @@ def _byte_products(
 
 
 @triton.jit
-def _mxfp4_sums(
-    x_rows, rows, scale_rows, stride, exists, K,
-    S: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Multiply rows of MXFP4 weights of S experts with features of their own: [S, N] float32. Each warp has experts of
-    its own. `x_rows` [S] and `rows` [S, N] are pointers, and scales of the next tile are `stride` further."""
-    j = tl.arange(0, 32)
-    m = tl.arange(0, 8)  # what tensor cores multiply at once, of which one is the token
-    is_live = exists[:, None, None] & (m == 0)[None, None, :]
-    num_tiles = tl.cdiv(K, 128)
-    tl.assume(num_tiles > 0)
-    acc = tl.zeros([S, N, 8], tl.float32)
-    for tile in tl.range(0, num_tiles, num_stages=STAGES):
-        words = tl.load(rows[:, :, None] + (tile * 32 + j)[None, None, :])
-        weights = mxfp4_values(
-            words, tl.load(scale_rows + tile * stride)[:, :, None], x_rows.dtype.element_ty
-        )
-        for group in tl.static_range(4):
-            column = tile * 128 + group * 32 + j
-            places = x_rows[:, None, None] + column[None, :, None] + tl.zeros_like(m)[None, None, :]
-            features = tl.load(places, mask=is_live & (column < K)[None, :, None], other=0.0)
-            acc = dot(weights[group], features, acc, PRECISION)
-    return tl.sum(acc, 2)
-
-
-@triton.jit
 def _gate_up_kernel(
     x,  # [T, K]
     factors,  # [T] float32, or None: the half of the norm that is left to do
@@ -161,7 +134,6 @@ def _gate_up_kernel(
     EVEN_K: tl.constexpr,
     AHEAD: tl.constexpr,  # steps of k whose 8-bit weights are loaded at once
     ALL_AHEAD: tl.constexpr,  # whether these are all
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     CODES: tl.constexpr,
@@ -219,15 +191,6 @@ def _gate_up_kernel(
                         )  # type: ignore[assignment]
                         tl.debug_barrier()
                 sums = tl.sum(rows_total(sums, scale_at, CODES, GROUP, x.dtype.element_ty), 0)
-            elif CODES == 4:
-                num_groups = tl.cdiv(K, 128)
-                first = expert.to(tl.int64) * (2 * inner)
-                m = tl.arange(0, 8)  # what tensor cores multiply at once, of which one is the token
-                sums = multiply_mxfp4(
-                    x + token * K + tl.zeros_like(m), weight + (first + both) * (32 * num_groups),
-                    scales + first * num_groups + both, 2 * inner, m == 0, K, 8, 2 * BLOCK_N, STAGES, False, PRECISION,
-                )  # fmt: skip
-                sums = tl.sum(sums, 1)
             else:
                 own = tl.zeros([1], tl.int64) + expert
                 exists = own < num_experts
@@ -294,7 +257,6 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,  # steps of k whose weights are loaded before x is there
     ALL_AHEAD: tl.constexpr,  # whether these are all
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     CODES: tl.constexpr,
@@ -333,12 +295,6 @@ def _down_kernel(
         for step in tl.static_range(AHEAD):
             parts += (load_step(at, scale_at, exists, part, step, num_out, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
         tl.debug_barrier()
-    elif CODES == 4:
-        num_groups = tl.cdiv(K, 128)
-        at = weight + (own[:, None] * num_out + row[None, :]) * (32 * num_groups)
-        scale_at = own[:, None] * (num_groups * num_out) + row[None, :]
-        if AHEAD > 0 and PDL:
-            fetch_into_l2(at, num_groups * 64)
     else:
         num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
         at = weight + (own[:, None] * num_out + row[None, :]) * K
@@ -380,11 +336,6 @@ def _down_kernel(
                 tl.debug_barrier()
         acc = rows_total(sums, scale_at, CODES, GROUP, x.dtype.element_ty)
         exists &= part == 0  # of which each expert has one
-    elif CODES == 4:
-        x_rows = x + pair * K
-        acc = _mxfp4_sums(
-            x_rows, at, scales + scale_at, num_out, exists, K, PADDED_K, BLOCK_N, STAGES, PRECISION
-        )
     else:
         x_rows = pair * K
         sums = tl.zeros([PADDED_K, BLOCK_N, BLOCK_K // 16], tl.float32)
@@ -463,7 +414,6 @@ def pair_gate_up(
             EVEN_K=num_features % tile.block_k == 0,
             AHEAD=tile.ahead,
             ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
-            STAGES=tile.stages,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PDL=pdl,
             CODES=matrices.kind,
@@ -517,7 +467,6 @@ def pair_down(
             BLOCK_K=tile.block_k,
             AHEAD=tile.ahead,
             ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
-            STAGES=tile.stages,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PDL=pdl,
             CODES=matrices.kind,

@@ -14,7 +14,6 @@ MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_PAIRED = 4  # the most whose experts are computed pair by pair
 MAX_PAIRED_MXFP4 = 2  # the same of experts in MXFP4
 MAX_PAIRED_BYTES = 1  # and of experts in 8 bits
-SHARED_PAIRS = True  # whether warps share the rows of MXFP4 and fp8 pairs: see `PairTile.split`
 MAX_ROUTED = 8  # the most whose experts are chosen where the router's logits are computed
 MAX_ROUTED_FEATURES = 4096  # a row of which fits the registers of a warp
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
@@ -48,7 +47,6 @@ class PairTile:
     block_k: int
     num_warps: int
     ahead: int = 0  # steps of k whose weights are loaded while the previous kernel is running
-    stages: int = 1  # steps of k in flight, of MXFP4
     split: int = 0  # warps that share the features of quantized rows, with tensor cores; 0: another way
 
 
@@ -343,14 +341,10 @@ def choose_pairs_quantized(
     """Return the same for weights of 8 bits, or in MXFP4. `fp8` says that they are fp8 for which `pair_experts` has
     products by tensor cores."""
     experts = 1 << (top_k - 1).bit_length()
-    if SHARED_PAIRS and (mxfp4 or fp8):
+    if mxfp4 or fp8:
         # Programs of 8 outputs: gate and up are 16 rows, what tensor cores multiply at once.
         gate_up = _shared_pair(block_n=8, experts=1, num_warps=4, num_features=hidden)
         return gate_up, _shared_pair(block_n=16, experts=experts, num_warps=8, num_features=inner)
-    if mxfp4:
-        gate_up = PairTile(block_n=32, block_k=128, num_warps=2, stages=6)
-        # One expert for each warp.
-        return gate_up, PairTile(block_n=16, block_k=128, num_warps=min(8, experts), ahead=0, stages=6)
     gate_up = PairTile(block_n=2, block_k=min(2048, _padded(hidden)), num_warps=2, ahead=1)
     block_k = min(256, _padded(inner))
     return gate_up, PairTile(block_n=8, block_k=block_k, num_warps=8, ahead=min(3, -(-inner // block_k)))
