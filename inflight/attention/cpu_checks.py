@@ -1,4 +1,4 @@
-"""What the compiled attention is called with: checks of layouts, since the library trusts its pointers."""
+"""Checks of the layouts that compiled attention is called with, since the library trusts its pointers."""
 
 from __future__ import annotations
 

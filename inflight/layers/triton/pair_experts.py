@@ -22,7 +22,7 @@ from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.layers.triton.quantized import converted
 from inflight.layers.triton.routing import Chosen
-from inflight.layers.triton.shared_rows import load_step, rows_total, step_places, step_products
+from inflight.layers.triton.shared_rows import load_first, multiply_rows, row_places
 from inflight.layers.triton.tuning import PairTile
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import (
@@ -114,6 +114,35 @@ def _byte_products(
 
 
 @triton.jit
+def _load_first_bytes(
+    rows, scales, zeros, place, stride, exists, K,
+    AHEAD: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the first AHEAD steps of 8-bit weights, for `_byte_sums`."""
+    parts = ()
+    for step in tl.static_range(AHEAD):
+        parts += (_load_bytes(rows, scales, zeros, place, stride, exists, step, K, CODES, GROUP, BLOCK_K),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _byte_sums(
+    parts, rows, scales, zeros, place, stride, exists, x, x_rows, K,
+    AHEAD: tl.constexpr, ALL_AHEAD: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the products of 8-bit rows, of which `parts` are the first steps, with features: [S, N] float32."""
+    ZEROS: tl.constexpr = zeros is not None
+    sums = tl.zeros([rows.shape[0], rows.shape[1], BLOCK_K // 16], tl.float32)
+    for step in tl.static_range(AHEAD):
+        sums += _byte_products(parts[step], x, x_rows, exists, step, K, CODES, GROUP, ZEROS, BLOCK_K)
+    if not ALL_AHEAD:
+        for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
+            part = _load_bytes(rows, scales, zeros, place, stride, exists, step, K, CODES, GROUP, BLOCK_K)
+            sums += _byte_products(part, x, x_rows, exists, step, K, CODES, GROUP, ZEROS, BLOCK_K)
+    return tl.sum(sums, 2)
+
+
+@triton.jit
 def _gate_up_kernel(
     x,  # [T, K]
     factors,  # [T] float32, or None: the half of the norm that is left to do
@@ -170,55 +199,30 @@ def _gate_up_kernel(
                 part = tl.arange(0, SPLIT)
                 exists = part >= 0
                 own = tl.zeros([SPLIT], tl.int64) + expert
-                at, scale_at = step_places(
+                at, scale_at = row_places(
                     weight, scales, own, tile * (2 * BLOCK_N), 2 * inner, K, 2 * BLOCK_N, CODES, GROUP
                 )
-                parts = ()
-                for step in tl.static_range(AHEAD):
-                    parts += (load_step(at, scale_at, exists, part, step, 2 * inner, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
-                tl.debug_barrier()  # else loads would move to where they are needed
+                parts = load_first(at, scale_at, exists, part, 2 * inner, K, AHEAD, SPLIT, CODES, GROUP)
                 x_rows = x + token * K + tl.zeros([SPLIT], tl.int64)
-                sums = tl.zeros([SPLIT, 2 * BLOCK_N, 8], tl.float32)
-                for step in tl.static_range(STEPS):
-                    sums += step_products(
-                        parts[step], x_rows, exists, part, step, K, SPLIT, CODES, GROUP, PRECISION
-                    )
-                    if step + AHEAD < STEPS:
-                        parts += (
-                            load_step(
-                                at, scale_at, exists, part, step + AHEAD, 2 * inner, K, SPLIT, CODES, GROUP
-                            ),
-                        )  # type: ignore[assignment]
-                        tl.debug_barrier()
-                sums = tl.sum(rows_total(sums, scale_at, CODES, GROUP, x.dtype.element_ty), 0)
+                sums = multiply_rows(
+                    parts, at, scale_at, x_rows, exists, part, 2 * inner, K, 2 * BLOCK_N, STEPS, AHEAD, SPLIT,
+                    CODES, GROUP, PRECISION,
+                )  # fmt: skip
+                sums = tl.sum(sums, 0)
             else:
                 own = tl.zeros([1], tl.int64) + expert
                 exists = own < num_experts
                 num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
                 at = weight + (own[:, None] * (2 * inner) + both[None, :]) * K
                 place = own[:, None] * (num_groups * 2 * inner) + both[None, :]
-                parts = ()
-                for step in tl.static_range(AHEAD):
-                    parts += (
-                        _load_bytes(
-                            at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K
-                        ),
-                    )  # type: ignore[assignment]
+                parts = _load_first_bytes(
+                    at, scales, zeros, place, 2 * inner, exists, K, AHEAD, CODES, GROUP, BLOCK_K
+                )
                 x_rows = tl.zeros([1], tl.int64) + token * K
-                sums = tl.zeros([1, 2 * BLOCK_N, BLOCK_K // 16], tl.float32)
-                for step in tl.static_range(AHEAD):
-                    sums += _byte_products(
-                        parts[step], x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
-                    )
-                if not ALL_AHEAD:
-                    for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
-                        part = _load_bytes(
-                            at, scales, zeros, place, 2 * inner, exists, step, K, CODES, GROUP, BLOCK_K
-                        )
-                        sums += _byte_products(
-                            part, x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
-                        )
-                sums = tl.sum(sums, 2)
+                sums = _byte_sums(
+                    parts, at, scales, zeros, place, 2 * inner, exists, x, x_rows, K, AHEAD, ALL_AHEAD, CODES, GROUP,
+                    BLOCK_K,
+                )  # fmt: skip
                 if GROUP == 0:
                     sums *= tl.load(scales + place)
             gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
@@ -291,18 +295,15 @@ def _down_kernel(
             parts += (tl.load(at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
     elif SPLIT != 0:
         part = tl.arange(0, PADDED_K * SPLIT) % SPLIT
-        at, scale_at = step_places(weight, scales, own, tile * BLOCK_N, num_out, K, BLOCK_N, CODES, GROUP)
-        for step in tl.static_range(AHEAD):
-            parts += (load_step(at, scale_at, exists, part, step, num_out, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
-        tl.debug_barrier()
+        at, scale_at = row_places(weight, scales, own, tile * BLOCK_N, num_out, K, BLOCK_N, CODES, GROUP)
+        parts = load_first(at, scale_at, exists, part, num_out, K, AHEAD, SPLIT, CODES, GROUP)
     else:
         num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
         at = weight + (own[:, None] * num_out + row[None, :]) * K
         scale_at = own[:, None] * (num_groups * num_out) + row[None, :]
-        for step in tl.static_range(AHEAD):
-            parts += (
-                _load_bytes(at, scales, zeros, scale_at, num_out, exists, step, K, CODES, GROUP, BLOCK_K),
-            )  # type: ignore[assignment]
+        parts = _load_first_bytes(
+            at, scales, zeros, scale_at, num_out, exists, K, AHEAD, CODES, GROUP, BLOCK_K
+        )
     factor = tl.load(weights + pair, mask=exists, other=0.0)
     before = residual
     if residual is not None:
@@ -325,33 +326,29 @@ def _down_kernel(
                 part = tl.load(at + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
                 acc += tl.sum(part.to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
     elif SPLIT != 0:
-        x_rows = x + pair * K
-        sums = tl.zeros([PADDED_K * SPLIT, BLOCK_N, 8], tl.float32)
-        for step in tl.static_range(STEPS):
-            sums += step_products(parts[step], x_rows, exists, part, step, K, SPLIT, CODES, GROUP, PRECISION)
-            if step + AHEAD < STEPS:
-                parts += (
-                    load_step(at, scale_at, exists, part, step + AHEAD, num_out, K, SPLIT, CODES, GROUP),
-                )  # type: ignore[assignment]
-                tl.debug_barrier()
-        acc = rows_total(sums, scale_at, CODES, GROUP, x.dtype.element_ty)
+        acc = multiply_rows(
+            parts, at, scale_at, x + pair * K, exists, part, num_out, K, BLOCK_N, STEPS, AHEAD, SPLIT, CODES, GROUP,
+            PRECISION,
+        )  # fmt: skip
         exists &= part == 0  # of which each expert has one
     else:
-        x_rows = pair * K
-        sums = tl.zeros([PADDED_K, BLOCK_N, BLOCK_K // 16], tl.float32)
-        for step in tl.static_range(AHEAD):
-            sums += _byte_products(
-                parts[step], x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
-            )
-        if not ALL_AHEAD:
-            for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
-                part = _load_bytes(
-                    at, scales, zeros, scale_at, num_out, exists, step, K, CODES, GROUP, BLOCK_K
-                )
-                sums += _byte_products(
-                    part, x, x_rows, exists, step, K, CODES, GROUP, zeros is not None, BLOCK_K
-                )
-        acc = tl.sum(sums, 2)
+        acc = _byte_sums(
+            parts,
+            at,
+            scales,
+            zeros,
+            scale_at,
+            num_out,
+            exists,
+            x,
+            pair * K,
+            K,
+            AHEAD,
+            ALL_AHEAD,
+            CODES,
+            GROUP,
+            BLOCK_K,
+        )
         if GROUP == 0:
             acc *= tl.load(scales + scale_at)
     if bias is not None:

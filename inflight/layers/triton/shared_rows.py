@@ -4,10 +4,9 @@ A warp has 16 rows or more, and every `split`-th of the steps of 256 columns. A 
 straight into the registers in which the tensor cores multiply them: nothing goes through shared memory, and no lane is
 shuffled. This takes features in the same order, because tensor cores may add columns in any order:
 
-    step_places     where the rows of a program are
-    load_step       loads the weights and scales of one step; several are loaded before the first is used
-    step_products   multiplies them with the features of one token
-    rows_total      is left to do with the sums of all steps
+    row_places      returns where the rows of a program are
+    load_first      loads the weights and scales of the first steps
+    multiply_rows   multiplies them, and those of later steps, with the features of one token
 
 In Triton, warps are the batch of a product of tensor cores: [S, rows, 8]. Their sums are added once, at the end.
 
@@ -144,7 +143,7 @@ def _only(features, is_kept):
 
 
 @triton.jit
-def load_step(
+def _load_step(
     at, scale_at, exists, part, step, stride, K,
     SPLIT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -177,11 +176,11 @@ def load_step(
 
 
 @triton.jit
-def step_products(
+def _step_products(
     loaded, x_rows, exists, part, step, K,
     SPLIT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply what `load_step` returned with features, whose rows start at the pointers `x_rows` [S]: [S, 8 R, 8]
+    """Multiply what `_load_step` returned with features, whose rows start at the pointers `x_rows` [S]: [S, 8 R, 8]
     float32, to be added along the last dimension.
 
     Tensor cores multiply with eight columns, and there is one token. So column n has the features of group n alone (of
@@ -233,7 +232,7 @@ def step_products(
 
 
 @triton.jit
-def step_places(
+def row_places(
     weight, scales, own, first, num_rows, K,
     ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -249,13 +248,38 @@ def step_places(
 
 
 @triton.jit
-def rows_total(sums, scale_at, CODES: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
-    """Return what is left to do with the sums of `step_products`: [S, rows]."""
-    S: tl.constexpr = sums.shape[0]
-    M: tl.constexpr = sums.shape[1]
+def load_first(
+    at, scale_at, exists, part, stride, K,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return the weights and scales of the first AHEAD steps, for `multiply_rows`. `exists` [S] says which warps have
+    rows, and `part` [S] which of the SPLIT parts of the features they have."""
+    parts = ()
+    for step in tl.static_range(AHEAD):
+        parts += (_load_step(at, scale_at, exists, part, step, stride, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
+    tl.debug_barrier()  # else loads would move to where they are needed
+    return parts
+
+
+@triton.jit
+def multiply_rows(
+    parts, at, scale_at, x_rows, exists, part, stride, K,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of rows with features that start at the pointers `x_rows` [S]: [S, ROWS] float32, to be
+    added over the parts of an expert. `parts` is what `load_first` returned."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    sums = tl.zeros([x_rows.shape[0], ROWS, 8], tl.float32)
+    for step in tl.static_range(STEPS):
+        sums += _step_products(parts[step], x_rows, exists, part, step, K, SPLIT, CODES, GROUP, PRECISION)
+        if step + AHEAD < STEPS:
+            parts += (_load_step(at, scale_at, exists, part, step + AHEAD, stride, K, SPLIT, CODES, GROUP),)
+            tl.debug_barrier()
     total = tl.sum(sums, 2)
     if GROUP == 0:
-        total *= tl.reshape(tl.permute(tl.load(scale_at), (2, 3, 1, 0)), [S, M])
+        scales = tl.permute(tl.load(scale_at), (2, 3, 1, 0))
+        total *= tl.reshape(scales, [x_rows.shape[0], ROWS])
     if dtype == tl.bfloat16:
         total *= 5.421010862427522e-20 if CODES == 4 else 7.205759403792794e16
     return total
