@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 RunShell = Callable[[str], subprocess.CompletedProcess[str]]
 
@@ -113,8 +115,7 @@ def test_documented_commands_exist() -> None:
 
 
 def test_everything_that_tests_need_is_pinned() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    pins = {canonicalize_name(line.split("==")[0]) for line in CONSTRAINTS if "==" in line}
     needed: set[tuple[str, str]] = set()
     asked = [("inflight-llm", "dev")]
     while asked:
@@ -123,6 +124,26 @@ def test_everything_that_tests_need_is_pinned() -> None:
             asked += _required(*package)
     assert len(needed) > 100
     assert {name for name, _ in needed} - pins == {"inflight-llm"}
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_pins_can_be_installed_from_the_package_index_alone(python: str, tmp_path: Path) -> None:
+    """uv reads only metadata, so that nothing large is downloaded, and resolves for other Pythons than this one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--constraint",
+        "constraints.txt",
+    ]
+    command += ["--quiet", "--no-config", "--all-extras", "--python-version", python]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--output-file", str(tmp_path / "resolved.txt")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
+    assert "torch==" in (tmp_path / "resolved.txt").read_text()
 
 
 def _required(package: str, extra: str) -> list[tuple[str, str]]:
