@@ -140,8 +140,12 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     # Some formats have the markers of another one, and more: these come first.
     formats = sorted(REASONING_MARKERS.items(), key=lambda item: -len(item[1].markers))
     for name, markers in formats:
-        mentions = markers.mentions or (markers.close,)
-        if all(map(template.mentions, mentions)) and not _only_around_results(template, mentions):
+        if not all(map(template.mentions, markers.mentions or (markers.close,))):
+            continue
+        others = [
+            text for text in markers.mentions if text != markers.close
+        ]  # than those of every such block
+        if not others or not _only_around_results(template, others):
             return name
     for name, markers in formats:
         ids = [tokenizer and tokenizer.token_id(text) for text in markers.markers]
@@ -159,7 +163,7 @@ def _only_around_results(template: ChatTemplate, texts: Sequence[str]) -> bool:
             asked = template.render([_QUESTION, call], tools=[_TOOL], add_generation_prompt=False)
             answered = template.render([_QUESTION, call, result], tools=[_TOOL], add_generation_prompt=False)
             others = asked + template.render([_QUESTION, *_LATER])
-        except TemplateError:
+        except RequestError:
             continue
         return any(text in answered and text not in others for text in texts)
     return False

@@ -23,7 +23,7 @@ STEPS_PER_CHARACTER = 10  # of parsing an expression
 
 _parser: Any = import_module("re._parser")  # it has no type stubs
 _WORD = re.compile(r"\w")
-_CATEGORIES = {
+_CATEGORIES: dict[str, tuple[Accepts, bool]] = {
     "CATEGORY_DIGIT": (str.isdecimal, False),
     "CATEGORY_NOT_DIGIT": (str.isdecimal, True),
     "CATEGORY_SPACE": (str.isspace, False),

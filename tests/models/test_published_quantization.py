@@ -116,7 +116,7 @@ KIMI_K2_THINKING = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-FP8_DYNAMIC = {
+FP8_DYNAMIC: dict[str, Any] = {
     "config_groups": {
         "group_0": {
             "input_activations": {
