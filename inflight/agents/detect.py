@@ -142,10 +142,8 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     for name, markers in formats:
         if not all(map(template.mentions, markers.mentions or (markers.close,))):
             continue
-        others = [
-            text for text in markers.mentions if text != markers.close
-        ]  # than those of every such block
-        if not others or not _only_around_results(template, others):
+        answer_tags = [text for text in markers.mentions if text != markers.close]
+        if not answer_tags or not _only_around_results(template, answer_tags):
             return name
     for name, markers in formats:
         ids = [tokenizer and tokenizer.token_id(text) for text in markers.markers]
