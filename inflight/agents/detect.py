@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -140,13 +140,31 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     # Some formats have the markers of another one, and more: these come first.
     formats = sorted(REASONING_MARKERS.items(), key=lambda item: -len(item[1].markers))
     for name, markers in formats:
-        if all(map(template.mentions, markers.mentions or (markers.close,))):
+        if not all(map(template.mentions, markers.mentions or (markers.close,))):
+            continue
+        answer_tags = [text for text in markers.mentions if text != markers.close]
+        if not answer_tags or not _only_around_results(template, answer_tags):
             return name
     for name, markers in formats:
         ids = [tokenizer and tokenizer.token_id(text) for text in markers.markers]
         if None not in ids:
             return name
     return None
+
+
+def _only_around_results(template: ChatTemplate, texts: Sequence[str]) -> bool:
+    """Return whether the template writes one of these texts around the results of tools, and nowhere else: as
+    MiniMax-M2's writes <response>, which ends a block of reasoning elsewhere. Never raises."""
+    for style in _STYLES:
+        call, result = _call(style), {**_RESULT, "tool_call_id": _IDS[style.short_ids]}
+        try:
+            asked = template.render([_QUESTION, call], tools=[_TOOL], add_generation_prompt=False)
+            answered = template.render([_QUESTION, call, result], tools=[_TOOL], add_generation_prompt=False)
+            others = asked + template.render([_QUESTION, *_LATER])
+        except RequestError:
+            continue
+        return any(text in answered and text not in others for text in texts)
+    return False
 
 
 def call_marker_ids(tool_format: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:

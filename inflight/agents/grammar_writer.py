@@ -357,6 +357,13 @@ def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: 
     return _bare_text(writer, parameter, types, ending, never)
 
 
+def may_be_text(parameter: Parameter) -> bool:
+    """Return whether `bare_value` allows any text."""
+    listed = "enum" in parameter.schema or "const" in parameter.schema
+    types = schema_types(parameter.schema)
+    return parameter.tool.input_grammar is None and not listed and (not types or "string" in types)
+
+
 def _bare_text(
     writer: GrammarWriter, parameter: Parameter, types: frozenset[str], ending: str, never: tuple[str, ...]
 ) -> str:

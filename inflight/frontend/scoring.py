@@ -153,7 +153,6 @@ class ScoringProcessor:
             name="text",
             param="texts",
             prompt=self._prompt(params.get("prompt_name"), params.get("prompt")),
-            strip=True,
             **_truncation(params, "truncate_prompt_tokens"),
         )
         dimensions, normalize = params.get("dimensions"), params.get("normalize")
@@ -194,7 +193,6 @@ class ScoringProcessor:
             [(firsts[first], document) for first, document in pairs],
             name="document",
             param="documents",
-            strip=facts.scores == "pair",
             **truncation,
         )
         allowed = ("logit", "sigmoid") if facts.size == 1 else ("logit", "softmax")
@@ -211,8 +209,8 @@ class ScoringProcessor:
         queries = [query] if isinstance(query, str) else list(query)
         query_prompt, document_prompt = self._side_prompt(QUERY_PROMPTS), self._side_prompt(DOCUMENT_PROMPTS)
         groups = (
-            TextGroup(queries, "query", "query", query_prompt, strip=True),
-            TextGroup(documents, "document", "documents", document_prompt, strip=True, **truncation),
+            TextGroup(queries, "query", "query", query_prompt),
+            TextGroup(documents, "document", "documents", document_prompt, **truncation),
         )
         if scale not in (None, "cosine"):
             raise ParameterError(

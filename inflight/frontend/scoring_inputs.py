@@ -36,7 +36,6 @@ class TextGroup:
     name: str  # of one text, in messages
     param: str  # the parameter they came from
     prompt: str = ""  # put before each text
-    strip: bool = False  # drop surrounding white space, as sentence-transformers does
     truncate: bool = (
         False  # cut texts that are too long (the second text of a pair) instead of rejecting them
     )
@@ -98,8 +97,6 @@ class ScoringInputs:
         except PromptError as error:
             raise PromptError(f"{group.name} {index}: {error}", param=group.param) from None
         text = group.prompt + text
-        if group.strip:
-            text = text.strip()
         return text.lower() if self.facts.lowercase else text
 
     # ---- pairs ----

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from itertools import count
 from typing import Literal
 
 from inflight.errors import ModelError, shown
 from inflight.layers.formats import PLAIN, GroupScheme, QuantizingFormat, Scheme, WeightFormat
 from inflight.layers.formats.gguf import block_format
 from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedFormat
-from inflight.layers.formats.weight_format import Mxfp4Format, ScaledFormat
+from inflight.layers.formats.weight_format import FLOATS, Mxfp4Format, ScaledFormat
 from inflight.models.hf_config import Fields
+from inflight.models.module_names import Matches, ModuleNames
+from inflight.models.tensors import StoredTensor
 
 # Tensors of quantized checkpoints that are not needed: fixed scales of inputs (see `ScaledFormat`), shapes that the
 # config implies, and scales of KV caches.
 _UNUSED = (
-    r"\.(input|output)_(scale|zero_point)$",
+    r"\.((input|output)_(scale|zero_point)|activation_scale)$",
     r"\.weight_shape$",
     r"\.(q|k|v|kv|prob)_scale$",
 )
 MAX_GROUP = 1 << 16
-MAX_REPETITIONS = 4  # in a regular expression
+_EXPERT = re.compile(r"\.experts\.(\d{1,4})\.")
 
 
 class Quantization(ABC):
@@ -40,11 +42,20 @@ class Quantization(ABC):
 
     @abstractmethod
     def format_of(self, *modules: str) -> WeightFormat:
-        """Return the format of a linear layer that goes by any of these names."""
+        """Return the format of a linear layer that goes by any of these names. "{}" in them stands for any expert."""
 
     def may_have(self, *modules: str) -> bool:  # noqa: ARG002
         """Return whether the checkpoint may have a module by any of these names."""
         return True
+
+    def plain_experts(self, *modules: str) -> frozenset[int]:  # noqa: ARG002
+        """Return the experts whose matrices are plain although those of others are not. "{}" stands for their number in
+        the names."""
+        return frozenset()
+
+    def as_stored(self, stored: Mapping[str, StoredTensor]) -> Quantization:  # noqa: ARG002
+        """Return the same with what the tensors in the checkpoint's files decide."""
+        return self
 
 
 class Unquantized(Quantization):
@@ -100,26 +111,68 @@ class GgufTypes(Quantization):
         return [self.types[name] for name in names if name in self.types]
 
 
-Matches = Callable[[str], bool]
 Rule = tuple[Matches, WeightFormat]
 
 
 @dataclass(frozen=True)
 class Rules(Quantization):
-    """The first rule that matches decides; modules that none matches are plain."""
+    """The first rule that matches decides; modules that none matches are plain.
+
+    Configs often do not name all modules that are plain, so the tensors in the files overrule them: a matrix of 16 or
+    32 bits without a scale is plain.
+    """
 
     rules: tuple[Rule, ...]
     method: str | None = None
+    # Whether the LM head is plain by default. Where the files are known, they decide.
+    plain_head: bool = False
+    # Modules that the files hold as plain numbers, by their name; for those of experts, which has "{}" in place of the
+    # expert's number, the experts.
+    plain: Mapping[str, frozenset[int]] = field(default_factory=dict, hash=False)
+    _formats: dict[tuple[str, ...], WeightFormat] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def format_of(self, *modules: str) -> WeightFormat:
-        for matches, weights in self.rules:
-            if any(map(matches, modules)):
-                return weights
-        return PLAIN
+        if modules not in self._formats:
+            self._formats[modules] = self._find_format(modules)
+        return self._formats[modules]
+
+    def _find_format(self, modules: Iterable[str]) -> WeightFormat:
+        names = []
+        for module in modules:
+            experts = self.plain.get(module, frozenset())
+            if module in self.plain and not experts:
+                return PLAIN
+            names.append(module.replace("{}", str(next(i for i in count() if i not in experts))))
+        if self.plain_head and any(map(_is_head, names)):
+            return PLAIN
+        return next((weights for matches, weights in self.rules if any(map(matches, names))), PLAIN)
+
+    def plain_experts(self, *modules: str) -> frozenset[int]:
+        return frozenset().union(*(self.plain.get(module, ()) for module in modules))
+
+    def as_stored(self, stored: Mapping[str, StoredTensor]) -> Quantization:
+        plain: dict[str, set[int]] = {}
+        for name, tensor in stored.items():
+            has_scale = f"{name}_scale" in stored or f"{name}_scale_inv" in stored
+            if tensor.dtype in FLOATS and len(tensor.shape) > 1 and not has_scale:
+                module = name.removesuffix(".weight")
+                experts = plain.setdefault(_EXPERT.sub(".experts.{}.", module), set())
+                experts |= {int(number) for number in _EXPERT.findall(module)}
+        decided = {name: frozenset(experts) for name, experts in plain.items()}
+        ends = {name.rpartition(".")[2] for name in stored}
+        rules = tuple((matches, _with_stored_scale(weights, ends)) for matches, weights in self.rules)
+        return replace(self, rules=rules, plain_head=False, plain=decided)
 
 
-def _all_but(excluded: Matches, weights: WeightFormat) -> Rules:
-    return Rules(((excluded, PLAIN), (_always, weights)))
+def _with_stored_scale(weights: WeightFormat, names: Collection[str]) -> WeightFormat:
+    """Return a format with the name of the scale that the files have: AutoFP8 and transformers name that of a whole
+    matrix differently, and configs do not tell."""
+    inverse = "weight_scale_inv"
+    if isinstance(weights, ScaledFormat) and weights.scale not in names and inverse in names:
+        return replace(weights, scale=inverse)
+    return weights
 
 
 def _always(module: str) -> bool:  # noqa: ARG001
@@ -150,7 +203,9 @@ def _fp8(config: Fields) -> Rules:
         weights = ScaledFormat(scheme, rows, columns, "weight_scale_inv", exponents)
     else:
         weights = ScaledFormat(GroupScheme("fp8", inputs="fp8"), 0, 0)
-    return _all_but(_listed(config, "modules_to_not_convert", "ignored_layers"), weights)
+    names = [*_strings(config, "modules_to_not_convert"), *_strings(config, "ignored_layers")]
+    excluded = ModuleNames(config.where).within(names)
+    return Rules(((excluded, PLAIN), (_always, weights)), plain_head=True)
 
 
 def _awq(config: Fields) -> Rules:
@@ -160,22 +215,20 @@ def _awq(config: Fields) -> Rules:
         raise config.error("bits", "4")
     group = _group(config, "q_group_size" if "q_group_size" in config else "group_size")
     names = _strings(config, "modules_to_not_convert")
-    return _all_but(
-        lambda module: _is_head(module) or any(name in module for name in names), AwqFormat(4, group, True)
-    )
+    excluded = ModuleNames(config.where).some(names, lambda module, name: name in module)
+    return Rules(((excluded, PLAIN), (_always, AwqFormat(4, group, True))), plain_head=True)
 
 
 def _gptq(config: Fields) -> Rules:
     weights = _gptq_format(config)
+    names = ModuleNames(config.where)
     rules: list[Rule] = []
-    if not config.boolean("lm_head", False):
-        rules.append((_is_head, PLAIN))
     dynamic = config.part("dynamic") if "dynamic" in config else Fields({})
     for key, value in dynamic.values.items():
         sign, colon, pattern = key.partition(":")
         if not colon or sign not in ("+", "-"):
             sign, pattern = "+", key
-        matches = _regex(dynamic, pattern)
+        matches = names.pattern(pattern)
         if sign == "-" or value is False:
             rules.append((matches, PLAIN))
         else:
@@ -183,11 +236,11 @@ def _gptq(config: Fields) -> Rules:
             merged = Fields({**config.values, **changes}, f"{shown(key)} in {dynamic.where}")
             rules.append((matches, _gptq_format(merged)))
     if "modules_in_block_to_quantize" in config:
-        names = _nested_strings(config, "modules_in_block_to_quantize")
-        rules.append((lambda module: any(module.endswith(f".{name}") for name in names), weights))
+        quantized = _nested_strings(config, "modules_in_block_to_quantize")
+        rules.append((names.some(quantized, lambda module, name: module.endswith(f".{name}")), weights))
     else:
         rules.append((_always, weights))
-    return Rules(tuple(rules))
+    return Rules(tuple(rules), plain_head=not config.boolean("lm_head", False))
 
 
 def _gptq_format(config: Fields) -> WeightFormat:
@@ -210,13 +263,20 @@ def _auto_round(config: Fields) -> Rules:
     packing = config.string("packing_format", "auto_round:auto_gptq")
     if packing not in ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq"):
         raise config.error("packing_format", "auto_round:auto_gptq")
-    if "extra_config" in config:
-        raise config.error("extra_config", "missing")
-    return _gptq(config)
+    extra = config.part("extra_config") if "extra_config" in config else Fields({})
+    for name in extra.values:
+        if extra.part(name).integer("bits") not in (16, 32):
+            raise ModelError(
+                f"extra_config of {config.where} has other settings for {shown(name)}: only modules that are not "
+                "quantized (16 or 32 bits) are supported"
+            )
+    rules = _gptq(config)
+    return replace(rules, rules=((ModuleNames(config.where).exactly(extra.values), PLAIN), *rules.rules))
 
 
 def _mxfp4(config: Fields) -> Rules:
-    return _all_but(_listed(config, "modules_to_not_convert"), Mxfp4Format())
+    excluded = ModuleNames(config.where).within(_strings(config, "modules_to_not_convert"))
+    return Rules(((excluded, PLAIN), (lambda module: ".experts." in module, Mxfp4Format())))
 
 
 # ---- compressed-tensors ----
@@ -225,25 +285,23 @@ def _mxfp4(config: Fields) -> Rules:
 def _compressed_tensors(config: Fields) -> Rules:
     sparsity = config.part("sparsity_config") if "sparsity_config" in config else Fields({})
     sparsity.check_supported({"format": (None, "dense")})
-    ignored = [_target(config, name) for name in _strings(config, "ignore")]
+    names = ModuleNames(config.where)
     groups = config.part("config_groups")
-    named: list[Rule] = []
+    rules: list[Rule] = _target_rules(names, _strings(config, "ignore"), PLAIN)
     by_class: list[Rule] = []
     for name in groups.values:
         group = groups.part(name)
-        weights = _group_format(group, config.string("format", "dense"))
-        for target in group.strings("targets"):
-            (by_class if target == "Linear" else named).append((_target(group, target), weights))
-    excluded = [(matches, PLAIN) for matches in ignored]
-    return Rules((*excluded, *named, *by_class))
+        weights, targets = _group_format(group, config.string("format", "dense")), group.strings("targets")
+        rules += _target_rules(names, targets, weights)
+        if "Linear" in targets:
+            by_class.append((_always, weights))
+    return Rules((*rules, *by_class))
 
 
-def _target(config: Fields, target: str) -> Matches:
-    if target == "Linear":
-        return _always
-    if target.startswith("re:"):
-        return _regex(config, target.removeprefix("re:"))
-    return lambda module: module == target
+def _target_rules(names: ModuleNames, targets: list[str], weights: WeightFormat) -> list[Rule]:
+    """Return rules for targets that are names or patterns of modules."""
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    return [(names.exactly(targets), weights), *((names.pattern(pattern), weights) for pattern in patterns)]
 
 
 def _group_format(group: Fields, default: str) -> WeightFormat:
@@ -339,29 +397,6 @@ def _nested_strings(config: Fields, name: str) -> list[str]:
     if not inner or not all(isinstance(item, str) for item in inner):
         raise config.error(name, "a list of lists of module names")
     return inner
-
-
-def _regex(config: Fields, pattern: str) -> Matches:
-    """Return what a regular expression matches. Checkpoints are untrusted, and some expressions take forever: repeated
-    groups and many repetitions are rejected."""
-    bare = re.sub(r"\[[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
-    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MAX_REPETITIONS:
-        raise ModelError(
-            f"{shown(pattern)} in {config.where} is too complex: it may have {MAX_REPETITIONS} repetitions, none of "
-            "them of a group"
-        )
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ModelError(f"{shown(pattern)} in {config.where} is not a regular expression: {error}") from None
-    return lambda module: compiled.match(module) is not None
-
-
-def _listed(config: Fields, *fields: str) -> Matches:
-    """Return whether a module, or one that contains it, is in one of these lists. Names may be cut at dots on both
-    sides ("mlp.gate", "lm_head"), and have wildcards."""
-    patterns = [f"*.{name}.*" for field in fields for name in _strings(config, field)]
-    return lambda module: any(fnmatchcase(f".{module}.", pattern) for pattern in patterns)
 
 
 def _is_head(module: str) -> bool:

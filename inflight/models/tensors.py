@@ -239,6 +239,8 @@ class ExpertMatrix:
     columns: range
     transposed: bool = False  # whether a tensor of all experts is [num_experts, num_columns, num_rows]
     interleaved: bool = False  # whether the rows of the parts alternate
+    # Experts that a checkpoint with a tensor for each expert stores plain, whatever the format of the others is.
+    plain: frozenset[int] = frozenset()
 
     def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
         """Yield the tensors: those of each expert if the name has a place for its number, otherwise those of all."""
@@ -246,7 +248,8 @@ class ExpertMatrix:
         if "{}" in name:
             for expert in self.held:
                 module, load = name.format(expert), partial(self.load, expert)
-                yield from _matrix_placements(module, weights, shape, self.columns, load)
+                own = PLAIN if expert in self.plain else weights
+                yield from _matrix_placements(module, own, shape, self.columns, load)
             return
         load_all = partial(self._load_all, name, weights)
         matrix = _MatrixTensors(name, weights, shape, self.columns, load_all)

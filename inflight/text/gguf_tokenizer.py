@@ -18,6 +18,9 @@ from inflight.gguf_file import GgufFile
 # The types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"  # SentencePiece's
+MAX_PIECE = (
+    256  # characters of a piece that is merged; real ones have at most 32. All ways to split it are tried.
+)
 
 _SPECIAL_KEYS = {
     "bos_token": "bos",
@@ -187,7 +190,13 @@ def _sentencepiece(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bo
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) <= max(ids.values(), default=-1):
         raise ModelError(f"{file.path} has {len(scores)} scores for {max(ids.values()) + 1} tokens")
-    merges = list(_merges_by_score(vocabulary.of_type(NORMAL), ids, scores))
+    pieces = vocabulary.of_type(NORMAL)
+    longest = max(map(len, pieces), default=0)
+    if longest > MAX_PIECE:
+        raise ModelError(
+            f"tokenizer.ggml.tokens in {file.path} has a piece of {longest} characters: at most {MAX_PIECE} are allowed"
+        )
+    merges = list(_merges_by_score(pieces, ids, scores))
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
     has_bytes = bool(vocabulary.of_type(BYTE))
     backend = Tokenizer(
@@ -209,7 +218,7 @@ def _merges_by_score(
 ) -> Iterator[tuple[str, str]]:
     """Yield the pairs of tokens that make up a piece, the pieces with the highest scores first."""
     for piece in sorted(pieces, key=lambda piece: (-scores[ids[piece]], ids[piece])):
-        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         known = [(left, right) for left, right in pairs if left in ids and right in ids]
         yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 

@@ -434,6 +434,15 @@ OUTPUTS = {
         "think",
         "Hm.",
     ),
+    "deepseek_v4, in the tags of the version before": Recorded(
+        "deepseek_v4",
+        'Ok\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        (WEATHER,),
+        "Ok",
+    ),
     "step3": Recorded(
         "step3",
         '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
@@ -462,6 +471,30 @@ OUTPUTS = {
         '<function name="get_weather"><param name="city">Paris</param><param name="days">3</param></function>\n'
         '<function name="get_time"></function>',
         (WEATHER, TIME),
+    ),
+    "minicpm5, values in CDATA": Recorded(
+        "minicpm5",
+        '<function name="f"><param name="code"><![CDATA[a < b]]></param>'
+        '<param name="text">\n<![CDATA[ if x:\n  "</param></function>" ]]>\n</param>'
+        '<param name="parts"><![CDATA[a[b[0]]]]><![CDATA[> 1]]></param>'
+        '<param name="mixed">x <![CDATA[</param>]]> y]]></param>'
+        '<param name="empty"><![CDATA[]]></param></function>'
+        '<function name="get_weather"><param name="city"><![CDATA[Paris]]></param><param name="days">'
+        "<![CDATA[3]]></param></function>",
+        (
+            (
+                "f",
+                '{"code": "a < b", "text": " if x:\\n  \\"</param></function>\\" ", "parts": "a[b[0]]> 1", '
+                '"mixed": "x </param> y]]>", "empty": ""}',
+            ),
+            WEATHER,
+        ),
+    ),
+    "minicpm5, CDATA that does not end": Recorded(
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[Par</param></function>',
+        (("get_weather", '{"city": "Par</param></function>'),),
+        complete=False,
     ),
     "kimi_k3": Recorded(
         "kimi_k3",
@@ -587,11 +620,15 @@ CONTENT = {
     "seed_oss": ["<seed:tool_call>", "<function=\n>"],
     "minimax_m2": ["<minimax:tool_call>", "<minimax:tool_call><invoke>", '<invoke name="'],
     "deepseek_v32": ["<｜DSML｜function_calls>", '<｜DSML｜invoke name=""></｜DSML｜invoke>'],
-    "deepseek_v4": ["<｜DSML｜tool_calls>", "<｜DSML｜tool_calls></｜DSML｜tool_calls>"],
+    "deepseek_v4": [
+        "<｜DSML｜tool_calls>",
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜tool_calls></｜DSML｜tool_calls>",
+    ],
     "step3": ["<｜tool_calls_begin｜>", "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>f"],
     "hy_v3": ["<tool_calls>", "<tool_calls><tool_call>f</tool_call></tool_calls>", "<tool_call>"],
     "solar_open2": ["<|tool_call:start|>", "<|tool_call:start|>get_time and"],
-    "minicpm5": ["<function>", '<function name="">', "<function name='f'>"],
+    "minicpm5": ["<function>", "<![CDATA[<function>]]>", '<function name="">', "<function name='f'>"],
     "kimi_k3": ["<|open|>tools<|sep|>", '<|open|>call tool="f"', "<|open|>x<|sep|>"],
     "gemma4": ["<|tool_call>", "<|tool_call>call:f", "<|tool_call>call:{}"],
     "functiongemma": ["<start_function_call>", "<start_function_call>f{}"],

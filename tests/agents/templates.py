@@ -162,6 +162,16 @@ MINIMAX_M2 = calls_template(
     ),
     "</minimax:tool_call>",
     prompt="<think>\n{# </think> #}",
+).replace(
+    "(message.content or '')",
+    "('<response>' + message.content + '</response>' if message.role == 'tool' else message.content or '')",
+)
+ERNIE45 = calls_template(
+    "", "{{ '\n<tool_call>\n' }}" + JSON_CALL + "{{ '\n</tool_call>' }}", "", "", "<think>\n"
+).replace(
+    "(message.content or '')",
+    "('<think>\n</think>\n\n<response>\n' + message.content + '\n</response>' if message.role == 'assistant' "
+    "and message.content else message.content or '')",
 )
 DSML_CALL = tags(
     "'<｜DSML｜invoke name=\"' + function.name + '\">\n'",
@@ -270,6 +280,7 @@ KNOWN: dict[str, tuple[str, str | None, str | None]] = {
     "gigachat3": (GIGACHAT3, "gigachat3", None),
     "xlam": (XLAM, "xlam", None),
     "seed_oss": (SEED_OSS, "seed_oss", "seed_oss"),
+    "ernie45": (ERNIE45, "hermes", "ernie45"),
     "minimax_m2": (MINIMAX_M2, "minimax_m2", "think"),
     "deepseek_v32": (DEEPSEEK_V32, "deepseek_v32", None),
     "deepseek_v4": (DEEPSEEK_V4, "deepseek_v4", None),

@@ -388,3 +388,35 @@ def test_many_tools_are_allowed_but_too_long_schemas_are_rejected() -> None:
     with pytest.raises(ParameterError, match="at most 131072") as caught:
         compile_tools(model, "hermes", tools)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_allowed"),
+    [
+        ("<![CDATA[a < b</param>]]></param>", True),
+        ("a < b</param>", True),
+        ("<![CDATA[a]]> b</param>", False),
+        ("a <![CDATA[b", False),
+        ("<![CDATA[abcdef", None),  # `code` has at most four characters
+    ],
+)
+def test_text_of_minicpm5_may_be_in_cdata(value: str, is_allowed: bool | None) -> None:
+    model = make_model("minicpm5", None, False)
+    grammar = answer_grammar(
+        "minicpm5", None, tools=TOOLS, tokenizer=model.tokenizer, tool_choice=NAMED, parallel=False
+    )
+    assert grammar is not None
+    begin, end = (
+        '<function name="get_weather"><param name="city">',
+        '<param name="unit">37</param></function>',
+    )
+    if is_allowed is None:
+        begin += 'a</param><param name="unit">37</param><param name="code">'
+    ids = model.tokenizer.encode(begin + value + end, add_special_tokens=False)
+    matcher = model.matcher(grammar)
+    matcher.advance(ids)
+    assert (matcher.error is None) == bool(is_allowed)
+    if is_allowed:
+        message = model.read(MessageParser("minicpm5", None, tools=TOOLS, tokenizer=model.tokenizer), ids)
+        text = value.removesuffix("</param>").removeprefix("<![CDATA[").removesuffix("]]>")
+        assert json.loads(message.tool_calls[0].arguments) == {"city": text, "unit": "37"}

@@ -99,6 +99,20 @@ def index_link(folder: Path) -> None:
     link("model.safetensors.index.json", "/etc/passwd")(folder)
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+
+
+def ignoring(*targets: str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": [*targets],
+        "config_groups": groups,
+    }
+
+
 NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 DEEP = b'{"a":' * 500 + b"1" + b"}" * 500
 
@@ -144,6 +158,16 @@ TABLE: list[tuple[str, Harm, str]] = [
     ("a tokenizer that panics when it is used", normaliser("AQAAAAAAAAA="), "the tokenizer panicked"),
     ("a tokenizer that is a list", put("tokenizer.json", b"[]"), "tokenizer.json cannot be used"),
     (
+        "more exclusions than can be matched",
+        edit("config.json", quantization_config=AWQ | {"modules_to_not_convert": ["x"] * 3_000_000}),
+        "the lists and regular expressions in quantization_config of config.json take too long",
+    ),
+    (
+        "an expression that is not regular",
+        edit("config.json", quantization_config=ignoring(r"re:(.*)\1")),
+        "has groupref, which is not supported",
+    ),
+    (
         "weights that are cut off",
         lambda folder: os.truncate(folder / "model.safetensors", 100),
         "cannot be read",
@@ -168,6 +192,12 @@ def test_huge_context_length_in_the_config_takes_no_memory(folder: Path) -> None
     engine = load_engine(EngineConfig.create(folder, device="cpu", num_blocks=64))
     assert engine.max_model_len == 64 * 16
     engine.close()
+
+
+def test_expressions_that_would_backtrack_forever_do_not_hold_up_the_start(folder: Path) -> None:
+    targets = "re:" + ".?" * 40 + "x", "re:" + "(.|.)" * 40 + "x", "re:(.*)*x"
+    edit("config.json", quantization_config=ignoring(*targets))(folder)  # the weights are plain, and so win
+    load_engine(EngineConfig.create(folder, device="cpu", num_blocks=64)).close()
 
 
 def test_the_folder_itself_may_be_a_link(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -169,6 +171,18 @@ def test_prompts_come_from_the_model_or_from_the_caller() -> None:
         prompt(EMBEDDER, prompt_name="query")
     with pytest.raises(ParameterError, match="both given"):
         prompt(prompt_name="query", prompt="x")
+
+
+@pytest.mark.parametrize("make", [embed, partial(score, documents=[" d "]), partial(score, CROSS_ENCODER)])
+def test_white_space_around_texts_is_kept(make: Callable[..., ScoringJob]) -> None:
+    """sentence-transformers strips texts up to version 5 only."""
+    facts = () if isinstance(make, partial) and make.args else (EMBEDDER,)
+
+    def ids(text: str) -> list[list[int]]:
+        job = make(*facts, text)
+        return [list(one.ids) for group in job.groups for one in job.processor.inputs.encode(group, 0, 1)]
+
+    assert ids(" a\n") != ids("a")
 
 
 def test_dimensions_are_those_that_the_model_was_trained_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,24 @@ def test_too_few_scores_are_rejected(tmp_path: Path) -> None:
     path = write_metadata(tmp_path / "t.gguf", metadata | {"ggml.scores": [0.0, 1.0]})
     with pytest.raises(ModelError, match="has 2 scores for"):
         OurTokenizer.load(path)
+
+
+def test_long_piece_is_rejected_before_it_is_split(tmp_path: Path) -> None:
+    """All ways to split a piece are tried: those of one with N characters have N^2 characters."""
+    _, metadata = sentencepiece(True)
+    size = len(metadata["ggml.tokens"])
+
+    def with_piece(piece: str) -> Path:
+        more = {"ggml.tokens": piece, "ggml.scores": 0.0, "ggml.token_type": NORMAL}
+        longer = {key: [*metadata[key], value] for key, value in more.items()}
+        return write_metadata(tmp_path / f"{len(piece)}.gguf", metadata | longer)
+
+    path = with_piece("a" * 60_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=r"has a piece of 60000 characters: at most 256 are allowed$"):
+            OurTokenizer.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000, "one piece of a file of 100 KB took gigabytes"
+    finally:
+        tracemalloc.stop()
+    assert OurTokenizer.load(with_piece("a" * 256)).token(size) == "a" * 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from inflight.agents.grammar_writer import (
     Parameter,
     Tool,
     bare_value,
+    may_be_text,
     parameter_sequence,
     tool_parameters,
 )
@@ -23,6 +24,8 @@ from inflight.constraints import literal
 
 _NAME = re.compile(r"[^<>\n]*")
 _QUOTED_NAME = re.compile(r'[^<>\n"]*')
+# Reads text up to the first of some markers, which it returns; None at the end of the text.
+ReadUntil = Callable[[Markers], Reading[str | None]]
 _UNTAGGED_NAME = re.compile(r"[\w.\-]*")
 
 
@@ -40,10 +43,12 @@ class TaggedCalls:
     # The ends of a parameter's name that also tell the type of its value, instead of `key[1]`: first that of strings.
     typed_keys: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()  # that the tags consist of, where these may be special
+    also: tuple[str, str] = ("", "")  # other outer tags, which an earlier model wrote
+    verbatim: tuple[str, str] = ("", "")  # around a part of a value in which tags are text
 
     def format(self) -> ToolFormat:
         # Models sometimes omit the outer tags.
-        openings = tuple(filter(None, (self.outer[0], self.name[0])))
+        openings = tuple(filter(None, (self.outer[0], self.name[0], self.also[0])))
         grammar = CallGrammar(
             openings[0],
             self.write,
@@ -51,7 +56,7 @@ class TaggedCalls:
             forbidden=openings[1:],
             name_pattern=self._name_pattern,
         )
-        endings = tuple(filter(None, (self.end, self.outer[1])))
+        endings = tuple(filter(None, (self.end, self.outer[1], self.also[1])))
         return ToolFormat(self.tokens, Markers(*openings), self.read, endings, grammar)
 
     @property
@@ -139,10 +144,26 @@ class TaggedCalls:
         if self.lines:
             yield from source.accept("\n")
         is_string = bool(self.typed_keys) and key_end == self.typed_keys[0]
-        ending = yield from arguments.read(source, key, endings, is_string)
+        ending = yield from arguments.read(source, key, partial(self._read_value, source, endings), is_string)
         if ending is not None and not ending.endswith(self.value[1]):
             source.unread(len(ending))
         return ending is not None
+
+    def _read_value(self, source: Source, endings: Markers, read: ReadUntil) -> Reading[str | None]:
+        """Read a value with `read`, and return its ending. White space between tags and a verbatim part has no
+        meaning."""
+        begin, end = self.verbatim
+        if not begin:
+            return (yield from read(endings))
+        marker = yield from source.accept_after_space(begin)
+        while marker in (None, begin):
+            if marker == begin:
+                if (yield from read(Markers(end))) is None:
+                    return None
+                marker = yield from source.accept_after_space(begin, *endings.texts)
+            if marker is None and (marker := (yield from read(Markers(begin, *endings.texts)))) is None:
+                return None
+        return marker
 
     def write(self, writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
         line = "\n" if self.lines else ""
@@ -153,7 +174,12 @@ class TaggedCalls:
             if self.typed_keys:
                 key_end = self.typed_keys[schema_types(parameter.schema) != {"string"}]
             begin = writer.terminals(self.key[0], parameter.name, key_end, self.value[0], line)
-            return f"{begin} {bare_value(writer, parameter, ending, never)} GAP"
+            value = bare_value(writer, parameter, ending, tuple(filter(None, (*never, self.verbatim[0]))))
+            if self.verbatim[0] and may_be_text(parameter):
+                part = parameter._replace(rule=f"{parameter.rule}_verbatim")
+                text = bare_value(writer, part, self.verbatim[1] + ending, (self.verbatim[1],))
+                value = f"({value} | {writer.terminals(self.verbatim[0])} {text})"
+            return f"{begin} {value} GAP"
 
         alternatives = (
             f"{writer.terminals(tool.name)} {self.write_name_end(writer)} GAP "
@@ -193,22 +219,36 @@ class _TypedArguments:
         self._before = "{"
 
     def read(
-        self, source: Source, parameter: str, endings: Markers, is_string: bool = False
+        self,
+        source: Source,
+        parameter: str,
+        read_value: Callable[[ReadUntil], Reading[str | None]],
+        is_string: bool = False,
     ) -> Reading[str | None]:
-        """Read a value up to one of the endings, and return that ending. A string is emitted as it arrives."""
+        """Read a value, and return its ending. A string is emitted as it arrives."""
         schema = {"type": "string"} if is_string else self._calls.schema(self._function, parameter)
         types = schema_types(schema)
         key = f"{self._before}{json_string(parameter)}: "
         self._before = ", "
         if types == {"string"}:
             yield self._calls.arguments(key + '"')
-            ending = yield from source.emit_until(
-                endings, lambda text: self._calls.arguments(json_string(text)[1:-1])
+            ending = yield from read_value(
+                lambda endings: source.emit_until(
+                    endings, lambda text: self._calls.arguments(json_string(text)[1:-1])
+                )
             )
             if ending is not None:
                 yield self._calls.arguments('"')
             return ending
-        text, ending = yield from source.take_until(endings)
+        parts: list[str] = []
+
+        def take_until(endings: Markers) -> Reading[str | None]:
+            text, ending = yield from source.take_until(endings)
+            parts.append(text)
+            return ending
+
+        ending = yield from read_value(take_until)
+        text = "".join(parts)
         yield self._calls.arguments(key + (text if ending is None else bare_text_to_json(text, types)))
         return ending
 
@@ -276,7 +316,10 @@ MINIMAX_M2 = TaggedCalls(
     tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
 ).format()
 DEEPSEEK_V32 = _dsml(("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")).format()
-DEEPSEEK_V4 = _dsml(("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")).format()
+DEEPSEEK_V4 = _dsml(
+    ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    also=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+).format()
 STEP3 = TaggedCalls(
     outer=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
     name=('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">'),
@@ -306,6 +349,7 @@ MINICPM5 = TaggedCalls(
     key=('<param name="', '">'),
     value=("", "</param>"),
     end="</function>",
+    verbatim=("<![CDATA[", "]]>"),
 ).format()
 KIMI_K3 = _KimiK3Calls(
     outer=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),

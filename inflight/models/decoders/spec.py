@@ -20,6 +20,7 @@ from inflight.layers.kernels import ExpertRouting
 from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
+from inflight.models.tensors import StoredTensor
 
 
 class NormPlacement(Enum):
@@ -214,9 +215,16 @@ class DecoderSpec:
         """Return the format of a module's weights; "{}" in its name stands for any expert."""
         return self.quantization.format_of(*self._names_of(module))
 
+    def plain_experts(self, module: str) -> frozenset[int]:
+        """Return the experts whose weights are plain whatever the format is."""
+        return self.quantization.plain_experts(*self._names_of(module))
+
+    def as_stored(self, stored: Mapping[str, StoredTensor]) -> DecoderSpec:
+        """Return the same with what the tensors in the checkpoint's files decide."""
+        return replace(self, quantization=self.quantization.as_stored(stored))
+
     def _names_of(self, module: str) -> list[str]:
-        name = module.replace("{}", "0")
-        return [prefix + name for prefix in self.names.prefixes]
+        return [prefix + module for prefix in self.names.prefixes]
 
     @property
     def head_format(self) -> WeightFormat:
@@ -229,12 +237,14 @@ class DecoderSpec:
     def scheme(self, layer: int, *targets: str) -> Scheme | None:
         """Return how a linear layer or matrices of the experts, which pack these targets, hold their weights: quantized
         if all modules that are loaded into them are, and in ways that fit together."""
-        modules = (
+        modules = [
             f"{self.names.layers}.{layer}.{module}"
             for names in (self.names.layer, *self.names.experts)
             for module, own in names.items()
             if f"{own}.".startswith(tuple(f"{target}." for target in targets))
-        )
+        ]
+        if any(map(self.plain_experts, modules)):
+            return None
         return common_scheme(self.format_of(module).scheme for module in modules if self._may_have(module))
 
     def _may_have(self, module: str) -> bool:

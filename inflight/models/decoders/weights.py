@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from inflight.models.decoders.footprint import META, meta_decoder
 from inflight.models.decoders.layer_inputs import LayerInputs
 from inflight.models.decoders.spec import DecoderSpec, ExpertsMlpSpec, Shard, whole_shard
 from inflight.models.tensors import (
+    ExpertMatrix,
     LinearRows,
     NormWeight,
     Placement,
@@ -76,9 +78,10 @@ def placements(
             if target in targets:
                 name = f"{names.layers}.{index}.{module}"
                 weights = PLAIN if target in _NEVER_QUANTIZED else spec.format_of(name)
-                yield from targets[target].placements(
-                    prefix + name, weights.quantizing() if dummy else weights
-                )
+                to = targets[target]
+                if isinstance(to, ExpertMatrix):
+                    to = replace(to, plain=spec.plain_experts(name))
+                yield from to.placements(prefix + name, weights.quantizing() if dummy else weights)
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
@@ -118,6 +121,7 @@ def load_decoder(
     variant = layout = 0
     if load_format != "dummy":
         stored = read_headers(checkpoint.weight_files)
+        shard = replace(shard, whole=shard.whole.as_stored(stored))
         variant, layout = check_files(shard, stored)
     decoder = Decoder(shard.whole, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
