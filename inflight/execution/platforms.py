@@ -255,6 +255,6 @@ class ModelSleepSupport:
 @torch.inference_mode()
 def relocate(model: object, move: Callable[[Tensor], Tensor]) -> None:
     """Replace the memory of every tensor of a model by what `move` returns. The tensor objects stay the same, so layers
-    that share one keep sharing it."""
+    that share one keep sharing it. Tensors that are views of each other would be separated: models have none."""
     for tensor in list(tensors_of(model)):
         tensor.data = move(tensor)

@@ -367,13 +367,22 @@ class QuantizedTritonLinear(TritonLinear):
                 torch.empty(num_groups, num_rows, dtype=torch.int32, device=device),
             )
         kind, codes = self._kernels.byte_codes(scheme, num_columns)
-        self._matrix = matrix = scheme.empty(num_rows, num_columns, device)
+        matrix = scheme.empty(num_rows, num_columns, device)
         return QuantizedWeight(matrix.codes.view(codes), kind, scheme.group, matrix.scales, matrix.zeros)
 
     @property
     def _quantized(self) -> QuantizedWeight:
         assert isinstance(self.weight, QuantizedWeight)
         return self.weight
+
+    @property
+    def _matrix(self) -> GroupedMatrix:
+        """The weights in 8 bits, in the types of their scheme. A view: no two tensors of a model share memory, so that
+        each can be moved and counted by itself."""
+        own = self._quantized
+        assert own.scales is not None
+        codes = own.codes.view(torch.int8 if self._scheme.codes == "int8" else torch.float8_e4m3fn)
+        return GroupedMatrix(self._scheme, self.in_features, codes, own.scales, own.zeros)
 
     @property
     def _multiplies_codes(self) -> bool:
