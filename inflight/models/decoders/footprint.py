@@ -17,7 +17,7 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
 from inflight.kv.layout import KVLayout
 from inflight.layers.formats import Scheme
-from inflight.layers.formats.schemes import held_on_gpu
+from inflight.layers.gpu_weights import scheme_on_gpu
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
@@ -51,7 +51,7 @@ def common_layout(shares: Sequence[RankShare]) -> KVLayout:
 
 def meta_kernels(device: str, dtype: torch.dtype) -> Kernels:
     """Return kernels that store weights as those of "cpu" or "cuda" do, but without memory."""
-    return cpu_kernels(META) if device == "cpu" else TorchKernels(dtype, META, held_on_gpu)
+    return cpu_kernels(META) if device == "cpu" else TorchKernels(dtype, META, scheme_on_gpu)
 
 
 def meta_decoder(shard: Shard, kernels: Kernels, dtype: torch.dtype, context: int = 1) -> Decoder:
