@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from inflight.layers.recurrent import (
+    PIECE,
     DeltaNetShape,
     LayerStates,
     allocate_states,
     blocks_per_snapshot,
+    max_pieces,
 )
 from inflight.layers.triton import recurrent
-from inflight.layers.triton.delta_rule import PIECE
 from inflight.layers.triton.recurrent import (
     DeviceItems,
     RecurrentStep,
     StateCopier,
     TritonRecurrent,
-    max_pieces,
     plan_pieces,
 )
 from inflight.triton_utils.pdl import supports_pdl

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,32 @@ def test_experts_are_planned_for_every_rank(expert_parallel: bool) -> None:
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.02)
     fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
     assert fits[4, 1].shares[3].weights == pytest.approx(actual.parameters / 2, rel=0.02)
+
+
+def test_gpu_can_be_planned_for_without_triton() -> None:
+    """A CPU build of torch comes without it."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        from benchmarks.shapes import SHAPES
+        from inflight.config import EngineConfig
+        from inflight.loading.planning import Devices, plan_model
+        config = EngineConfig.create("-", hf_config=SHAPES["qwen3.5-9b"], quantization="int4", load_format="dummy")
+        (fit,) = plan_model(config, Devices("cuda", 1, 80 * 10**9)).fits
+        assert fit.num_requests > 1
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("configured", [None, 500])
+def test_plan_has_rows_for_as_many_states_as_an_engine(configured: int | None) -> None:
+    """A request's states in Qwen3.5 9B take 53 MB: with 1,024 rows nothing would be left."""
+    options: dict[str, Any] = {"hf_config": SHAPES["qwen3.5-9b"], "dtype": "bfloat16", "load_format": "dummy"}
+    gpu = Devices("cuda", 1, 141 * 10**9)
+    (fit,) = plan_model(EngineConfig.create("-", max_num_seqs=configured, **options), gpu).fits
+    (same,) = plan_model(EngineConfig.create("-", max_num_seqs=configured or 256, **options), gpu).fits
+    assert fit == same
+    assert fit.num_blocks > 0
 
 
 def test_plan_reports_groups_and_counts_only_windows() -> None:

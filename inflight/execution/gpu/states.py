@@ -10,13 +10,12 @@ from torch import Tensor
 from inflight.execution.gpu.host_step import HostStep, Ints, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
 from inflight.kv import StateCopy
-from inflight.layers.recurrent import LayerStates
+from inflight.layers.recurrent import LayerStates, max_captures, max_pieces
 from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
 from inflight.layers.triton.recurrent import (
     DeviceItems,
     RecurrentStep,
     StateCopier,
-    max_pieces,
     plan_pieces,
 )
 from inflight.scheduling.batch import Batch, Capture
@@ -108,7 +107,7 @@ class DeviceStates:
         )
 
     def _max_captures(self, shape: StepShape) -> int:
-        return shape.num_tokens // self._capture_interval + 3 * shape.num_chunks
+        return max_captures(shape.num_tokens, shape.num_chunks, self._capture_interval)
 
     def _max_pieces(self, shape: StepShape) -> int:
         return max_pieces(shape.num_tokens, shape.num_chunks, self._max_captures(shape))

@@ -13,10 +13,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.layers.recurrent import DeltaNetLayer, LayerStates
+from inflight.layers.recurrent import PIECE, DeltaNetLayer, LayerStates
 from inflight.layers.triton.delta_rule import (
     ENTRY_FIELDS,
-    PIECE,
     PIECE_FIELDS,
     carry,
     convolve,
@@ -111,11 +110,6 @@ def plan_pieces(
         np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS),
         np.array(entries, dtype=np.int32).reshape(-1, ENTRY_FIELDS),
     )
-
-
-def max_pieces(num_tokens: int, num_entries: int, num_captures: int) -> int:
-    """Return the most pieces that a step can have."""
-    return num_tokens // PIECE + num_entries + num_captures
 
 
 class TritonRecurrent:

@@ -25,7 +25,14 @@ from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, Decoder
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
-MAX_STATES = 256  # requests that run at once unless configured, if each has recurrent states
+_MAX_STATES = (
+    256  # requests that run at once unless configured, if each has recurrent states of some megabytes
+)
+
+
+def default_rows(spec: DecoderSpec, max_num_seqs: int) -> int:
+    """Return how many requests run at once unless configured, on a device whose default is `max_num_seqs`."""
+    return min(max_num_seqs, _MAX_STATES) if spec.has_states else max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
