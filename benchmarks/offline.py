@@ -9,11 +9,14 @@ decode:  equal requests; the median time of a step in which all of them decode. 
 long:    the same at a context of about 8,300.
 prefill: long prompts with one output token each; prompt tokens/s.
 agent:   requests that share a long prompt and have a few tokens of their own; output tokens/s once the shared part is
-         cached, and the time to the first token of one such request alone. With --no-prefix-caching: without a cache.
+         cached, and the time to the first token of one such request alone.
 
-The prefix cache is off but for agent. Sizes are those of a GPU or of a CPU, whichever the engine runs on. Every
-workload runs once before it is measured. Timings on shared machines are noisy: `--repeat` runs take the median, and
-`--compare` puts the other engine into the same run.
+The prefix cache is on for agent and off for the others; --prefix-caching and --no-prefix-caching set it for all. Where
+nothing is shared it is emptied before every run: what is measured is the cost of filling it.
+
+Sizes are those of a GPU or of a CPU, whichever the engine runs on. Every workload runs once before it is measured.
+Timings on shared machines are noisy: `--repeat` runs take the median, and `--compare` puts the other engine into the
+same run.
 """
 
 from __future__ import annotations
@@ -65,17 +68,19 @@ GPU = Sizes(256, 100, 1024, 268, 64, 8268, (16, 8192), (64, 10_000, 64, 200), (1
 CPU = Sizes(16, 32, 128, 64, 64, 512, (2, 512), (8, 512, 16, 32), (1, 8, 16), (1, 4))
 
 
-def observe(llm: LLM, work: Workload, temperature: float) -> list[StepRecord]:
+def observe(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> list[StepRecord]:
     """What the steps of the workload did. Writing it down takes time: not for measuring the whole."""
     records: list[StepRecord] = []
     llm.observe(records.append)
-    run(llm, work, temperature)
+    run(llm, work, temperature, hits)
     llm.unobserve(records.append)
     return records
 
 
-def run(llm: LLM, work: Workload, temperature: float) -> float:
-    """Seconds for the whole workload."""
+def run(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> float:
+    """Seconds for the whole workload; with `hits`, after what is cached already."""
+    if not hits:
+        llm.reset_prefix_cache()
     params = [
         SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in work.output_lens
@@ -150,21 +155,21 @@ def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
         return agents(requests, shared, own, output_len, llm.vocab_size, seed)
 
     if options.warm_up:
-        run(llm, work(1, 1), 0.0)
-        run(llm, work(count, 2), 0.0)
+        run(llm, work(1, 1), 0.0, hits=True)
+        run(llm, work(count, 2), 0.0, hits=True)
     speeds, firsts = [], []
     for seed in range(3, 3 + options.repeat):
         wave = work(count, seed)
-        speeds.append(wave.num_output / run(llm, wave, 0.0))
+        speeds.append(wave.num_output / run(llm, wave, 0.0, hits=True))
         alone = work(1, 100 + seed)
         start = time.monotonic()  # the engine's clock
-        records = observe(llm, alone, 0.0)
+        records = observe(llm, alone, 0.0, hits=True)
         sampled = next(record for record in records if record.slots[0].samples)
         firsts.append((sampled.finished_at - start) * 1e3)
     return {
         "workload": "agent",
         "batch": count,
-        "prefix_caching": options.prefix_caching,
+        "prefix_caching": options.prefix_caching is not False,
         "output_tokens_per_s": statistics.median(speeds),
         "first_token_ms": statistics.median(firsts),
         "runs": speeds,
@@ -230,7 +235,7 @@ def parse() -> argparse.Namespace:
     add("--policy", default="continuous")
     add("--pipeline-depth", type=int)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="agent: without a cache")
+    add("--prefix-caching", action=argparse.BooleanOptionalAction, help="default: for agent only")
     add("--no-warm-up", dest="warm_up", action="store_false")
     add("--repeat", type=int, default=3)
     add("--compare", choices=("transformers",), help="run this engine on the ragged workload too")
@@ -255,7 +260,7 @@ def measure(
             num_failed += 1
 
     if any(name != "agent" for name in chosen):
-        with load(enable_prefix_caching=False) as llm:
+        with load(enable_prefix_caching=options.prefix_caching is True) as llm:
             if "decode" in chosen:
                 for batch in options.batch or sizes.batches:
                     take(measure_decode, llm, "decode", batch, sizes.decode_prompt)
@@ -268,7 +273,7 @@ def measure(
                 take(measure_ragged, llm)
         del llm  # two models need not fit
     if "agent" in chosen:
-        with load(enable_prefix_caching=options.prefix_caching) as llm:
+        with load(enable_prefix_caching=options.prefix_caching is not False) as llm:
             take(measure_agents, llm)
     return results, num_failed
 

@@ -39,8 +39,19 @@ class EncoderKernels(NamedTuple):
     head: Kernels  # float32: a head is small, and its output is used at full precision
 
 
-# What each kind of device supports.
-KV_CACHE_DTYPES: dict[str, tuple[str, ...]] = {"cpu": ("auto", "int8"), "cuda": ("auto", "fp8")}
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What is known of a kind of device where there is none."""
+
+    max_num_seqs: int  # default
+    max_num_batched_tokens: int  # default
+    kv_cache_dtypes: tuple[str, ...]  # allowed values of the option
+
+
+LIMITS = {
+    "cpu": DeviceLimits(256, 512, ("auto", "int8")),
+    "cuda": DeviceLimits(1024, 8192, ("auto", "fp8")),
+}
 
 
 class Platform(Protocol):
@@ -107,12 +118,12 @@ class CpuPlatform:
     """Implements `Platform`."""
 
     device = torch.device("cpu")
-    max_num_seqs = 256
-    max_num_batched_tokens = 512
+    max_num_seqs = LIMITS["cpu"].max_num_seqs
+    max_num_batched_tokens = LIMITS["cpu"].max_num_batched_tokens
     pipeline_depth = 1
     target_step_ms = 100.0
     max_text_tokens = 1024
-    kv_cache_dtypes = KV_CACHE_DTYPES["cpu"]
+    kv_cache_dtypes = LIMITS["cpu"].kv_cache_dtypes
 
     def kernels_and_attention(
         self,
@@ -255,6 +266,6 @@ class ModelSleepSupport:
 @torch.inference_mode()
 def relocate(model: object, move: Callable[[Tensor], Tensor]) -> None:
     """Replace the memory of every tensor of a model by what `move` returns. The tensor objects stay the same, so layers
-    that share one keep sharing it."""
+    that share one keep sharing it. Tensors that are views of each other would be separated: models have none."""
     for tensor in list(tensors_of(model)):
         tensor.data = move(tensor)

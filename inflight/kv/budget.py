@@ -12,6 +12,8 @@ from inflight.kv.layout import KVLayout
 CONTEXT_MEMORY = 768 << 20
 # The same for a rank with buffers for collectives.
 PEER_MEMORY = 1 << 30
+# Memory of CUDA graphs besides their tensors, and fragmentation of the allocator.
+GRAPH_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -583,14 +583,14 @@ class TorchExperts:
 
 
 class TorchKernels:
-    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time: all, or
-    those for which it returns True, given the scheme and whether the layer is one of experts."""
+    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time: as they
+    are, or in the scheme that it returns, given theirs and whether the layer is one of experts; None: plain ones."""
 
     def __init__(
         self,
         compute_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        quantized: bool | Callable[[Scheme, bool], bool] = False,
+        quantized: bool | Callable[[Scheme, bool], Scheme | None] = False,
     ) -> None:
         self.compute_dtype = compute_dtype
         self.recurrent = TorchRecurrent()
@@ -612,7 +612,8 @@ class TorchKernels:
         reduce: Reduce | None = None,
         scheme: Scheme | None = None,
     ) -> Linear:
-        if scheme is not None and self._holds(scheme, experts=False):
+        scheme = self._held_as(scheme, experts=False)
+        if scheme is not None:
             return QuantizedTorchLinear(self, in_features, out_features, scheme, bias, reduce, self._device)
         return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
 
@@ -630,16 +631,15 @@ class TorchKernels:
         gate_up_scheme: Scheme | None = None,
         down_scheme: Scheme | None = None,
     ) -> Experts:
-        scheme = gate_up_scheme if gate_up_scheme == down_scheme else None
-        if scheme is not None and not self._holds(scheme, experts=True):
-            scheme = None
+        scheme = self._held_as(gate_up_scheme if gate_up_scheme == down_scheme else None, experts=True)
         return TorchExperts(
             self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device, scheme
         )
 
-    def _holds(self, scheme: Scheme, experts: bool) -> bool:
-        quantized = self._quantized
-        return quantized if isinstance(quantized, bool) else quantized(scheme, experts)
+    def _held_as(self, scheme: Scheme | None, experts: bool) -> Scheme | None:
+        if scheme is None or isinstance(self._quantized, bool):
+            return scheme if self._quantized else None
+        return self._quantized(scheme, experts)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)

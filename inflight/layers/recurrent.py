@@ -20,6 +20,18 @@ from torch import Tensor
 
 InputsT = TypeVar("InputsT", contravariant=True)
 
+PIECE = 64  # tokens of a prompt that a GPU computes at once
+
+
+def max_captures(num_tokens: int, num_entries: int, interval: int) -> int:
+    """Return the most states that a step captures inside its entries: one every `interval` tokens, and three more."""
+    return num_tokens // interval + 3 * num_entries
+
+
+def max_pieces(num_tokens: int, num_entries: int, num_captures: int) -> int:
+    """Return the most pieces that a step can have: each ends with its entry, where a state is captured, or full."""
+    return num_tokens // PIECE + num_entries + num_captures
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:

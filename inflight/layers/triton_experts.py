@@ -10,6 +10,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
 from inflight.layers.formats.schemes import unpack_nibbles
+from inflight.layers.gpu_weights import empty_words
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertRouting,
@@ -26,7 +27,7 @@ from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.expert_parts import CLAMPED, ExpertWeights, Gate
 from inflight.layers.triton.grouped_experts import combine, grouped_down, grouped_gate_up
 from inflight.layers.triton.linear_parts import NextNorm
-from inflight.layers.triton.mxfp4 import GROUP, num_tiles, pack_codes, pack_scales
+from inflight.layers.triton.mxfp4 import GROUP, pack_codes, pack_scales
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
 from inflight.layers.triton.quantized import (
     FP8,
@@ -34,7 +35,6 @@ from inflight.layers.triton.quantized import (
     MXFP4,
     PLAIN,
     PRODUCTS,
-    int4_shape,
     pack_int4,
     pack_int4_scales,
 )
@@ -253,16 +253,10 @@ def _allocate(
         shape = count, num_rows, num_columns
         return ExpertWeights(torch.empty(shape, dtype=kernels.compute_dtype, device=device), bias)
     assert isinstance(scheme, GroupScheme)
-    if scheme.codes == "fp4":
-        tiles = num_tiles(num_columns)
-        words = torch.empty(count, num_rows, tiles * GROUP, dtype=torch.int16, device=device)
-        scales = torch.zeros(count, tiles, num_rows, dtype=torch.int32, device=device)
-        return ExpertWeights(words, bias, MXFP4, GROUP, scales)
-    if scheme.codes == "int4":
-        group, num_words, num_groups = int4_shape(scheme.group, num_columns)
-        words = torch.empty(count, num_rows, num_words, dtype=torch.int16, device=device)
-        scales = torch.zeros(count, num_groups, num_rows, dtype=torch.int32, device=device)
-        return ExpertWeights(words, bias, INT4, group, scales)
+    if scheme.bits[scheme.codes] == 4:
+        words = empty_words(scheme, num_rows, num_columns, device, count)
+        kind, group = (MXFP4, GROUP) if scheme.codes == "fp4" else (INT4, words.group)
+        return ExpertWeights(words.codes, bias, kind, group, words.scales)
     kind, dtype = kernels.byte_codes(scheme, num_columns)
     shape = count, scheme.num_groups(num_columns), num_rows
     return ExpertWeights(

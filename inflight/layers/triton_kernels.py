@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
-from inflight.layers.formats.schemes import held_on_gpu, unpack_nibbles
+from inflight.layers.formats.schemes import unpack_nibbles
+from inflight.layers.gpu_weights import empty_words, held_on_gpu
 from inflight.layers.kernels import (
     ExpertRouting,
     Experts,
@@ -45,7 +46,6 @@ from inflight.layers.triton.quantized import (
     QuantizedInputs,
     QuantizedWeight,
     dequantize,
-    int4_shape,
     pack_int4,
     pack_int4_scales,
     quantize_rows,
@@ -359,21 +359,25 @@ class QuantizedTritonLinear(TritonLinear):
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:  # noqa: ARG002
         num_rows, num_columns, scheme = self.out_features, self.in_features, self._scheme
         if scheme.codes == "int4":
-            group, num_words, num_groups = int4_shape(scheme.group, num_columns)
-            return QuantizedWeight(
-                torch.empty(num_rows, num_words, dtype=torch.int16, device=device),
-                INT4,
-                group,
-                torch.empty(num_groups, num_rows, dtype=torch.int32, device=device),
-            )
+            words = empty_words(scheme, num_rows, num_columns, device)
+            return QuantizedWeight(words.codes, INT4, words.group, words.scales)
         kind, codes = self._kernels.byte_codes(scheme, num_columns)
-        self._matrix = matrix = scheme.empty(num_rows, num_columns, device)
+        matrix = scheme.empty(num_rows, num_columns, device)
         return QuantizedWeight(matrix.codes.view(codes), kind, scheme.group, matrix.scales, matrix.zeros)
 
     @property
     def _quantized(self) -> QuantizedWeight:
         assert isinstance(self.weight, QuantizedWeight)
         return self.weight
+
+    @property
+    def _matrix(self) -> GroupedMatrix:
+        """The weights in 8 bits, in the types of their scheme. A view: no two tensors of a model share memory, so that
+        each can be moved and counted by itself."""
+        own = self._quantized
+        assert own.scales is not None
+        codes = own.codes.view(torch.int8 if self._scheme.codes == "int8" else torch.float8_e4m3fn)
+        return GroupedMatrix(self._scheme, self.in_features, codes, own.scales, own.zeros)
 
     @property
     def _multiplies_codes(self) -> bool:

@@ -49,7 +49,7 @@ from inflight.loading.engine import (
 )
 from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.footprint import MAX_STATES
+from inflight.models.decoders.footprint import default_rows
 from inflight.models.decoders.heads import DecoderPlan, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec, whole_shard
 from inflight.models.decoders.weights import load_decoder
@@ -82,7 +82,7 @@ def load_decoder_engine(
     plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
     spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
     plan = replace(plan, spec=spec)
-    config = _with_few_states(config, spec, platform)
+    config = _with_rows(config, spec, platform)
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_ids(checkpoint, tokenizer)
     context = resolve_context(spec, model.max_model_len)
@@ -138,12 +138,10 @@ def load_decoder_engine(
     return loaded
 
 
-def _with_few_states(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
-    """Limit the default number of rows if each of them has recurrent states, which take some megabytes."""
+def _with_rows(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
+    """Set the number of rows unless it is configured."""
     options = config.scheduler
-    if options.max_num_seqs is not None or not spec.has_states:
-        return config
-    max_num_seqs = min(platform.max_num_seqs, MAX_STATES)
+    max_num_seqs = options.max_num_seqs or default_rows(spec, platform.max_num_seqs)
     return replace(config, scheduler=replace(options, max_num_seqs=max_num_seqs))
 
 
@@ -213,7 +211,7 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     platform = platforms.platform(model.device)
     vocabulary = partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos)
     grammars = GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
-    config = _with_few_states(config, plan.spec, platform)
+    config = _with_rows(config, plan.spec, platform)
     decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint

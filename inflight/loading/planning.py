@@ -10,10 +10,15 @@ import torch
 
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms import KV_CACHE_DTYPES, MEMORY_SHARE
+from inflight.execution.gpu.shapes import Buckets
+from inflight.execution.platforms import LIMITS, MEMORY_SHARE
 from inflight.kv import KVLayout
-from inflight.kv.budget import CONTEXT_MEMORY, most_blocks
+from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
+from inflight.kv.snapshots import PROMPT_INTERVAL
+from inflight.layers.formats import GroupScheme, Scheme
+from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.kernels import TorchKernels
+from inflight.layers.recurrent import max_captures, max_pieces
 from inflight.loading import open_model
 from inflight.loading.checkpoint import (
     check_kv_cache_dtype,
@@ -23,22 +28,29 @@ from inflight.loading.checkpoint import (
     resolve_dtype,
 )
 from inflight.models.decoders.footprint import (
-    MAX_STATES,
     META,
     RankShare,
     common_layout,
+    default_rows,
     meta_decoder,
     meta_kernels,
     rank_shares,
 )
 from inflight.models.decoders.heads import plan_decoder
-from inflight.models.decoders.spec import DecoderSpec, shard_of, whole_shard
+from inflight.models.decoders.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    DenseMlpSpec,
+    Shard,
+    shard_of,
+    whole_shard,
+)
 from inflight.models.decoders.weights import placements
 from inflight.models.encoders.families import encoder_architecture
 
-# The platforms' defaults, which cannot be queried without a device.
-GPU_ROWS, GPU_TOKENS, CPU_ROWS, CPU_TOKENS = 1024, 8192, 256, 512
-GPU_GRAPHS = 256 << 20
+PROCESSORS = 132  # multiprocessors of a GPU: memory for attention grows with them
+LINEAR_WORKSPACE = 32 << 20  # of the linear layers on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class ModelPlan:
 
 def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
     """Return how the model fits for each way to split it across the devices."""
-    check_kv_cache_dtype(config.cache.kv_cache_dtype, KV_CACHE_DTYPES[devices.kind], devices.kind)
+    check_kv_cache_dtype(config.cache.kv_cache_dtype, LIMITS[devices.kind].kv_cache_dtypes, devices.kind)
     checkpoint, name = open_model(config)
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(
@@ -125,14 +137,14 @@ def _fit(
     block = config.cache.block_size
     kernels = meta_kernels(devices.kind, dtype)
     shares = rank_shares(spec, tensor, pipeline, context, block, kernels, dtype)
+    layout, limits, options = common_layout(shares), LIMITS[devices.kind], config.scheduler
+    rows = options.max_num_seqs or default_rows(spec, limits.max_num_seqs)
+    chunk = options.max_num_batched_tokens or limits.max_num_batched_tokens
     if devices.kind == "cuda":
-        utilization = config.cache.gpu_memory_utilization
-        overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, dtype, tensor)
-        rows = config.scheduler.max_num_seqs or min(GPU_ROWS, MAX_STATES)
-        available = [
-            int(devices.memory * utilization) - overhead - share.weights - rows * share.state
-            for share in shares
-        ]
+        shard, most = shard_of(spec, 0, tensor), int(devices.memory * config.cache.gpu_memory_utilization)
+        step = _buffers(shard, rows, context, layout) + _largest_step(shard, rows, chunk, block, dtype)
+        overhead = CONTEXT_MEMORY + GRAPH_MEMORY + step
+        available = [most - overhead - share.weights - rows * share.state for share in shares]
     else:
         left = devices.memory - sum(share.weights for share in shares)
         total = sum(share.kv(1) for share in shares)
@@ -141,22 +153,49 @@ def _fit(
     if kv_memory is not None:
         available = [kv_memory if kv_memory <= bytes_left else -1 for bytes_left in available]
     num_blocks = min(bytes_left // share.kv(1) for bytes_left, share in zip(available, shares, strict=True))
-    layout = common_layout(shares)
-    default = CPU_TOKENS if devices.kind == "cpu" else GPU_TOKENS
-    chunk = config.scheduler.max_num_batched_tokens or default
     if devices.kind == "cpu":
-        rows = config.scheduler.max_num_seqs or CPU_ROWS
         num_blocks = min(num_blocks, most_blocks(layout, rows, context, chunk))
     return Fit(tensor, pipeline, shares, max(0, num_blocks), layout, context, chunk)
 
 
-def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, dtype: torch.dtype, tensor: int) -> int:
-    """Estimate the bytes of request rows, sampling buffers and the largest step."""
-    rows = config.scheduler.max_num_seqs or GPU_ROWS
-    tokens = config.scheduler.max_num_batched_tokens or GPU_TOKENS
-    # Raw and adjusted logits in float32, token counts in 16 bits, and two bit masks.
-    sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
-    inner = max(mlp.step_features(spec.hidden_size) for mlp in spec.mlps)
-    wide = inner + max(mixer.step_features for mixer in spec.mixers)
-    activations = tokens * (4 * spec.hidden_size + wide // tensor) * dtype.itemsize
-    return sampling + activations + rows * context * 4 + GPU_GRAPHS
+def _buffers(shard: Shard, rows: int, context: int, layout: KVLayout) -> int:
+    """Return about as many bytes as a GPU's runner keeps for requests, besides KV blocks and recurrent states."""
+    tokens = 4 * rows * (context + len(layout.windows) * context // layout.block_size)
+    # For each token of the vocabulary: the adjusted logit in float32, a count in 16 bits, two bits of masks, and a 64th
+    # of four numbers.
+    sampling = int(rows * shard.whole.vocab_size * (4 + 2 + 1 / 4 + 4 * 4 / 64))
+    # Partial results in float32: of split decodes, and of each part that a shared prefix is split into.
+    partials = (
+        4 * rows * (2 + max(1, PROCESSORS // layer.num_kv_heads)) * layer.query_size
+        for layer in shard.spec.mixers
+        if isinstance(layer, AttentionSpec)
+    )
+    return LINEAR_WORKSPACE + tokens + sampling + max(partials, default=0)
+
+
+def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: torch.dtype) -> int:
+    """Return about as many bytes as a GPU's largest step allocates: for its logits, or in the largest layer."""
+    spec, width = shard.spec, dtype.itemsize
+    shape = Buckets(rows, chunk).largest()[0]
+    captures = max_captures(shape.num_tokens, shape.num_chunks, PROMPT_INTERVAL * block_size)
+    pieces = max_pieces(shape.num_tokens, shape.num_chunks, captures)
+    parts = [4 * rows * spec.vocab_size]
+    for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True)):
+        features = mlp.step_features(spec.hidden_size) // shard.size
+        for kind in (mixer.step_features, features):
+            parts.append(width * shape.num_tokens * (2 * spec.hidden_size + kind))
+        if isinstance(mixer, DeltaNetSpec):
+            net = mixer.shape  # whose states before each piece are kept
+            parts[-2] += width * pieces * net.num_value_heads * net.key_dim * net.value_dim
+        scheme = spec.scheme(index, "mlp.gate_up")
+        if isinstance(mlp, DenseMlpSpec) and _is_converted(scheme):
+            # Its weights are dequantized for the product, before the result is gated.
+            gate_up = 2 * mlp.inner // shard.size
+            tokens = shape.num_tokens * (2 * spec.hidden_size + gate_up)
+            parts.append(width * (tokens + gate_up * spec.hidden_size))
+    return max(parts)
+
+
+def _is_converted(scheme: Scheme | None) -> bool:
+    """Return whether a GPU holds weights in a scheme, but multiplies plain ones with many tokens."""
+    return isinstance(scheme, GroupScheme) and held_on_gpu(scheme) and scheme.inputs is None

@@ -67,3 +67,16 @@ def test_first_hit_of_a_long_prefix_compiles_nothing(llm: LLM, compiled: list[st
     wave = [shared + prompt(100 + index, num_own) for index in range(8)]
     llm.generate(wave, params, use_tqdm=False)
     assert compiled == []
+
+
+def test_first_snapshots_of_a_hybrid_model_compile_nothing(
+    checkpoint: Callable[..., Path], compiled: list[str]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    folder = checkpoint("qwen3.5")
+    with LLM(folder, skip_tokenizer_init=True, show_progress=False, num_blocks=1000, max_num_seqs=64) as llm:
+        compiled.clear()
+        (first,) = llm.generate([prompt(4, 40)], params, use_tqdm=False)
+        (output,) = llm.generate([prompt(4, 40) + first.outputs[0].token_ids], params, use_tqdm=False)
+    assert output.num_cached_tokens
+    assert compiled == []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
-from inflight.layers.formats.schemes import held_on_gpu
+from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.kernels import Residual
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from inflight.layers.recurrent import (
+    PIECE,
     DeltaNetShape,
     LayerStates,
     allocate_states,
     blocks_per_snapshot,
+    max_pieces,
 )
 from inflight.layers.triton import recurrent
-from inflight.layers.triton.delta_rule import PIECE
 from inflight.layers.triton.recurrent import (
     DeviceItems,
     RecurrentStep,
+    StateCopier,
     TritonRecurrent,
-    copy_states,
-    max_pieces,
     plan_pieces,
 )
 from inflight.triton_utils.pdl import supports_pdl
@@ -173,10 +173,24 @@ def test_repeated_tokens_stay_accurate() -> None:
     scene.check()
 
 
+class CountedKernel:
+    def __init__(self, kernel: Any) -> None:
+        self.num_launches = 0
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.num_launches += 1
+        return self._kernel[grid]
+
+
 @pytest.mark.parametrize("save", [True, False])
-def test_copies_agree_with_those_of_single_rows(save: bool) -> None:
+# Parts of a block that are smaller than what a program copies, equal to it, and larger; the last is no power of two.
+@pytest.mark.parametrize("part", [128, 1000, recurrent.COPIED, recurrent.COPIED + 904])
+def test_one_launch_copies_the_rows_of_all_layers(
+    part: int, save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(4)
-    sizes, part = [5000, 4097, 300], 128
+    sizes = [5000, 4097, 300]
     num_ids = blocks_per_snapshot(sizes, 2, 4 * part)
 
     def scene() -> list[LayerStates]:
@@ -188,10 +202,15 @@ def test_copies_agree_with_those_of_single_rows(save: bool) -> None:
         return states
 
     ids = torch.randperm(2 * num_ids).view(2, num_ids)
-    for layer, expected in zip(scene(), scene(), strict=True):
-        rows = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
-        copy_states(layer, rows, ids.int().to(DEVICE), save)
-        for row, block_ids in itertools.zip_longest((3, 0), ids.tolist()):
-            (expected.save if save else expected.restore)(row, block_ids)
-        assert torch.equal(layer.rows, expected.rows)
-        assert torch.equal(layer.blocks, expected.blocks)
+    copies = torch.cat((torch.tensor([[3], [0]]), ids), dim=1).int().to(DEVICE)
+    actual, expected = scene(), scene()
+    counted = CountedKernel(recurrent._copy_states)
+    monkeypatch.setattr(recurrent, "_copy_states", counted)
+    StateCopier(actual)(copies, save)
+    assert counted.num_launches == 1
+    for row, block_ids in zip((3, 0), ids.tolist(), strict=True):
+        for layer in expected:
+            (layer.save if save else layer.restore)(row, block_ids)
+    for copied, layer in zip(actual, expected, strict=True):
+        assert torch.equal(copied.rows, layer.rows)
+        assert torch.equal(copied.blocks, layer.blocks)

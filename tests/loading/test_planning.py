@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,23 @@ from typer.testing import CliRunner
 
 from benchmarks.shapes import SHAPES
 from inflight import LLM
+from inflight.attention.triton.backend import TritonAttention
 from inflight.cli.main import app
 from inflight.cli.plan import described, parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.runner import ModelRunner
+from inflight.layers.formats import GroupScheme
+from inflight.layers.triton_kernels import TritonKernels
 from inflight.loading.planning import Devices, plan_model
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import meta_decoder, meta_kernels, num_bytes
 from inflight.models.decoders.spec import shard_of, whole_shard
+from inflight.models.quantization import QuantizedOnLoading
 from tests.support.checkpoints import FAMILIES
-from tests.support.held_bytes import held
+from tests.support.held_bytes import held, storage_bytes
 
 GIB = 1 << 30
 
@@ -48,6 +55,42 @@ def test_weights_take_the_planned_memory(family: str, dtype: torch.dtype) -> Non
         assert num_bytes(planned) == held(decoder)
         assert planned.kv_shape(16) == decoder.kv_shape(16)
     gc.collect()
+
+
+SCHEMES: list[GroupScheme | None] = [
+    None,
+    *(GroupScheme("fp8", group, inputs="fp8") for group in (0, 128)),
+    *(GroupScheme("int8", group, zeros) for group, zeros in ((0, False), (32, True))),
+    *(GroupScheme("int4", group, zeros) for group, zeros in ((0, False), (128, True), (32, True))),
+    GroupScheme("fp4", 32),  # plain but in experts
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "plain")
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt-oss", "qwen2-moe", "qwen3.5-moe", "gemma4-small"])
+def test_weights_on_a_gpu_take_the_planned_memory(family: str, scheme: GroupScheme | None) -> None:
+    # Rows of 288 and 160 features fill no groups of 128.
+    fields: dict[str, Any] = {"hidden_size": 288, "num_hidden_layers": 1, "vocab_size": 500}
+    if "moe" in family:
+        fields |= {"moe_intermediate_size": 160, "shared_expert_intermediate_size": 160}
+    fields["intermediate_size"] = 160
+    if family in ("qwen3.5-moe", "gemma4-small"):
+        fields = {name: value for name, value in fields.items() if name != "num_hidden_layers"}
+    if family == "gemma4-small":
+        fields["vocab_size_per_layer_input"] = fields["vocab_size"]
+    spec, dtype, device = (
+        decoder_spec(FAMILIES[family](**fields).to_dict()),
+        torch.bfloat16,
+        torch.device("cpu"),
+    )
+    if scheme is not None:
+        spec = replace(spec, quantization=QuantizedOnLoading(scheme))
+    kernels = TritonKernels(dtype, device)
+    decoder = Decoder(spec, kernels, TritonAttention(dtype, device), dtype, device, 300)
+    planned = num_bytes(meta_decoder(whole_shard(spec), meta_kernels("cuda", dtype), dtype, 300))
+    assert storage_bytes(decoder) == num_bytes(decoder), "two tensors share memory"
+    actual = num_bytes(decoder) - num_bytes(kernels)
+    assert planned == pytest.approx(actual, rel=0.001)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -104,6 +147,32 @@ def test_experts_are_planned_for_every_rank(expert_parallel: bool) -> None:
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.02)
     fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
     assert fits[4, 1].shares[3].weights == pytest.approx(actual.parameters / 2, rel=0.02)
+
+
+def test_gpu_can_be_planned_for_without_triton() -> None:
+    """A CPU build of torch comes without it."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        from benchmarks.shapes import SHAPES
+        from inflight.config import EngineConfig
+        from inflight.loading.planning import Devices, plan_model
+        config = EngineConfig.create("-", hf_config=SHAPES["qwen3.5-9b"], quantization="int4", load_format="dummy")
+        (fit,) = plan_model(config, Devices("cuda", 1, 80 * 10**9)).fits
+        assert fit.num_requests > 1
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("configured", [None, 500])
+def test_plan_has_rows_for_as_many_states_as_an_engine(configured: int | None) -> None:
+    """A request's states in Qwen3.5 9B take 53 MB: with 1,024 rows nothing would be left."""
+    options: dict[str, Any] = {"hf_config": SHAPES["qwen3.5-9b"], "dtype": "bfloat16", "load_format": "dummy"}
+    gpu = Devices("cuda", 1, 141 * 10**9)
+    (fit,) = plan_model(EngineConfig.create("-", max_num_seqs=configured, **options), gpu).fits
+    (same,) = plan_model(EngineConfig.create("-", max_num_seqs=configured or 256, **options), gpu).fits
+    assert fit == same
+    assert fit.num_blocks > 0
 
 
 def test_plan_reports_groups_and_counts_only_windows() -> None:

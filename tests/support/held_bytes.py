@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from inflight.models.tensors import tensors_of
+
 
 def held(owner: Any) -> int:
     """Return the bytes of all tensors that an object, such as a decoder, holds."""
@@ -24,6 +26,12 @@ def held(owner: Any) -> int:
 
     look(owner)
     return sum(sizes.values())
+
+
+def storage_bytes(model: object, device: str = "cpu") -> int:
+    """Return the bytes of the memory on a device, "cpu" or "cuda", that the tensors of a model keep allocated."""
+    storages = [tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type == device]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _attributes(value: Any) -> list[str]:

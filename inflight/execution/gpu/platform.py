@@ -22,9 +22,16 @@ from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import KV_CACHE_DTYPES, EncoderKernels
+from inflight.execution.platforms import LIMITS, EncoderKernels
 from inflight.execution.runner import StageLinks
-from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_for_memory, gpu_kv_memory
+from inflight.kv.budget import (
+    CONTEXT_MEMORY,
+    GRAPH_MEMORY,
+    PEER_MEMORY,
+    GpuMemory,
+    blocks_for_memory,
+    gpu_kv_memory,
+)
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
@@ -35,20 +42,18 @@ from inflight.scheduling import Limits
 logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)  # Ampere, the first with bfloat16 and asynchronous copies
-# Memory of CUDA graphs besides their tensors, and fragmentation of the allocator.
-GRAPH_OVERHEAD = 256 << 20
 PROBE_BLOCKS = 2  # enough for steps whose memory is only measured
 
 
 class CudaPlatform:
     """Implements `Platform`."""
 
-    max_num_seqs = 1024
-    max_num_batched_tokens = 8192
+    max_num_seqs = LIMITS["cuda"].max_num_seqs
+    max_num_batched_tokens = LIMITS["cuda"].max_num_batched_tokens
     pipeline_depth = 2
     target_step_ms = 14.0
     max_text_tokens = 16384
-    kv_cache_dtypes = KV_CACHE_DTYPES["cuda"]
+    kv_cache_dtypes = LIMITS["cuda"].kv_cache_dtypes
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -166,7 +171,7 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    return peak - before + GRAPH_OVERHEAD
+    return peak - before + GRAPH_MEMORY
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -358,6 +358,7 @@ class GpuRunner:
             self.warm_up_pooling(num_samples)
         if self.samples:
             self.sampling.warm_up(self.rows.tokens)
+        self.states.warm_up()
         wait_for(self.decoder.device)
 
     def close(self) -> None:

@@ -10,13 +10,12 @@ from torch import Tensor
 from inflight.execution.gpu.host_step import HostStep, Ints, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
 from inflight.kv import StateCopy
-from inflight.layers.recurrent import LayerStates
+from inflight.layers.recurrent import LayerStates, max_captures, max_pieces
 from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
 from inflight.layers.triton.recurrent import (
     DeviceItems,
     RecurrentStep,
-    copy_states,
-    max_pieces,
+    StateCopier,
     plan_pieces,
 )
 from inflight.scheduling.batch import Batch, Capture
@@ -30,27 +29,32 @@ class DeviceStates:
 
         `capture_interval`: tokens between the captures of an entry, which may have three more."""
         self.layers = layers
+        self._copier = StateCopier(layers) if layers else None
         self._snapshot_blocks = snapshot_blocks
         self._capture_interval = capture_interval
 
     # ---- before a step ----
 
     def copy(self, batch: Batch) -> None:
-        """Give rows the states of snapshots, then take snapshots of rows."""
+        """Give rows the states of snapshots, then take snapshots of rows. A snapshot may take the blocks of one that is
+        restored."""
         for copies, save in ((batch.restores, False), (batch.saves, True)):
             if copies:
                 self._copy(copies, save)
 
+    def warm_up(self) -> None:
+        """Compile the copies, on a row and blocks that nothing uses yet."""
+        for save in (False, True):
+            self._copy([StateCopy(0, [0] * self._snapshot_blocks)], save)
+
     def _copy(self, copies: Sequence[StateCopy], save: bool) -> None:
-        device = self.layers[0].rows.device
-        width = 1 + self._snapshot_blocks
+        if self._copier is None:
+            return
+        device, width = self.layers[0].rows.device, 1 + self._snapshot_blocks
         pinned, table = staging(len(copies) * width, device)
         for row, copy in zip(table.reshape(-1, width), copies, strict=True):
             row[0], row[1:] = copy.row, copy.block_ids[: self._snapshot_blocks]
-        on_device = pinned.to(device, non_blocking=True).view(-1, width)
-        rows, block_ids = on_device[:, 0].contiguous(), on_device[:, 1:].contiguous()
-        for layer in self.layers:
-            copy_states(layer, rows, block_ids, save)
+        self._copier(pinned.to(device, non_blocking=True).view(-1, width), save)
 
     # ---- the upload ----
 
@@ -103,7 +107,7 @@ class DeviceStates:
         )
 
     def _max_captures(self, shape: StepShape) -> int:
-        return shape.num_tokens // self._capture_interval + 3 * shape.num_chunks
+        return max_captures(shape.num_tokens, shape.num_chunks, self._capture_interval)
 
     def _max_pieces(self, shape: StepShape) -> int:
         return max_pieces(shape.num_tokens, shape.num_chunks, self._max_captures(shape))

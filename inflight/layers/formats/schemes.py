@@ -290,14 +290,6 @@ def _narrow(scales: Tensor) -> Tensor:
     return scales.bfloat16().float()
 
 
-def held_on_gpu(scheme: Scheme, experts: bool = False) -> bool:
-    """Return whether layers on a GPU hold this scheme, or their experts; if not, they hold plain weights."""
-    if not isinstance(scheme, GroupScheme):
-        return False
-    groups: dict[Codes, tuple[int, ...]] = {"fp8": (0, 128), "fp4": (32,) if experts else ()}
-    return scheme.group in groups.get(scheme.codes, (0, 32, 64, 128))
-
-
 def check_cut(scheme: Scheme, columns: range, num_columns: int) -> None:
     """Raise unless a matrix of `num_columns` columns can be cut to these."""
     multiple = scheme.column_multiple

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
-PIECE = 64  # tokens
 PIECE_FIELDS = 6  # token, length, row, first_token, fresh, capture
 ENTRY_FIELDS = 6  # first_piece, num_pieces, row, fresh, first_token, num_tokens
 

@@ -108,10 +108,6 @@ def mxfp4_values(words, scales, dtype: tl.constexpr):
     )
 
 
-def num_tiles(num_columns: int) -> int:
-    return -(-num_columns // TILE)
-
-
 def pack_codes(codes: Tensor) -> Tensor:
     """[N, K] uint8 -> words [N, 32 * tiles] int16."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % TILE)).to(torch.int32)

@@ -40,7 +40,6 @@ _FP8_MAX = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-10)  # the smallest maximum of a token
 _LEAST_BITS = tl.constexpr(0x2EDBE6FF)  # the same as bits
 _ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
-_ROW_GROUP = 128  # columns of the groups into which rows of 4-bit codes with a single scale are cut
 _DEQUANTIZED = 256  # columns of rows with one scale that a program dequantizes
 
 # Two words, and 128 plus the zero point twice -> two bfloat16 of each of the four codes, less the zero point. A code in
@@ -473,14 +472,6 @@ def quantize_rows(
 
 
 # ---- weights ----
-
-
-def int4_shape(group: int, num_columns: int) -> tuple[int, int, int]:
-    """Return how rows of 4-bit codes are held: the columns of a group, words and groups. `group` is that of the scheme;
-    a row with a single scale is cut into groups, too."""
-    group = group or _ROW_GROUP
-    num_groups = -(-num_columns // group)
-    return group, num_groups * group // 4, num_groups
 
 
 def pack_int4(codes: Tensor, group: int) -> Tensor:

@@ -13,10 +13,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.layers.recurrent import DeltaNetLayer, LayerStates
+from inflight.layers.recurrent import PIECE, DeltaNetLayer, LayerStates
 from inflight.layers.triton.delta_rule import (
     ENTRY_FIELDS,
-    PIECE,
     PIECE_FIELDS,
     carry,
     convolve,
@@ -30,7 +29,7 @@ from inflight.triton_utils.pdl import launch_options
 
 Ints = NDArray[np.int32]
 
-COPIED = 4096  # values that a program copies
+COPIED = 4096  # most values that a program copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,6 @@ def plan_pieces(
         np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS),
         np.array(entries, dtype=np.int32).reshape(-1, ENTRY_FIELDS),
     )
-
-
-def max_pieces(num_tokens: int, num_entries: int, num_captures: int) -> int:
-    """Return the most pieces that a step can have."""
-    return num_tokens // PIECE + num_entries + num_captures
 
 
 class TritonRecurrent:
@@ -261,28 +255,52 @@ class TritonRecurrent:
         )  # fmt: skip
 
 
-def copy_states(states: LayerStates, rows: Tensor, block_ids: Tensor, save: bool) -> None:
-    """Copy the states of rows [N] int32 into snapshots in blocks [N, blocks of a snapshot] int32, or back."""
-    size = states.rows.shape[1]
-    _copy_states[(len(rows), triton.cdiv(size, COPIED))](
-        states.rows, states.blocks, rows, block_ids, size, states.offset, states.rows.stride(0),
-        states.blocks.stride(0), block_ids.stride(0), SAVE=save, PART=states.blocks.shape[1], SIZE=COPIED,
-        num_warps=8,
-    )  # fmt: skip
+class StateCopier:
+    """Copies the states of rows to and from snapshots, those of all recurrent layers in one launch."""
+
+    def __init__(self, layers: Sequence[LayerStates]) -> None:
+        """The tensors of the layers must live as long as copies are made."""
+        (self._part,) = {layer.blocks.shape[1] for layer in layers}
+        assert all(layer.rows.is_contiguous() and layer.blocks.is_contiguous() for layer in layers)
+        places = [(layer.offset, layer.offset + layer.rows.shape[1]) for layer in layers]
+        self._most_parts = max(-(-end // self._part) - start // self._part for start, end in places)
+        addresses = [(layer.rows.data_ptr(), layer.blocks.data_ptr()) for layer in layers]
+        table = [(*address, *place) for address, place in zip(addresses, places, strict=True)]
+        self._wide = all(number % 16 == 0 for row in table for number in (*row, self._part))
+        self._layers = torch.tensor(table, dtype=torch.int64).to(layers[0].rows.device)
+
+    def __call__(self, copies: Tensor, save: bool) -> None:
+        """Save the states of rows in snapshots, or restore them. copies [N, 1 + blocks of a snapshot] int32: a row, and
+        the blocks."""
+        size = min(COPIED, triton.next_power_of_2(self._part))
+        pieces = triton.cdiv(self._part, size)
+        _copy_states[(self._most_parts * pieces, len(self._layers), len(copies))](
+            self._layers, copies, copies.stride(0), SAVE=save, PART=self._part, PIECES=pieces, SIZE=size,
+            VALUES=4 if self._wide else 1, num_warps=8,  # 16 bytes at once
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit
 def _copy_states(
-    rows, blocks, row_ids, block_ids, size, offset, row_stride, block_stride, id_stride,
-    SAVE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr,
+    layers, copies, copy_stride,
+    SAVE: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    copy = tl.program_id(0)
-    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    live = i < size
-    state = rows + tl.load(row_ids + copy).to(tl.int64) * row_stride + i
-    index = tl.where(live, offset + i, 0)
-    block = tl.load(block_ids + copy * id_stride + index // PART).to(tl.int64)
-    part = blocks + block * block_stride + index % PART
+    """Copy a piece of a block's part. layers [L, 4] int64: addresses of the rows and of the blocks, and where the state
+    starts and ends in the slot's part of a snapshot."""
+    layer = layers + tl.program_id(1) * 4
+    rows = tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.float32)), 4 * VALUES)
+    blocks = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.float32)), 4 * VALUES)
+    start = tl.multiple_of(tl.load(layer + 2), VALUES)
+    end = tl.multiple_of(tl.load(layer + 3), VALUES)
+    block = start // PART + tl.program_id(0) // PIECES  # of the snapshot
+    place = tl.program_id(0) % PIECES * SIZE + tl.arange(0, SIZE)  # in the block's part
+    i = block * PART + place
+    live = (place < PART) & (i >= start) & (i < end)
+    copy = copies + tl.program_id(2) * copy_stride
+    row = tl.load(copy).to(tl.int64)
+    block_id = tl.load(copy + 1 + block, mask=block * PART < end, other=0).to(tl.int64)
+    state = rows + row * (end - start) + i - start
+    part = blocks + block_id * PART + place
     if SAVE:
         tl.store(part, tl.load(state, mask=live), mask=live)
     else:

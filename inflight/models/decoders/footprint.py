@@ -17,7 +17,7 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
 from inflight.kv.layout import KVLayout
 from inflight.layers.formats import Scheme
-from inflight.layers.formats.schemes import held_on_gpu
+from inflight.layers.gpu_weights import scheme_on_gpu
 from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
@@ -25,7 +25,14 @@ from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, Decoder
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
-MAX_STATES = 256  # requests that run at once unless configured, if each has recurrent states
+_MAX_STATES = (
+    256  # requests that run at once unless configured, if each has recurrent states of some megabytes
+)
+
+
+def default_rows(spec: DecoderSpec, max_num_seqs: int) -> int:
+    """Return how many requests run at once unless configured, on a device whose default is `max_num_seqs`."""
+    return min(max_num_seqs, _MAX_STATES) if spec.has_states else max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ def common_layout(shares: Sequence[RankShare]) -> KVLayout:
 
 def meta_kernels(device: str, dtype: torch.dtype) -> Kernels:
     """Return kernels that store weights as those of "cpu" or "cuda" do, but without memory."""
-    return cpu_kernels(META) if device == "cpu" else TorchKernels(dtype, META, held_on_gpu)
+    return cpu_kernels(META) if device == "cpu" else TorchKernels(dtype, META, scheme_on_gpu)
 
 
 def meta_decoder(shard: Shard, kernels: Kernels, dtype: torch.dtype, context: int = 1) -> Decoder:

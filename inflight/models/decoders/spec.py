@@ -85,8 +85,8 @@ class DenseMlpSpec:
     bias: bool = False
 
     def step_features(self, hidden: int) -> int:  # noqa: ARG002
-        """Return the number of intermediate features of a token."""
-        return 2 * self.inner
+        """Return the number of intermediate features of a token that are in memory at once."""
+        return 3 * self.inner  # gate and up, and their product
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class ExpertsMlpSpec:
     has_own_norms: bool = False
 
     def step_features(self, hidden: int) -> int:
-        """Return the number of intermediate features of a token."""
-        return self.routing.top_k * (self.inner + hidden) + 2 * self.shared_inner
+        """Return the number of intermediate features of a token that are in memory at once."""
+        return max(3 * self.shared_inner, self.routing.top_k * (self.inner + hidden))
 
 
 MlpSpec = DenseMlpSpec | ExpertsMlpSpec
@@ -147,8 +147,8 @@ class AttentionSpec:
 
     @property
     def step_features(self) -> int:
-        """The number of intermediate features of a token."""
-        return (1 + self.has_gate) * self.query_size + 2 * self.kv_size * self.has_kv
+        """The number of intermediate features of a token that are in memory at once."""
+        return (2 + self.has_gate) * self.query_size + 2 * self.kv_size * self.has_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,10 @@ class DeltaNetSpec:
 
     @property
     def step_features(self) -> int:
-        """The number of intermediate features of a token."""
-        return self.shape.projected_size + self.shape.conv_size + 2 * self.shape.value_size
+        """The number of intermediate features of a token that are in memory at once."""
+        shape = self.shape
+        keys = shape.num_value_heads * shape.key_dim
+        return shape.projected_size + shape.conv_size + keys + 2 * shape.value_size
 
 
 MixerSpec = AttentionSpec | DeltaNetSpec

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import KV_CACHE_DTYPES
+from inflight.execution.platforms import LIMITS
 from inflight.execution.runner import StageLinks
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
@@ -30,7 +30,7 @@ class InterpretedPlatform:
     max_num_seqs = 256
     max_num_batched_tokens = 64
     pipeline_depth = 2
-    kv_cache_dtypes = KV_CACHE_DTYPES["cuda"]
+    kv_cache_dtypes = LIMITS["cuda"].kv_cache_dtypes
 
     def __init__(self) -> None:
         self.runners: list[GpuRunner] = []
