@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from weakref import finalize
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineStats, StepObserver
+from inflight.engine import EngineStats, StepObserver
 from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
@@ -75,8 +76,7 @@ class LLM(ScoringMethods):
         self._frontend = self._offline.frontend
         if progress is not None:
             Console(stderr=True).print(self._offline.description, style="dim", highlight=False)
-        self._num_requests = 0
-        self._closed = False
+        self._numbers = itertools.count()  # of requests: any thread may take the next
         # Also called when the interpreter exits, if no one closes this.
         self._write_record = finalize(self, _write_record, self._offline, record)
 
@@ -190,10 +190,8 @@ class LLM(ScoringMethods):
         prepared = []
         params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
         for index, each in enumerate(params):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
             try:
-                prepared.append(prepare(index, request_id, each))
+                prepared.append(prepare(index, str(next(self._numbers)), each))
                 self._frontend.validate(prepared[-1])
             except RequestError as error:
                 if len(items) > 1:
@@ -219,12 +217,7 @@ class LLM(ScoringMethods):
         return outputs
 
     def _compute(self, run: OfflineRun, show: bool) -> None:
-        self._check_open()
         self._offline.compute(run, show)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this LLM is closed")
 
     # ---- the engine ----
 
@@ -261,7 +254,7 @@ class LLM(ScoringMethods):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as vLLM does."""
-        self._command("reset_prefix_cache")
+        self._offline.command("reset_prefix_cache")
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -270,21 +263,17 @@ class LLM(ScoringMethods):
             raise ParameterError(
                 f"level is {shown(level)}: it must be 1 (weights are kept in host memory)", param="level"
             )
-        self._command("sleep")
+        self._offline.command("sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
             raise ParameterError(
                 f"tags is {shown(tags)}: it must be None (everything wakes up at once)", param="tags"
             )
-        self._command("wake_up")
+        self._offline.command("wake_up")
 
     def is_sleeping(self) -> bool:
         return self.stats().is_sleeping
-
-    def _command(self, command: Command) -> None:
-        self._check_open()
-        self._offline.command(command)
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer` with the record of every step; with replicas, in the router's thread."""
@@ -295,10 +284,8 @@ class LLM(ScoringMethods):
 
     def close(self) -> None:
         """Free the memory. The engine cannot be used afterwards."""
-        if not self._closed:
-            self._closed = True
-            self._write_record()
-            self._offline.close()
+        self._write_record()
+        self._offline.close()
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; for methods that only vLLM's LLM has, it says what to use instead."""
