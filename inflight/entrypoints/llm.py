@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -77,6 +78,7 @@ class LLM(ScoringMethods):
         if progress is not None:
             Console(stderr=True).print(self._offline.description, style="dim", highlight=False)
         self._numbers = itertools.count()  # of requests: any thread may take the next
+        self._rendering = threading.Lock()  # templates would refuse to wait long for other threads' chats
         # Also called when the interpreter exits, if no one closes this.
         self._write_record = finalize(self, _write_record, self._offline, record)
 
@@ -151,7 +153,8 @@ class LLM(ScoringMethods):
         ]
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
-            return self._frontend.prepare_chat(request_id, chats[index], params)
+            with self._rendering:
+                return self._frontend.prepare_chat(request_id, chats[index], params)
 
         return self._run(self._prepare(chats, sampling_params, prepare), use_tqdm)
 
