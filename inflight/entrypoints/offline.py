@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
 SPARE = 16
 Advance = Callable[[Sequence[Delta]], None]
+Consumer = Callable[[Delta], bool]
 T = TypeVar("T")
 
 
@@ -58,7 +59,8 @@ class OfflineRun:
 
     requests: Iterable[Request]
     num_requests: int
-    take: Callable[[Delta], bool]  # called with every delta; True aborts its request
+    # By request id: the function that is called with the request's deltas. If it returns True, the request is aborted.
+    consumer_of: Callable[[str], Consumer]
     doing: str  # label of the progress bar
     lazily: bool = False  # make requests as steps need them
 
@@ -116,10 +118,9 @@ class LocalCall:
     """A call whose requests the engine's thread runs beside those of other calls."""
 
     feed: RequestFeed
-    take: Callable[[Delta], bool]
+    consumer_of: Callable[[str], Consumer]
     advance: Advance | None
     outcome: Outcome = field(default_factory=SimpleQueue)
-    new_deltas: list[Delta] = field(default_factory=list)  # for the progress bar
     num_ended: int = 0  # requests
 
     @property
@@ -137,7 +138,7 @@ class LocalEngine:
     def __init__(self, loaded: LoadedEngine, record: bool = False) -> None:
         self._loaded = loaded  # its core may be replaced while it is idle
         self._calls: list[LocalCall] = []
-        self._callers: dict[str, LocalCall] = {}  # by request id
+        self._consumers: dict[str, tuple[LocalCall, Consumer]] = {}  # by request id
         self._deltas: list[Delta] = []  # not passed on yet
         self._operations: SimpleQueue[Operation | None] = SimpleQueue()  # None ends the thread
         self._is_closed = False
@@ -161,7 +162,9 @@ class LocalEngine:
         if threading.current_thread() is self._thread:
             raise EngineError("an observer cannot run requests: the engine's thread would wait for itself")
         with paused_collection(), REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
-            call = LocalCall(RequestFeed(self._loaded.core, run.requests, run.lazily), run.take, advance)
+            call = LocalCall(
+                RequestFeed(self._loaded.core, run.requests, run.lazily), run.consumer_of, advance
+            )
             try:
                 self._submit(partial(self._calls.append, call))
                 self._wait(call.outcome)
@@ -253,29 +256,31 @@ class LocalEngine:
             self._end(call, error)
         else:
             for request_id in call.feed.added[num_added:]:
-                self._callers[request_id] = call
+                self._consumers[request_id] = call, call.consumer_of(request_id)
 
     def _deliver(self, core: EngineCore) -> None:
         """Pass all deltas to their calls."""
-        deltas, callers = self._deltas, self._callers
+        deltas, consumers = self._deltas, self._consumers
         for delta in deltas:  # grows: with an aborted request, a policy may let others leave
-            call = callers.get(delta.request_id)
-            if call is None:  # it was interrupted
+            consumer = consumers.get(delta.request_id)
+            if consumer is None:  # its call was interrupted
                 continue
+            call, take = consumer
             if delta.finish_reason is not None:
                 call.num_ended += 1
-            if call.advance is not None:
-                call.new_deltas.append(delta)
             try:
-                if call.take(delta):
+                if take(delta):
                     deltas += core.abort(delta.request_id, "stop")[1]
             except BaseException as error:
                 self._end(call, error)
-        deltas.clear()
         for call in self._calls:
-            if call.new_deltas and call.advance is not None:
-                call.advance(call.new_deltas)
-                call.new_deltas.clear()
+            if call.advance is not None:
+                call.advance([delta for delta in deltas if self._is_of(call, delta)])
+        deltas.clear()
+
+    def _is_of(self, call: LocalCall, delta: Delta) -> bool:
+        consumer = self._consumers.get(delta.request_id)
+        return consumer is not None and consumer[0] is call
 
     def _end(self, call: LocalCall, error: BaseException | None) -> None:
         """Let a call return, or raise the error; nothing of it runs any more."""
@@ -288,7 +293,7 @@ class LocalEngine:
     def _remove(self, call: LocalCall) -> None:
         self._calls.remove(call)
         for request_id in call.feed.added:
-            self._callers.pop(request_id, None)
+            self._consumers.pop(request_id, None)
             self._deltas += self._loaded.core.abort(request_id)[1]  # of other calls
 
     def _drain(self) -> None:
@@ -449,15 +454,17 @@ class ReplicatedEngine:
 
     def compute(self, run: OfflineRun, show: bool) -> None:
         with REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
-            self._compute(list(run.requests), run.take, advance or (lambda _: None))
+            self._compute(list(run.requests), run.consumer_of, advance or (lambda _: None))
 
-    def _compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
+    def _compute(
+        self, requests: list[Request], consumer_of: Callable[[str], Consumer], advance: Advance
+    ) -> None:
         arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: end of the run
         running = self._submit(self._run(requests, arrived))
         running.add_done_callback(lambda _: arrived.put(None))
         try:
             while (delta := arrived.get()) is not None:
-                if take(delta):
+                if consumer_of(delta.request_id)(delta):
                     self._submit(self._router.abort(delta.request_id, "stop"))
                 advance([delta])
             running.result()
@@ -567,7 +574,8 @@ class RequestBars:
 
         The bar shows finished requests and tokens per second: output tokens, or prompt tokens if nothing is generated.
         """
-        if not (show and sys.stderr.isatty()):
+        # While bars are shown, rich has replaced stderr by a file that is no terminal.
+        if not show or (self._progress is None and not sys.stderr.isatty()):
             yield None
             return
         num_tokens, began = 0, time.monotonic()

@@ -142,7 +142,8 @@ class ScoringMethods(ABC):
 
         # Splittable texts may share prefixes, so that it is not known beforehand how many fill a step.
         self._compute(
-            OfflineRun(make_requests(), num_texts, take, doing, not processor.facts.splittable), show
+            OfflineRun(make_requests(), num_texts, lambda _: take, doing, not processor.facts.splittable),
+            show,
         )
         return requests, vectors
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 
 from inflight import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
+from inflight.entrypoints.offline import RequestBars
 from inflight.errors import EngineError, PromptError
-from inflight.events import StepRecord
+from inflight.events import Delta, StepRecord
 from inflight.models.builtin import builtin_folder
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -48,7 +51,7 @@ def fresh() -> Iterator[LLM]:
         yield made
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
     """Start all calls together, each in its own thread, and wait for them."""
     barrier = threading.Barrier(len(calls))
 
@@ -88,7 +91,7 @@ def test_calls_of_many_threads_join_one_batch_and_answer_as_alone(llm: LLM) -> N
     def call(number: int) -> Callable[[], Any]:
         prompts = [f"{WORDS[(number + index) % len(WORDS)]} day {number}" for index in range(4)]
         params = [
-            SamplingParams(max_tokens=6 + (number + index) % 20, **KINDS[(number + index) % len(KINDS)])  # type: ignore[arg-type]
+            SamplingParams(max_tokens=6 + (number + index) % 20, **KINDS[(number + index) % len(KINDS)])
             for index in range(4)
         ]
         return lambda: content(llm.generate(prompts, params, use_tqdm=False))
@@ -112,14 +115,14 @@ def test_chats_and_beams_of_many_threads_answer_as_alone(llm: LLM) -> None:
     def beams(number: int) -> Any:
         return llm.beam_search(WORDS[number % len(WORDS)], BeamSearchParams(beam_width=2, max_tokens=4))
 
-    calls = [lambda n=n, call=call: call(n) for n in range(12) for call in (chat, beams)]
+    calls = [partial(call, number) for number in range(12) for call in (chat, beams)]
     expected = [call() for call in calls]
     with LLM(show_progress=False, num_blocks=512) as llm:  # whose first chats come together
         assert [future.result() for future in at_once(calls)] == expected
 
 
 @pytest.mark.parametrize("kind", ["embedder", "reranker"])
-def test_scoring_of_many_threads_is_as_alone(kind: str) -> None:
+def test_scoring_of_many_threads_is_as_alone(kind: Literal["embedder", "reranker"]) -> None:
     with LLM(str(builtin_folder(kind)), show_progress=False) as llm:
         texts = [f"document {number} is about " + "rain " * (number % 9) for number in range(60)]
 
@@ -137,7 +140,7 @@ def test_scoring_of_many_threads_is_as_alone(kind: str) -> None:
             return llm.rerank(texts[number], texts, 5, use_tqdm=False)
 
         kinds = (embed if kind == "embedder" else classify, score, rerank)
-        calls = [lambda n=n, call=call: call(n) for n in range(8) for call in kinds]
+        calls = [partial(call, number) for number in range(8) for call in kinds]
         expected = [call() for call in calls]
         for _ in range(2):
             assert [future.result() for future in at_once(calls)] == expected
@@ -290,3 +293,25 @@ def test_forked_process_gets_an_error_and_leaves_the_engine_alone() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "this LLM was created before a fork: create it in the process that uses it\n"
+
+
+# ---- progress bars ----
+
+
+def test_bars_of_several_calls_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    bars = RequestBars()
+    with bars.add("generating", 4, True) as first:
+        with bars.add("embedding", 2, True) as second:
+            assert first is not None
+            assert second is not None
+            second([Delta("0", [], finish_reason="stop")])
+            first([Delta("1", [5, 6], finish_reason="length")])
+        first([Delta("2", [7], finish_reason="length")])
+    lines = screen.getvalue().splitlines()
+    assert any("generating" in line and "2/4" in line for line in lines), lines
+    assert bars._progress is None
+    with bars.add("generating", 4, False) as none:
+        assert none is None
