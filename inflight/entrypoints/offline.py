@@ -442,6 +442,9 @@ class ReplicatedEngine:
             raise
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise EngineError("an observer cannot ask replicas: their router's thread would wait for itself")
         with self._lock:
             if self._is_closed:
                 work.close()

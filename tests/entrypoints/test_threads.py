@@ -315,3 +315,36 @@ def test_bars_of_several_calls_are_drawn_together(monkeypatch: pytest.MonkeyPatc
     assert bars._progress is None
     with bars.add("generating", 4, False) as none:
         assert none is None
+
+
+# ---- replicas ----
+
+
+def raised_by(call: Callable[[], object]) -> Exception:
+    with pytest.raises(EngineError) as raised:
+        call()
+    return raised.value
+
+
+def test_threads_share_replicas() -> None:
+    with LLM(show_progress=False, num_blocks=512, replicas=2) as llm:
+        errors: list[Exception] = []
+        llm.observe(observer := lambda _: errors.append(raised_by(llm.stats)))
+        expected = content(llm.generate(["One day"] * 2, LONG))
+        llm.unobserve(observer)
+        assert "an observer cannot ask replicas" in str(errors[0])
+        meeting = Meeting(llm, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(llm.generate, ["One day"] * 2, LONG) for _ in range(3)]
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["My cat"] * 6, LONG)
+            assert [content(other.result()) for other in others] == [expected] * 3
+            assert meeting.happened.is_set()
+            begun = Meeting(llm, 1)
+            endless = pool.submit(llm.generate, ["One day"] * 2, LONG)
+            begun.happened.wait()
+            for closing in [pool.submit(llm.close) for _ in range(2)]:
+                closing.result()
+            assert isinstance(endless.exception(), EngineError)
+            with pytest.raises(EngineError, match="this LLM is closed"):
+                llm.generate("One day", SHORT)
