@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -49,12 +50,15 @@ class AsyncEngine(AsyncScoringMethods):
     >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
     ...     print(output.outputs[0].text)
 
-    Leaving the loop or cancelling the task aborts the request and frees its blocks.
+    Leaving the loop or cancelling the task aborts the request and frees its blocks. Only one event loop may use an
+    engine at a time.
     """
 
     def __init__(self, frontend: Frontend, client: EngineClient) -> None:
         self._frontend = frontend
         self._client = client
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that uses the engine
+        self._loop_lock = threading.Lock()
         self._ids = itertools.count()
         self._calls: dict[str, Generation | ScoringRun] = {}  # by the user's request id
         self._threads = ThreadPoolExecutor(SCORING_THREADS, "inflight-scoring")  # started on first use
@@ -92,7 +96,9 @@ class AsyncEngine(AsyncScoringMethods):
         except BaseException:
             await client.close()
             raise
-        return cls(frontend, client)
+        engine = cls(frontend, client)
+        engine._own_client()  # its connections belong to this loop
+        return engine
 
     # ---- requests ----
 
@@ -185,7 +191,7 @@ class AsyncEngine(AsyncScoringMethods):
         )
         await self._frontend.validate_async(prepared)
         self._check_free(name)  # another call may have taken it meanwhile
-        generation = self._calls[name] = Generation(self._client, [prepared])
+        generation = self._calls[name] = Generation(self._own_client(), [prepared])
         sent = _Sent()
         try:
             await generation.start()
@@ -207,11 +213,24 @@ class AsyncEngine(AsyncScoringMethods):
 
     async def _pool(self, job: ScoringJob, context: RequestContext) -> PooledVectors:
         name = self._name(context.request_id)
-        run = self._calls[name] = ScoringRun(self._client, job, context, name, self._threads)
+        run = self._calls[name] = ScoringRun(self._own_client(), job, context, name, self._threads)
         try:
             return await run.run()
         finally:
             del self._calls[name]
+
+    def _own_client(self) -> EngineClient:
+        """Return the client for the running event loop. Raises EngineError if it belongs to another that still runs."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            with self._loop_lock:
+                if self._loop is not None and self._loop.is_running():
+                    raise EngineError(
+                        "this engine is in use by another event loop: use it only from the loop that used it first "
+                        "(asyncio.run_coroutine_threadsafe), or create an engine for each loop"
+                    )
+                self._loop = loop
+        return self._client
 
     def _name(self, request_id: str | None) -> str:
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
@@ -229,17 +248,18 @@ class AsyncEngine(AsyncScoringMethods):
 
         Its stream ends with finish reason "abort"; calls without a stream raise EngineError.
         """
+        self._own_client()
         call = self._calls.get(request_id)
         return 0 if call is None else await call.abort()
 
     async def describe(self, request_id: str) -> list[RequestState]:
         """Return the states of the answers to a request that is running or ended recently."""
-        state = await self._client.describe(request_id)
+        state = await self._own_client().describe(request_id)
         if state is not None:
             return [state]
         states = []
         for index in range(MAX_N):
-            state = await self._client.describe(f"{request_id}/{index}")
+            state = await self._own_client().describe(f"{request_id}/{index}")
             if state is None:
                 break
             states.append(state)
@@ -272,28 +292,28 @@ class AsyncEngine(AsyncScoringMethods):
         return self._frontend.max_model_len
 
     async def stats(self) -> EngineStats:
-        return await self._client.stats()
+        return await self._own_client().stats()
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
-        await self._client.command("reset_prefix_cache")
+        await self._own_client().command("reset_prefix_cache")
 
     async def sleep(self) -> None:
         """Free the KV memory and move the weights to host memory. Raises EngineError while there are requests."""
-        await self._client.command("sleep")
+        await self._own_client().command("sleep")
 
     async def wake_up(self) -> None:
-        await self._client.command("wake_up")
+        await self._own_client().command("wake_up")
 
     async def is_sleeping(self) -> bool:
-        return (await self._client.stats()).is_sleeping
+        return (await self._own_client().stats()).is_sleeping
 
     async def health(self) -> Health:
-        return await self._client.health()
+        return await self._own_client().health()
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop the engine. Requests get up to `drain` seconds to finish; the remaining streams end with an error."""
-        await self._client.close(drain)
+        await self._own_client().close(drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._frontend.close()
 
@@ -326,7 +346,7 @@ class AsyncLLM(AsyncEngine):
 
     async def check_health(self) -> None:
         """Raise EngineDeadError unless the engine is healthy."""
-        health = await self._client.health()
+        health = await self._own_client().health()
         if not health.healthy:
             raise EngineDeadError(health.error or f"the engine is {health.state}")
 

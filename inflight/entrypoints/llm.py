@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -12,7 +14,7 @@ from weakref import finalize
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineStats, StepObserver
+from inflight.engine import EngineStats, StepObserver
 from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
@@ -75,8 +77,8 @@ class LLM(ScoringMethods):
         self._frontend = self._offline.frontend
         if progress is not None:
             Console(stderr=True).print(self._offline.description, style="dim", highlight=False)
-        self._num_requests = 0
-        self._closed = False
+        self._numbers = itertools.count()  # of requests: any thread may take the next
+        self._rendering = threading.Lock()  # templates would refuse to wait long for other threads' chats
         # Also called when the interpreter exits, if no one closes this.
         self._write_record = finalize(self, _write_record, self._offline, record)
 
@@ -151,7 +153,8 @@ class LLM(ScoringMethods):
         ]
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
-            return self._frontend.prepare_chat(request_id, chats[index], params)
+            with self._rendering:
+                return self._frontend.prepare_chat(request_id, chats[index], params)
 
         return self._run(self._prepare(chats, sampling_params, prepare), use_tqdm)
 
@@ -190,10 +193,8 @@ class LLM(ScoringMethods):
         prepared = []
         params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
         for index, each in enumerate(params):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
             try:
-                prepared.append(prepare(index, request_id, each))
+                prepared.append(prepare(index, str(next(self._numbers)), each))
                 self._frontend.validate(prepared[-1])
             except RequestError as error:
                 if len(items) > 1:
@@ -205,9 +206,7 @@ class LLM(ScoringMethods):
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
         self._compute(
-            OfflineRun(
-                requests, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating"
-            ),
+            OfflineRun(requests, len(requests), lambda request_id: by_id[request_id].push, "generating"),
             show,
         )
         outputs = [prompt.output() for prompt in prompts]
@@ -219,12 +218,7 @@ class LLM(ScoringMethods):
         return outputs
 
     def _compute(self, run: OfflineRun, show: bool) -> None:
-        self._check_open()
         self._offline.compute(run, show)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this LLM is closed")
 
     # ---- the engine ----
 
@@ -261,7 +255,7 @@ class LLM(ScoringMethods):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as vLLM does."""
-        self._command("reset_prefix_cache")
+        self._offline.command("reset_prefix_cache")
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -270,21 +264,17 @@ class LLM(ScoringMethods):
             raise ParameterError(
                 f"level is {shown(level)}: it must be 1 (weights are kept in host memory)", param="level"
             )
-        self._command("sleep")
+        self._offline.command("sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
             raise ParameterError(
                 f"tags is {shown(tags)}: it must be None (everything wakes up at once)", param="tags"
             )
-        self._command("wake_up")
+        self._offline.command("wake_up")
 
     def is_sleeping(self) -> bool:
         return self.stats().is_sleeping
-
-    def _command(self, command: Command) -> None:
-        self._check_open()
-        self._offline.command(command)
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer` with the record of every step; with replicas, in the router's thread."""
@@ -295,10 +285,8 @@ class LLM(ScoringMethods):
 
     def close(self) -> None:
         """Free the memory. The engine cannot be used afterwards."""
-        if not self._closed:
-            self._closed = True
-            self._write_record()
-            self._offline.close()
+        self._write_record()
+        self._offline.close()
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; for methods that only vLLM's LLM has, it says what to use instead."""

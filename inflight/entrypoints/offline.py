@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
+import logging
+import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from queue import SimpleQueue
-from types import FrameType
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rich.console import Console
@@ -21,13 +25,14 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
 
 from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import Command, EngineCore, EngineStats, StepObserver
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, EngineError
 from inflight.events import Delta
 from inflight.frontend import Frontend
 from inflight.request import Request
@@ -36,9 +41,12 @@ from inflight.timeline import TimelinePage, TimelineQuery
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine
 
+logger = logging.getLogger(__name__)
+
 # Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
 SPARE = 16
 Advance = Callable[[Sequence[Delta]], None]
+Consumer = Callable[[Delta], bool]
 T = TypeVar("T")
 
 
@@ -51,7 +59,8 @@ class OfflineRun:
 
     requests: Iterable[Request]
     num_requests: int
-    take: Callable[[Delta], bool]  # called with every delta; True aborts its request
+    # By request id: the function that is called with the request's deltas. If it returns True, the request is aborted.
+    consumer_of: Callable[[str], Consumer]
     doing: str  # label of the progress bar
     lazily: bool = False  # make requests as steps need them
 
@@ -95,44 +104,51 @@ def paused_collection() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def held_interrupts() -> Iterator[Callable[[], None]]:
-    """Defer Ctrl-C until the yielded function is called, or to the end of the block. A second Ctrl-C acts at once.
+# ---- one engine in this process ----
 
-    Only the main thread receives signals; in other threads this does nothing.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None
-        return
-    held: list[FrameType | None] = []
+# Seconds until a waiting thread sees an exception that another thread has set for it: only signals end a wait at once.
+NOTICE_SECONDS = 0.25
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            held.clear()
-            handler(number, frame)
-        else:
-            held.append(frame)
+Operation = Callable[[], object]
+Outcome = SimpleQueue[tuple[Any, BaseException | None]]  # a result, or what was raised
 
-    def release() -> None:
-        if held:
-            handler(signal.SIGINT, held.pop())
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield release
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    release()
+@dataclass(eq=False, slots=True)
+class LocalCall:
+    """A call whose requests the engine's thread runs beside those of other calls."""
+
+    feed: RequestFeed
+    consumer_of: Callable[[str], Consumer]
+    advance: Advance | None
+    outcome: Outcome = field(default_factory=SimpleQueue)
+    num_ended: int = 0  # requests
+
+    @property
+    def is_over(self) -> bool:
+        return self.feed.is_empty and self.num_ended == len(self.feed.added)
 
 
 class LocalEngine:
-    """Implements `OfflineEngine`."""
+    """Implements `OfflineEngine`. One thread steps the engine for the calls of all threads, which join one batch.
+
+    Every operation is a function that this thread runs between two steps, so that no interrupt of a caller can hit a
+    step. While idle, the thread has no reference to the engine: an LLM is freed when its user drops it.
+    """
 
     def __init__(self, loaded: LoadedEngine, record: bool = False) -> None:
-        self._loaded = loaded  # its core may be replaced
+        self._loaded = loaded  # its core may be replaced while it is idle
+        self._calls: list[LocalCall] = []
+        self._consumers: dict[str, tuple[LocalCall, Consumer]] = {}  # by request id
+        self._deltas: list[Delta] = []  # not passed on yet
+        self._operations: SimpleQueue[Operation | None] = SimpleQueue()  # None ends the thread
+        self._is_closed = False
+        self._process = os.getpid()
         if record:
             loaded.core.record(max_bytes=MAX_RECORD_BYTES)
+        arguments = self._operations, weakref.ref(self)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="inflight-llm", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end_thread, self._operations, self._thread)  # also at exit
 
     @property
     def frontend(self) -> Frontend:
@@ -143,51 +159,212 @@ class LocalEngine:
         return self._loaded.platform.describe()
 
     def compute(self, run: OfflineRun, show: bool) -> None:
-        core = self._loaded.core
-        feed = RequestFeed(core, run.requests, run.lazily)
-        with paused_collection(), held_interrupts() as allow_interrupt:
+        if threading.current_thread() is self._thread:
+            raise EngineError("an observer cannot run requests: the engine's thread would wait for itself")
+        with paused_collection(), REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
+            call = LocalCall(
+                RequestFeed(self._loaded.core, run.requests, run.lazily), run.consumer_of, advance
+            )
             try:
-                feed.fill()
-                with request_bar(run.doing, run.num_requests, show) as advance:
-                    while core.has_work or not feed.is_empty:
-                        allow_interrupt()  # between steps the state is consistent
-                        feed.fill()
-                        deltas = core.step()
-                        for delta in deltas:
-                            if run.take(delta):
-                                deltas += core.abort(delta.request_id, "stop")[1]
-                        advance(deltas)
-            except BaseException:  # mostly Ctrl-C
-                self._clear(feed.added)
+                self._submit(partial(self._calls.append, call))
+                self._wait(call.outcome)
+            except BaseException as error:  # mostly Ctrl-C
+                with contextlib.suppress(EngineError):  # the engine was closed, which has ended the call
+                    self._ask(partial(self._end, call, error))
                 raise
 
-    def _clear(self, request_ids: Iterable[str]) -> None:
-        """Empty the engine after an interrupted run, so that it can be used again."""
-        core = self._loaded.core
-        for request_id in request_ids:
-            core.abort(request_id)
-        while core.has_work:  # steps in flight
-            core.step()
-        # An interrupted step has not filled the blocks that it registered in the prefix cache.
-        core.scheduler.blocks.drop_cache()
-
     def command(self, command: Command) -> None:
-        self._loaded.core.run_command(command)
+        self._ask(lambda: self._loaded.core.run_command(command))
 
     def stats(self) -> EngineStats:
-        return self._loaded.core.stats()
+        return self._ask(lambda: self._loaded.core.stats())
 
     def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        return self._loaded.core.read_timeline(query)
+        return self._ask(lambda: self._loaded.core.read_timeline(query))
 
     def observe(self, observer: StepObserver) -> None:
-        self._loaded.core.observers.append(observer)
+        self._ask(lambda: self._loaded.core.observers.append(observer))
 
     def unobserve(self, observer: StepObserver) -> None:
-        self._loaded.core.observers.remove(observer)
+        self._ask(lambda: self._loaded.core.observers.remove(observer))
 
     def close(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise EngineError("an observer cannot close the engine that it observes")
+        if os.getpid() != self._process:  # it belongs to the process that forked this one
+            return
+        outcome: Outcome = SimpleQueue()
+        if not self._is_closed:
+            self._operations.put(partial(_answer, self._close, outcome))
+            self._operations.put(None)
+            self._is_closed = True
+        self._thread.join()
+        if not outcome.empty():  # else another thread has closed it
+            _result_of(outcome.get())
+
+    # ---- between threads ----
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between two steps, and return its result."""
+        if threading.current_thread() is self._thread:  # an observer asks
+            return function()
+        outcome: Outcome = SimpleQueue()
+        self._submit(partial(_answer, function, outcome))
+        result: T = self._wait(outcome)
+        return result
+
+    def _submit(self, operation: Operation) -> None:
+        if os.getpid() != self._process:
+            raise EngineError("this LLM was created before a fork: create it in the process that uses it")
+        if self._is_closed:
+            raise _closed()
+        self._operations.put(operation)
+
+    def _wait(self, outcome: Outcome) -> Any:
+        """Return the result of what the thread does for a caller, or raise its error."""
+        while True:
+            try:
+                result = outcome.get(timeout=NOTICE_SECONDS)
+            except Empty:
+                if not self._thread.is_alive() and outcome.empty():  # it ended before it got to this
+                    raise _closed() from None
+            else:
+                return _result_of(result)
+
+    # ---- in the thread ----
+
+    def step(self) -> bool:
+        """Run one step for all calls together. Return whether there is more to do."""
+        core, calls = self._loaded.core, self._calls
+        try:
+            for call in calls[:]:
+                if not call.feed.is_empty:
+                    self._fill(call)
+            self._deltas += core.step()
+            self._deliver(core)
+            for call in [call for call in calls if call.is_over]:
+                self._end(call, None)
+        except BaseException as error:
+            self._fail(error)
+        return bool(calls)
+
+    def _fill(self, call: LocalCall) -> None:
+        num_added = len(call.feed.added)
+        try:
+            call.feed.fill()
+        except BaseException as error:  # the caller's own requests are at fault
+            self._end(call, error)
+        else:
+            for request_id in call.feed.added[num_added:]:
+                self._consumers[request_id] = call, call.consumer_of(request_id)
+
+    def _deliver(self, core: EngineCore) -> None:
+        """Pass all deltas to their calls."""
+        deltas, consumers = self._deltas, self._consumers
+        for delta in deltas:  # grows: with an aborted request, a policy may let others leave
+            consumer = consumers.get(delta.request_id)
+            if consumer is None:  # its call was interrupted
+                continue
+            call, take = consumer
+            if delta.finish_reason is not None:
+                call.num_ended += 1
+            try:
+                if take(delta):
+                    deltas += core.abort(delta.request_id, "stop")[1]
+            except BaseException as error:
+                self._end(call, error)
+        for call in self._calls:
+            if call.advance is not None:
+                call.advance([delta for delta in deltas if self._is_of(call, delta)])
+        deltas.clear()
+
+    def _is_of(self, call: LocalCall, delta: Delta) -> bool:
+        consumer = self._consumers.get(delta.request_id)
+        return consumer is not None and consumer[0] is call
+
+    def _end(self, call: LocalCall, error: BaseException | None) -> None:
+        """Let a call return, or raise the error; nothing of it runs any more."""
+        if call in self._calls:
+            self._remove(call)
+            if not self._calls:
+                self._drain()
+            call.outcome.put((None, error))
+
+    def _remove(self, call: LocalCall) -> None:
+        self._calls.remove(call)
+        for request_id in call.feed.added:
+            self._consumers.pop(request_id, None)
+            self._deltas += self._loaded.core.abort(request_id)[1]  # of other calls
+
+    def _drain(self) -> None:
+        """Collect the steps in flight, which compute nothing that anyone still waits for."""
+        core = self._loaded.core
+        while core.has_work:
+            core.step()
+
+    def _fail(self, error: BaseException) -> None:
+        """End all calls with an error of the engine, and empty it, so that it can be used again."""
+        calls = self._calls[:]
+        try:
+            for call in calls:
+                self._remove(call)
+            self._drain()
+            # An interrupted step has not filled the blocks that it registered in the prefix cache.
+            self._loaded.core.scheduler.blocks.drop_cache()
+        except Exception:
+            logger.exception("the engine could not be emptied after an error")
+        finally:
+            self._calls.clear()
+            for call in calls:
+                call.outcome.put((None, error))
+
+    def _close(self) -> None:
+        for call in self._calls[:]:
+            self._end(call, EngineError("the LLM was closed while this call was running"))
         self._loaded.close()
+
+
+def _serve(operations: SimpleQueue[Operation | None], engine: weakref.ref[LocalEngine]) -> None:
+    """Run operations, and steps while there are calls."""
+    is_busy = False
+    while True:
+        # While busy, only the operations that are here already: a flood must not keep the engine from stepping.
+        for _ in range(operations.qsize() if is_busy else 1):
+            operation = operations.get()
+            if operation is None:
+                return
+            operation()
+            del operation
+        stepping = engine()
+        is_busy = stepping is not None and stepping.step()
+        del stepping
+
+
+def _end_thread(operations: SimpleQueue[Operation | None], thread: threading.Thread) -> None:
+    operations.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _closed() -> EngineError:
+    return EngineError("this LLM is closed")
+
+
+def _answer(function: Callable[[], Any], outcome: Outcome) -> None:
+    try:
+        outcome.put((function(), None))
+    except BaseException as error:
+        outcome.put((None, error))
+
+
+def _result_of(outcome: tuple[Any, BaseException | None]) -> Any:
+    value, error = outcome
+    if error is None:
+        return value
+    try:
+        raise error
+    finally:
+        del error, outcome  # the traceback refers to this frame
 
 
 class RequestFeed:
@@ -241,6 +418,8 @@ class ReplicatedEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="inflight-router", daemon=True)
         self._thread.start()
         self._stops: dict[StepObserver, Callable[[], None]] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
         try:
             self._router = self._wait_for(start_router(config, options, progress=progress))
         except BaseException:
@@ -255,35 +434,47 @@ class ReplicatedEngine:
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the router's thread and return its result. An interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise EngineError("an observer cannot ask replicas: their router's thread would wait for itself")
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise _closed()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     @property
     def description(self) -> str:
         return f"{len(self._router.replicas.members)} replicas: {self._router.facts.device}"
 
     def compute(self, run: OfflineRun, show: bool) -> None:
-        with request_bar(run.doing, run.num_requests, show) as advance:
-            self._compute(list(run.requests), run.take, advance)
+        with REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
+            self._compute(list(run.requests), run.consumer_of, advance or (lambda _: None))
 
-    def _compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
+    def _compute(
+        self, requests: list[Request], consumer_of: Callable[[str], Consumer], advance: Advance
+    ) -> None:
         arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: end of the run
-        running = asyncio.run_coroutine_threadsafe(self._run(requests, arrived), self._loop)
+        running = self._submit(self._run(requests, arrived))
         running.add_done_callback(lambda _: arrived.put(None))
         try:
             while (delta := arrived.get()) is not None:
-                if take(delta):
-                    asyncio.run_coroutine_threadsafe(self._router.abort(delta.request_id, "stop"), self._loop)
+                if consumer_of(delta.request_id)(delta):
+                    self._submit(self._router.abort(delta.request_id, "stop"))
                 advance([delta])
             running.result()
         except BaseException:  # mostly Ctrl-C
             running.cancel()
-            with contextlib.suppress(BaseException):  # wait until nothing runs any more
-                self._wait_for(self._until_idle())
+            with contextlib.suppress(BaseException):  # wait until nothing of it runs any more
+                self._wait_for(self._until_ended([request.request_id for request in requests]))
             raise
 
     async def _run(self, requests: list[Request], arrived: SimpleQueue[Delta | None]) -> None:
@@ -300,8 +491,8 @@ class ReplicatedEngine:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _until_idle(self) -> None:
-        while self._router.is_busy:
+    async def _until_ended(self, request_ids: Sequence[str]) -> None:
+        while any(map(self._router.runs, request_ids)):
             await asyncio.sleep(0.01)
 
     def command(self, command: Command) -> None:
@@ -330,7 +521,12 @@ class ReplicatedEngine:
         self._wait_for(unwatch())
 
     def close(self) -> None:
-        self._wait_for(self._router.close())
+        with self._lock:
+            if self._is_closed:
+                return
+            closing = asyncio.run_coroutine_threadsafe(self._router.close(), self._loop)
+            self._is_closed = True
+        closing.result()
         self.frontend.close()
         self._end_thread()
 
@@ -367,28 +563,62 @@ def loading_bar(model: str, show: bool) -> Iterator[Callable[[int, int], None] |
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-@contextmanager
-def request_bar(doing: str, total: int, show: bool) -> Iterator[Advance]:
-    """Yield a function that takes the deltas of each step. `doing` is the label of the bar.
+class RequestBars:
+    """The progress bars of running calls, one below the other: rich redraws all bars of one `Progress` together."""
 
-    It shows finished requests and tokens per second: output tokens, or prompt tokens if nothing is generated.
-    """
-    if not (show and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    num_tokens = 0
-    with _progress(TextColumn(doing), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")) as progress:
-        task = progress.add_task("", total=total, speed="")
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._num_calls = 0
+
+    @contextmanager
+    def add(self, doing: str, total: int, show: bool) -> Iterator[Advance | None]:
+        """Yield a function that takes the deltas of each step, or None if nothing is to be shown.
+
+        The bar shows finished requests and tokens per second: output tokens, or prompt tokens if nothing is generated.
+        """
+        # While bars are shown, rich has replaced stderr by a file that is no terminal.
+        if not show or (self._progress is None and not sys.stderr.isatty()):
+            yield None
+            return
+        num_tokens, began = 0, time.monotonic()
+        progress = self._join()
+        task = progress.add_task(doing, total=total, speed="")
 
         def advance(deltas: Sequence[Delta]) -> None:
             nonlocal num_tokens
             num_tokens += sum(map(_num_tokens, deltas))
-            elapsed = progress.tasks[0].elapsed or 0.0
+            elapsed = time.monotonic() - began
             speed = f"{num_tokens / elapsed:,.0f} tokens/s" if elapsed > 0 else ""
             done = sum(delta.finish_reason is not None for delta in deltas)
             progress.update(task, advance=done, speed=speed)
 
-        yield advance
+        try:
+            yield advance
+        finally:
+            self._leave(progress, task)
+
+    def _join(self) -> Progress:
+        with self._lock:
+            if self._progress is None:
+                label, speed = TextColumn("{task.description}"), TextColumn("{task.fields[speed]}")
+                self._progress = _progress(label, MofNCompleteColumn(), speed)
+                self._progress.start()
+            self._num_calls += 1
+            return self._progress
+
+    def _leave(self, progress: Progress, task: TaskID) -> None:
+        """Remove a bar. The last one stays on the screen."""
+        with self._lock:
+            self._num_calls -= 1
+            if self._num_calls:
+                progress.remove_task(task)
+            else:
+                progress.stop()
+                self._progress = None
+
+
+REQUEST_BARS = RequestBars()
 
 
 def _progress(label: ProgressColumn, *figures: ProgressColumn) -> Progress:

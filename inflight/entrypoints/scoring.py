@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import count
 from typing import Unpack, cast
 
 from inflight.engine import EngineClient
@@ -57,7 +58,7 @@ class ScoringMethods(ABC):
     """
 
     _frontend: Frontend
-    _num_requests: int
+    _numbers: count[int]
 
     @abstractmethod
     def _compute(self, run: OfflineRun, show: bool) -> None:
@@ -117,29 +118,32 @@ class ScoringMethods(ABC):
 
     def _pool(self, job: ScoringJob, doing: str, show: bool) -> tuple[list[Request], PooledVectors]:
         """Compute the texts of a job; return a request for each, and their vectors."""
-        processor, first, num_texts = job.processor, self._num_requests, job.num_texts
-        self._num_requests += num_texts
+        processor, num_texts = job.processor, job.num_texts
         requests: list[Request] = []
+        indices: dict[str, int] = {}  # by request id
 
         def make_requests() -> Iterator[Request]:
             context = RequestContext()
             for chunk in job.chunks():
                 for text in processor.inputs.encode(*chunk):
-                    requests.append(processor.request(str(first + len(requests)), text, context))
-                    yield requests[-1]
+                    request = processor.request(str(next(self._numbers)), text, context)
+                    indices[request.request_id] = len(requests)
+                    requests.append(request)
+                    yield request
 
         vectors = PooledVectors(num_texts, processor.facts.size)
 
         def take(delta: Delta) -> bool:
             if delta.finish_reason is not None:
-                index = int(delta.request_id) - first
+                index = indices[delta.request_id]
                 vectors.put(index, delta)
                 requests[index].record = delta.record or requests[index].record
             return False
 
         # Splittable texts may share prefixes, so that it is not known beforehand how many fill a step.
         self._compute(
-            OfflineRun(make_requests(), num_texts, take, doing, not processor.facts.splittable), show
+            OfflineRun(make_requests(), num_texts, lambda _: take, doing, not processor.facts.splittable),
+            show,
         )
         return requests, vectors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -41,6 +42,7 @@ class Frontend:
     default_params: dict[str, Any]  # from the checkpoint's generation_config.json
     generates: bool = field(default=True, kw_only=True)  # False: the model only embeds, classifies or scores
     pooling: PoolingFacts | None = field(default=None, kw_only=True)  # if the model has such a head
+    _detecting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @classmethod
     def of(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
@@ -87,9 +89,14 @@ class Frontend:
             raise ConfigError("chat needs a tokenizer, and this engine has none")
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
 
-    @cached_property
+    @property
     def chat_formats(self) -> ChatFormats:
         """How the model writes tool calls and reasoning. The first use detects it and is too slow for an event loop."""
+        with self._detecting:  # once, though many threads may ask at the same time
+            return self._chat_formats
+
+    @cached_property
+    def _chat_formats(self) -> ChatFormats:
         return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
 
     def encode_chat(

@@ -81,10 +81,9 @@ class Router:
         router._hasher = BlockHasher(router.facts.block_size)
         return router
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether there are requests."""
-        return bool(self._requests)
+    def runs(self, request_id: str) -> bool:
+        """Return whether there is such a request."""
+        return request_id in self._requests
 
     @property
     def facts(self) -> ModelFacts:

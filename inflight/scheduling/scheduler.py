@@ -318,8 +318,9 @@ class Scheduler:
         if self.pool.counts.num_resident + num_tokens + num_left > limits.max_kv_tokens:
             return False
         num_kept = sum(blocks.blocks_to_finish(other, chunk) for other in prompts)
-        if self._allocates_at_once(num_tokens):
-            return blocks.fits(hit, num_tokens, num_tokens, 0, num_kept)
+        if self.policy.allocates_at_once():  # all these tokens are the request's own
+            at_once = num_tokens if self._allocates_at_once(num_tokens) else chunk
+            return blocks.fits(hit, num_tokens, at_once, 0, num_kept)
         return blocks.fits(hit, request.num_tokens, chunk, num_tokens - request.num_tokens, num_kept)
 
     def _allocates_at_once(self, num_tokens: int) -> bool:

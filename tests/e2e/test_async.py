@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -445,3 +446,22 @@ async def test_context_manager_closes_the_engine(folder: Folder) -> None:
         assert (await final(engine, TEXT, GREEDY)).finished
     with pytest.raises(EngineError):
         await engine.stats()
+
+
+async def test_second_event_loop_gets_an_error_that_says_so(engine: AsyncEngine) -> None:
+    async def generate() -> None:
+        async for _ in engine.generate(TEXT, GREEDY):
+            pass
+
+    calls = (generate, engine.stats, engine.sleep, partial(engine.abort, "x"), partial(engine.close, 0.0))
+    await engine.stats()
+    for call in calls:
+        with pytest.raises(EngineError, match="in use by another event loop"):
+            await asyncio.to_thread(asyncio.run, call())
+    assert (await engine.stats()).num_running == 0
+
+
+def test_event_loops_may_take_turns(folder: Folder) -> None:
+    engine = asyncio.run(AsyncEngine.start(folder()))
+    assert asyncio.run(engine.stats()).num_steps == 0
+    asyncio.run(engine.close())

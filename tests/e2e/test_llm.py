@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, Policy, RequestOutput, SamplingParams
+from inflight.entrypoints import offline
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.events import StepRecord
 from inflight.request import Request
@@ -389,25 +390,28 @@ def test_ctrl_c_leaves_the_engine_usable(options: dict[str, Any], folder: Folder
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ctrl_c_at_any_line_leaves_the_engine_usable(depth: int, folder: Folder) -> None:
-    """A signal comes between any two lines, those that keep the books among them."""
+    """A signal comes between any two lines of the calling thread. It never reaches the thread with the books."""
     llm = LLM(folder(), num_blocks=24, max_num_seqs=4, pipeline_depth=depth)
     prompts = [[i] * (10 + 3 * i) for i in range(5, 11)]
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
     seen = LineCounter()
     with seen.signal_at(None):
         llm.generate(prompts, GREEDY)
-    for line in range(5, seen.num_lines * 9 // 10, seen.num_lines // 16):
-        with seen.signal_at(line), pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, GREEDY)
+    num_interrupts = 0
+    for line in range(1, seen.num_lines + 1):  # a few less if the thread has to wait less
+        try:
+            with seen.signal_at(line):
+                llm.generate(prompts, GREEDY)
+        except KeyboardInterrupt:
+            num_interrupts += 1
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
         kv = llm.stats().kv
         assert (kv.num_used, kv.num_empty + kv.num_cached) == (0, kv.num_blocks)
+    assert num_interrupts > 20
 
 
 class LineCounter:
-    """Counts the lines that the scheduler and its memory run, and presses Ctrl-C at one of them."""
-
-    PLACES = "/inflight/engine/", "/inflight/scheduling/", "/inflight/kv/"
+    """Counts the lines of `offline.py` that this thread runs, and presses Ctrl-C at one of them."""
 
     num_lines = 0
 
@@ -423,7 +427,7 @@ class LineCounter:
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "call":
-            return self._trace if any(place in frame.f_code.co_filename for place in self.PLACES) else None
+            return self._trace if frame.f_code.co_filename == offline.__file__ else None
         if event == "line":
             self.num_lines += 1
             if self.num_lines == self._line:

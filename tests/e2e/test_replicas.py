@@ -90,7 +90,7 @@ def _is_of_chat(routed: RoutedRequest) -> bool:
 
 async def begun(router: Router) -> None:
     """All answers have a token of the engine that they are on, and calls have arguments."""
-    await until(lambda: router.is_busy and all(map(_is_begun, router._requests.values())))
+    await until(lambda: bool(router._requests) and all(map(_is_begun, router._requests.values())))
 
 
 def _is_begun(routed: RoutedRequest) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -196,3 +197,27 @@ def test_static_batches_hold_requests_longer_than_the_memory_behind_windows() ->
     request = engine.add(make_request(list(range(10)), 20))
     engine.run()
     assert len(engine.outputs[request.request_id]) == 20
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6, 6), (6, 9)])
+@pytest.mark.parametrize("max_kv_tokens", [1 << 30, 21])
+def test_policies_admit_every_request_that_fits_alone(
+    windows: tuple[int | None, ...], max_kv_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the scheduler would have to overrule them, with a warning."""
+    for policy, num_blocks, chunk in product(NAMES, range(4, 20), (1, 5, 64)):
+        engine = FakeEngine(
+            policy,
+            num_blocks=num_blocks,
+            max_num_seqs=1,
+            max_num_batched_tokens=chunk,
+            max_kv_tokens=max_kv_tokens,
+            windows=windows,
+        )
+        longest = min(engine.scheduler.blocks.max_tokens(chunk), max_kv_tokens, 60)
+        for num_prompt in {1, longest // 2, longest} - {0}:
+            max_tokens = longest - num_prompt + 1
+            request = engine.add(make_request([number % 50 for number in range(num_prompt)], max_tokens))
+            engine.run()
+            assert len(engine.outputs[request.request_id]) == max_tokens
+    assert not caplog.records

@@ -31,7 +31,7 @@ class Static(Policy):
         return request.arrival <= self._last
 
     def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
-        return request.max_total
+        return request.num_to_compute
 
     def allocates_at_once(self) -> bool:
         return True
