@@ -85,7 +85,13 @@ def test_relayed_list_counts_against_its_key_until_it_is_read(backend: Backend, 
 
         app: Any = SimpleNamespace()
         middleware = RelayMiddleware(app, live.state, 0, app, relay)
-        scope = {"type": "http", "method": "GET", "path": "/v1/requests", "query_string": b"", "scheme": "http"}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/requests",
+            "query_string": b"",
+            "scheme": "http",
+        }
         headers = {"headers": [(b"authorization", b"Bearer one-key")]}
         backend.run(middleware({**scope, **headers}, app, send))
         assert not live.state.unsent.num_bytes
