@@ -191,7 +191,7 @@ def test_pages_of_a_list_cover_the_requests_of_all_workers_once(server: TwoWorke
     for http in (first, second, admin):
         seen: list[str] = []
         while len(seen) < len(expected):
-            params = {"limit": 4, **({"after": seen[-1]} if seen else {})}
+            params = {"limit": "4"} | ({"after": seen[-1]} if seen else {})
             page = http.get("/v1/requests", params=params).json()
             seen += [item["id"] for item in page["data"]]
             answered(first, {**GOOD, "request_id": f"meanwhile-{len(seen)}"})

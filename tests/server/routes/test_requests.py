@@ -225,7 +225,7 @@ def test_administrators_see_the_latest_request_of_an_id_that_two_keys_use(keyed:
     send(keyed, "last", "two")
     pages = [
         keyed.http.get(LIST, params=params, headers=bearer("admin")).json()
-        for params in ({"limit": 1}, {"limit": 1, "after": "last"})
+        for params in ({"limit": "1"}, {"limit": "1", "after": "last"})
     ]
     assert [ids(page) for page in pages] == [["last"], ["same"]]
     assert pages[1]["data"][0]["tenant"] == "one"
