@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from inflight.errors import ConfigError, shown
 from inflight.events import RequestRecord
 from inflight.frontend import Generation
@@ -53,13 +55,15 @@ class LoggedRequest:
     queued: bool = False  # accepted by the engine
     num_answers: int = 0  # or texts; each has its own id in the engine
     engine_ids: list[str] = field(default_factory=list)  # of all answers, or of the first texts
-    records: dict[str, RequestRecord] = field(default_factory=dict)  # of those that have ended
     num_prompt_tokens: int = 0  # of all answers, or of the texts that have ended
     # Of all answers or texts that have ended, and of answers that were cut short:
     num_ended_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     slowest: RequestRecord | None = None
+    _records: dict[str, RequestRecord] = field(default_factory=dict)  # until it ends
+    _packed: bytes | None = None  # the records from then on
+    _first_without_record: str | None = None  # from then on
 
     @property
     def key(self) -> RequestKey:
@@ -69,16 +73,39 @@ class LoggedRequest:
     def num_output_tokens(self) -> int:
         """The number of tokens that all answers have by now."""
         answers = () if self.generation is None else self.generation.answers
-        running = [answer.output for answer in answers if answer.request.request_id not in self.records]
+        running = [answer.output for answer in answers if answer.request.request_id not in self._records]
         return self.num_ended_tokens + sum(len(output.token_ids) for output in running)
 
-    def add_record(self, record: RequestRecord) -> None:
-        """Add an answer or text that has ended to the totals."""
+    @property
+    def records(self) -> dict[str, RequestRecord]:
+        """The records of answers and of the first texts that have ended, by the engine's ids."""
+        return self._records if self._packed is None else _UNPACK(self._packed)
+
+    @property
+    def first_without_record(self) -> str | None:
+        """The engine's id of the first answer that has not ended, or of which nothing is recorded."""
+        if self._packed is not None:
+            return self._first_without_record
+        return next((engine_id for engine_id in self.engine_ids if engine_id not in self._records), None)
+
+    def pack(self) -> None:
+        """Pack the records: there may be 100,000 in the log, which would make every garbage collection slow."""
+        self._first_without_record = self.first_without_record
+        self._packed, self._records = _PACK(self._records), {}
+
+    def add_record(self, record: RequestRecord, is_kept: bool) -> None:
+        """Add an answer or text that has ended to the totals, and keep its record if so requested."""
+        if is_kept:
+            self._records[record.request_id] = record
         self.num_ended_tokens += record.num_output_tokens
         self.num_cached_tokens += record.num_cached_tokens
         self.num_preemptions += record.num_preemptions
         if self.slowest is None or record.breakdown.total > self.slowest.breakdown.total:
             self.slowest = record
+
+
+_PACK = msgspec.msgpack.Encoder().encode
+_UNPACK = msgspec.msgpack.Decoder(dict[str, RequestRecord]).decode
 
 
 class QueuePace:
@@ -176,9 +203,7 @@ class RequestLog:
 
     def answer_ended(self, logged: LoggedRequest, record: RequestRecord) -> None:
         """Note that the engine has finished one of its answers or texts."""
-        logged.add_record(record)
-        if record.request_id in self._by_engine_id:
-            logged.records[record.request_id] = record
+        logged.add_record(record, record.request_id in self._by_engine_id)
         self.pace.record_ends(1)
 
     def close(self, logged: LoggedRequest, outcome: Outcome) -> None:
@@ -188,6 +213,7 @@ class RequestLog:
         logged.num_ended_tokens = logged.num_output_tokens
         logged.generation = logged.formatter = logged.abort = None
         logged.ended_at = time.perf_counter()
+        logged.pack()
         del self._running[logged.key]
         self._finished[logged.key] = logged
         if len(self._finished) > self._max_finished:

@@ -104,7 +104,7 @@ async def request_report(request: Request) -> Response:
         )
         slowest = await _slowest(state, logged)
         if slowest is not None and slowest.status == "finished":  # what it waited for is not in the log
-            slowest = await _describe(state, logged, slowest.record.request_id) or slowest
+            slowest = await _describe(state, slowest.record.request_id) or slowest
         report = RequestReport(
             **dict(await _summary(state, logged, slowest)),
             answers=answers,
@@ -210,8 +210,8 @@ class OwnRequests:
 async def _slowest(state: ServerState, logged: LoggedRequest) -> RequestState | None:
     """Return the state of the answer that takes longest: of those that ended, the log knows it, and of the others the
     first one has been there longest."""
-    first = next((engine_id for engine_id in logged.engine_ids if engine_id not in logged.records), None)
-    states = [None if first is None else await _describe(state, logged, first)]
+    first = logged.first_without_record
+    states = [None if first is None else await _describe(state, first)]
     if logged.slowest is not None:
         states.append(RequestState(logged.slowest, "finished"))
     known = [item for item in states if item is not None]
@@ -254,7 +254,7 @@ async def _lost(state: ServerState, logged: LoggedRequest, slowest: RequestState
     if slowest is not None and _is_lost(slowest):
         return f"The engine died {when}, so the timing of this request is unknown."
     is_described = slowest is not None and slowest.status != "finished"
-    if logged.outcome is not None or is_described or len(logged.records) == len(logged.engine_ids):
+    if logged.outcome is not None or is_described or logged.first_without_record is None:
         return None
     health = await state.model.client.health()
     if health.healthy:
@@ -277,24 +277,23 @@ def _waited_for(
 async def _answers(
     state: ServerState, logged: LoggedRequest, indices: Sequence[int]
 ) -> Sequence[AnswerReport | None]:
+    records = logged.records
+
     async def report(index: int) -> AnswerReport | None:
         engine_id = logged.engine_ids[index]
-        record = logged.records.get(engine_id)
+        record = records.get(engine_id)
         ended = None if record is None else RequestState(record, "finished")
-        described = ended or await _describe(state, logged, engine_id)
+        described = ended or await _describe(state, engine_id)
         return None if described is None else _answer(index, described)
 
     return await asyncio.gather(*map(report, indices))
 
 
-async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:
+async def _describe(state: ServerState, engine_id: str) -> RequestState | None:
     try:
-        request_state = await state.model.client.describe(engine_id)
-    except EngineError:  # the engine is gone, but the record of a finished answer is kept here
-        request_state = None
-    if request_state is None and engine_id in logged.records:
-        return RequestState(logged.records[engine_id], "finished")
-    return request_state
+        return await state.model.client.describe(engine_id)
+    except EngineError:  # the engine is gone
+        return None
 
 
 async def _neighbours(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from inflight.engine import RequestState
+from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller
 from inflight.server.observability.request_log import LoggedRequest, RequestLog, latest_first
 from inflight.server.routes import requests as routes
@@ -245,6 +247,29 @@ def test_requests_are_listed_in_the_order_in_which_they_were_sent() -> None:
     log.open(again)
     assert [key[1] for key in latest_first(log.keys(), caller)] == ["0", "4", "2", "1"]
     assert log.find(caller, "0") is again
+
+
+def test_records_of_a_request_that_has_ended_are_packed() -> None:
+    log = RequestLog(max_finished=2)
+    logged = LoggedRequest("many", Caller(), PATH, False, 0, "", lambda _: None)
+    log.open(logged)
+    names = [f"many/{index}" for index in range(20)]
+    log.set_engine_ids(logged, names)
+    kept = [RequestRecord(name, "", 0, 7, 1.0, 2.0, num_output_tokens=3) for name in names[:-1]]
+    for record in kept:
+        log.answer_ended(logged, record)
+    assert logged.first_without_record == names[-1]
+    log.close(logged, "finished")
+    assert list(logged.records.values()) == kept
+    assert logged.first_without_record == names[-1]
+    assert logged.num_output_tokens == 19 * 3
+    seen, todo = list[Any](), list[Any]([logged.__dict__])
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict | list | RequestRecord) and item not in seen:
+            seen.append(item)
+            todo += gc.get_referents(item)
+    assert sum(isinstance(item, RequestRecord) for item in seen) == 1, "that of the slowest answer"
 
 
 # ---- what a list costs others ----
