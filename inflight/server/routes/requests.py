@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Reversible, Sequence
 from contextlib import asynccontextmanager
@@ -305,14 +306,20 @@ async def _neighbours(
     number, replica = slowest.record.number, slowest.record.engine_id or None
     since = time.monotonic() - (time.perf_counter() - logged.started_at) - 1.0
     query = TimelineQuery(since, None, replica)
+    until = math.inf if logged.ended_at is None else since + logged.ended_at - logged.started_at + 2.0
     encoded: list[bytes] = []
+
+    def begins_too_late() -> bool:
+        times = decode_chunk(encoded[-1]).times
+        return bool(times) and times[0] > until
+
     for _ in range(MAX_PAGES):
         try:
             page = await state.model.client.read_timeline(query)
         except EngineError:
             return []
         encoded += [data for _, data in page.chunks]
-        if not page.positions:
+        if not page.positions or (encoded and await state.in_service_thread(begins_too_late)):
             break
         query = TimelineQuery(since, page.positions, replica)
 

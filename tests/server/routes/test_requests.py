@@ -18,6 +18,7 @@ from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller
 from inflight.server.observability.request_log import LoggedRequest, RequestLog, latest_first
 from inflight.server.routes import requests as routes
+from inflight.timeline import TimelinePage, TimelineQuery, recorder
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 
@@ -369,6 +370,30 @@ def test_report_pages_are_bounded_by_bytes(fresh: Live, monkeypatch: pytest.Monk
         for params in ({}, *({"after": index} for index in range(5)))
     ]
     assert indices == [[0], [1], [2], [3], [4], []]
+
+
+def test_recording_is_read_up_to_the_end_of_the_request_only(
+    fresh: Live, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "PAGE_BYTES", 1)
+    read_timeline, num_pages = backend.engine.client.read_timeline, 0
+
+    async def spy(query: TimelineQuery) -> TimelinePage:
+        nonlocal num_pages
+        num_pages += 1
+        return await read_timeline(query)
+
+    monkeypatch.setattr(backend.engine.client, "read_timeline", spy)
+    send(fresh, "old")
+    send(fresh, "later", max_tokens=2 * recorder.STEPS_PER_CHUNK)
+    fresh.http.get(f"{LIST}/old")
+    assert num_pages >= 2
+    num_pages = 0
+    logged = fresh.state.request_log.find(Caller(), "old")
+    assert logged.ended_at is not None
+    logged.started_at, logged.ended_at = logged.started_at - 3600, logged.ended_at - 3600
+    fresh.http.get(f"{LIST}/old")
+    assert num_pages == 1
 
 
 def test_neighbours_of_other_keys_have_no_numbers(keyed: Live, backend: Backend) -> None:
