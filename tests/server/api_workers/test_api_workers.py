@@ -22,6 +22,7 @@ import pytest
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from tests.server.test_command import read_until_ready, started
 from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 SECONDS = 120.0
 KEYS = """
@@ -210,7 +211,7 @@ def test_list_counts_once_against_a_key_whichever_workers_it_asks(server: TwoWor
         next(response.iter_lines())
         for path in ("/v1/requests", "/v1/requests/single"):
             assert refusal(second.get(path)) == (429, "concurrency_limit_exceeded")
-    until("its end", lambda: second.get("/v1/requests").status_code == 200)
+    wait_until(lambda: second.get("/v1/requests").status_code == 200, "its end")
     for http in (first, second):
         assert http.get("/v1/requests/single").status_code == 200
 

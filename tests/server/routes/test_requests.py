@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from inflight.engine import RequestState
+from inflight.engine import InprocClient, RequestState
 from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller
 from inflight.server.observability.request_log import LoggedRequest, RequestLog, latest_first
 from inflight.server.routes import requests as routes
 from inflight.timeline import TimelinePage, TimelineQuery, recorder
 from tests.server.live import Backend, Live, live_server
-from tests.server.test_life import slow_steps
+from tests.support.held_steps import held_steps
 
 PATH = "/v1/completions"
 LIST = "/v1/requests"
@@ -71,6 +71,11 @@ def ids(page: Any) -> list[str]:
     return [item["id"] for item in page["data"]]
 
 
+def client_of(backend: Backend) -> InprocClient:
+    assert isinstance(backend.engine.client, InprocClient)
+    return backend.engine.client
+
+
 def log_finished(live: Live, count: int) -> None:
     """Log requests that have finished, without sending them."""
 
@@ -104,7 +109,7 @@ def test_list_has_totals_in_place_of_answers(fresh: Live) -> None:
 def test_engine_is_asked_only_about_one_answer_of_requests_in_progress(
     fresh: Live, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, described = backend.engine.client, list[str]()
+    client, described = client_of(backend), list[str]()
     describe = client.describe
 
     async def spy(request_id: str) -> RequestState | None:
@@ -116,8 +121,8 @@ def test_engine_is_asked_only_about_one_answer_of_requests_in_progress(
     assert ids(listed(fresh)) == ["ended"]
     assert not described
     body = {**ENDLESS, "n": 8, "request_id": "endless"}
-    with slow_steps(backend, 0.002), fresh.http.stream("POST", PATH, json=body) as response:
-        lines = (line for line in response.iter_lines() if line)
+    with held_steps(client, 5), fresh.http.stream("POST", PATH, json=body) as response:
+        lines = response.iter_lines()
         next(lines)
         running, ended = listed(fresh)["data"]
         assert (running["id"], running["status"], ended["status"]) == ("endless", "running", "finished")
@@ -127,7 +132,7 @@ def test_engine_is_asked_only_about_one_answer_of_requests_in_progress(
 
 
 def test_cut_short_answers_keep_their_tokens_in_the_totals(fresh: Live, backend: Backend) -> None:
-    with slow_steps(backend, 0.002):
+    with held_steps(client_of(backend), 5):
         with fresh.http.stream("POST", PATH, json={**ENDLESS, "request_id": "left"}) as response:
             next(response.iter_lines())
         fresh.wait_until_idle()
@@ -149,29 +154,28 @@ def read_all(live: Live, limit: int, **params: Any) -> list[list[str]]:
     return pages
 
 
-def test_pages_cover_everything_once_while_requests_come_in(fresh: Live, backend: Backend) -> None:
-    body = {**ENDLESS, "request_id": "0"}
-    with slow_steps(backend, 0.002), fresh.http.stream("POST", PATH, json=body) as response:
-        lines = response.iter_lines()
-        next(lines)  # it is in progress all the time
-        for number in range(1, 12):
-            send(fresh, str(number))
-        seen: list[str] = []
-        page = listed(fresh, limit=5)
-        while True:
-            seen += ids(page)
-            send(fresh, f"new-{len(seen)}")
-            if not page["has_more"]:
-                break
-            page = listed(fresh, limit=5, after=seen[-1])
-        assert seen == [str(number) for number in reversed(range(12))]
-        assert len(ids(listed(fresh))) == 12 + 3
+def test_pages_cover_everything_once_while_requests_come_in(fresh: Live) -> None:
+    for number in range(12):
+        send(fresh, str(number))
+    seen: list[str] = []
+    page = listed(fresh, limit=5)
+    while True:
+        seen += ids(page)
+        send(fresh, f"new-{len(seen)}")
+        if not page["has_more"]:
+            break
+        page = listed(fresh, limit=5, after=seen[-1])
+    assert seen == [str(number) for number in reversed(range(12))]
+    assert len(ids(listed(fresh))) == 12 + 3
 
 
 def test_has_more_counts_only_selected_requests(fresh: Live, backend: Backend) -> None:
     for number in range(4):
         send(fresh, f"ended-{number}")
-    with slow_steps(backend, 0.002), fresh.http.stream("POST", PATH, json=ENDLESS) as response:
+    with (
+        held_steps(client_of(backend), 5),
+        fresh.http.stream("POST", PATH, json=ENDLESS) as response,
+    ):
         lines = response.iter_lines()
         next(lines)
         assert len(listed(fresh, status="running", limit=1)["data"]) == 1
@@ -304,12 +308,17 @@ def test_other_tasks_get_their_turn_after_each_slice_of_a_list(
 
 
 @pytest.mark.parametrize("path", [LIST, f"{LIST}/mine"])
-def test_lists_and_reports_count_against_the_limits_of_a_key(keyed: Live, path: str) -> None:
+def test_lists_and_reports_count_against_the_limits_of_a_key(
+    keyed: Live, backend: Backend, path: str
+) -> None:
     send(keyed, "mine", "few")
     statuses = [keyed.http.get(path, headers=bearer("few")).status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
     body = {**ENDLESS, "request_id": "mine"}
-    with keyed.http.stream("POST", PATH, json=body, headers=bearer("single")) as running:
+    with (
+        held_steps(client_of(backend), 5),
+        keyed.http.stream("POST", PATH, json=body, headers=bearer("single")) as running,
+    ):
         assert running.status_code == 200
         refused = keyed.http.get(path, headers=bearer("single"))
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -403,17 +412,18 @@ def test_neighbours_of_other_keys_have_no_numbers(keyed: Live, backend: Backend)
     try:
         culprit = {**ENDLESS, "request_id": "culprit"}
         with (
-            slow_steps(backend, 0.002),
             ThreadPoolExecutor(1) as threads,
+            held_steps(client_of(backend), 5) as held,
             keyed.http.stream("POST", PATH, json=culprit, headers=bearer("two")) as running,
         ):
-            lines = (line for line in running.iter_lines() if line)
+            lines = running.iter_lines()
             next(lines)
             waiting = threads.submit(send, keyed, "victim", "one")
             keyed.wait_until("a waiting request", lambda: backend.core.scheduler.pool.num_waiting)
-            for _ in range(5):  # steps that it waits for
-                next(lines)
+            held.allow(5)
+            keyed.wait_until("steps that it waits for", held.has_stopped)
             keyed.http.delete(f"{LIST}/culprit", headers=bearer("two"))
+            held.release()
             waiting.result()
     finally:
         keyed.wait_until_idle()
