@@ -188,7 +188,9 @@ def _parameters(path: str, operation: dict[str, Any]) -> None:
     """Declare the path parameters, which routes read from the request and so have no signature."""
     names = [part[1:-1].partition(":")[0] for part in path.split("/") if part.startswith("{")]
     if names:
-        operation["parameters"] = [
+        in_path = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in names
         ]
+        in_query = [item for item in operation.get("parameters", ()) if item["in"] == "query"]
+        operation["parameters"] = [*in_path, *in_query]

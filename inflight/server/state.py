@@ -23,13 +23,13 @@ from inflight.frontend.scoring import unsupported_task
 from inflight.processes.fair_threads import FairThreads
 from inflight.router import Replicas, Router
 from inflight.scoring import Task, tasks_of
-from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission
+from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission, Turns
 from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
-from inflight.server.observability.request_log import RequestLog, Tracer
+from inflight.server.observability.request_log import RequestLog, RequestSource, Tracer
 from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
 
 T = TypeVar("T")
@@ -97,8 +97,7 @@ class ServerState:
     stored: InitVar[Responses | None] = None  # None: they are stored in this process
     counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # from other API workers
     num_answered_by_others: Callable[[], int] = lambda: 0  # requests that other API workers answer now
-    # Sends a request to all API workers and returns the bodies of their answers.
-    ask_workers: Callable[[Request], Awaitable[list[bytes]]] | None = None
+    requests_of_workers: RequestSource | None = None  # those of all API workers, in the main process
 
     def __post_init__(
         self, engine: AsyncEngine, serials: Iterator[object] | None, stored: Responses | None
@@ -115,6 +114,7 @@ class ServerState:
         self.to_unix = time.time() - time.monotonic()
         self.unsent = UnsentBytes(options.max_unsent_bytes)
         self.request_log = RequestLog(options.request_history)
+        self.report_turns = Turns()  # to read reports of requests
         limits = options.max_stored_responses, options.max_stored_bytes
         self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
         # With several keys, none of them takes the last thread from the others.

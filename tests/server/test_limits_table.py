@@ -17,6 +17,7 @@ from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSl
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
+from inflight.server.routes.requests import MAX_ANSWERS, MAX_LISTED
 from inflight.server.routes.timeline import MAX_VIEWERS
 from inflight.server.state import TEXT_THREADS
 from inflight.text import RenderLimits
@@ -38,7 +39,11 @@ CONSTANTS = {
     "keys, objects and lists in a body, together": f"{MAX_PARTS:,}",
     "values in a body, such as token ids": f"{MAX_VALUES:,}",
     "a conversation of `/v1/responses`, with the turns and items it refers to": "the limits of one body",
-    "size of a page of `input_items`": f"{MAX_PAGE_BYTES >> 20} MiB, but at least one item",
+    "size of a page of `input_items`, of requests, and of the answers in a report": (
+        f"{MAX_PAGE_BYTES >> 20} MiB, but at least one item"
+    ),
+    "requests on a page, answers on a page of a report": f"{MAX_LISTED:,}, {MAX_ANSWERS}",
+    "lists and reports of requests that a key reads at the same time": "1",
     "pipelined requests behind the one being answered": "1",
     "connections reserved for `GET /health` and `/ready`": f"an eighth, at most {MAX_RESERVED}",
     "`n`, whatever `--max-answers`": str(MAX_N),

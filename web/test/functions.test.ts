@@ -3,7 +3,7 @@ import { splitBlocks } from "../src/chat/markdown";
 import { described, resultOf, TOY_TOOLS } from "../src/chat/toyTools";
 import { duration, short } from "../src/format";
 import { expand, groupTitle } from "../src/memory";
-import { parts } from "../src/requests";
+import { parts, readPages } from "../src/requests";
 import { niceTick } from "../src/timeline/page";
 
 describe("splitBlocks", () => {
@@ -83,4 +83,16 @@ describe("groupTitle", () => {
     "names the group %s", (name, title) => {
       expect(groupTitle(name)).toBe(title);
     });
+});
+
+describe("readPages", () => {
+  const lists = [[1, 2], [3, 4], [5]];
+  const read = async (before: { data: number[] } | null) => {
+    const index = before ? lists.indexOf(before.data) + 1 : 0;
+    return { data: lists[index]!, has_more: index + 1 < lists.length };
+  };
+
+  it.each([[1, [1, 2]], [2, [1, 2, 3, 4]], [3, [1, 2, 3, 4, 5]], [9, [1, 2, 3, 4, 5]]])("reads at most %i pages", async (most, all) => {
+    expect((await readPages(most, read)).flatMap(({ data }) => data)).toEqual(all);
+  });
 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from inflight.errors import ConfigError
 from inflight.events import RequestRecord
@@ -269,11 +271,25 @@ class LocalAdmission:
 @asynccontextmanager
 async def counted(admission: AdmissionControl, caller: Caller) -> AsyncGenerator[None]:
     """Count a request while the context is open. Raises ApiError if the key's limit is reached."""
+    if caller.is_admin:  # it has no limits
+        yield
+        return
     await admission.enter(caller, None)
     try:
         yield
     finally:
         admission.leave(caller, None)
+
+
+class Turns:
+    """Lets each caller do one thing at a time, where many at once would delay the requests of others."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, caller: Caller) -> asyncio.Lock:
+        """Return the lock to hold meanwhile."""
+        return self._locks.setdefault((caller.name, caller.is_admin), asyncio.Lock())
 
 
 # ---- the keys file ----

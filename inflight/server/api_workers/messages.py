@@ -12,6 +12,7 @@ from inflight.processes.channel import Message, RemoteError, RpcCall, RpcPeer, R
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
+from inflight.server.observability.request_log import RequestKey, Selection
 from inflight.server.openai.responses.store import PageQuery, StoredResponse
 
 MAIN = -1  # the number of the main process; API workers have numbers from 0
@@ -73,6 +74,13 @@ class FindRequest(Message, frozen=True):
     only_running: bool  # ignore requests that have ended
 
 
+class SummarizeRequests(Message, frozen=True):
+    """Returns summaries of the worker's requests as JSON, as `RequestSource` does."""
+
+    keys: list[RequestKey]
+    selection: Selection | None
+
+
 class RelayedRequest(Message, frozen=True):
     """An HTTP request without a body, for another process to answer."""
 
@@ -97,6 +105,7 @@ WorkerRequest = (
     | KeepResponse
     | RemoveResponse
     | FindRequest
+    | SummarizeRequests
     | RelayedRequest
     | TakeCounts
 )

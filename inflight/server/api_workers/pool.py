@@ -9,11 +9,11 @@ import math
 import socket
 import sys
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Reversible, Sequence
+from itertools import islice
 from typing import Any
 
-from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from inflight.engine import EngineClient, EngineStats
@@ -44,14 +44,16 @@ from inflight.server.api_workers.messages import (
     Rpc,
     RpcError,
     StartWorker,
+    SummarizeRequests,
     TakeCounts,
     WorkerHeartbeat,
     WorkerRequest,
 )
-from inflight.server.api_workers.relay import answer_with, relayed_request
+from inflight.server.api_workers.relay import answer_with
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
 from inflight.server.observability.metrics import MetricCounts, add_counts
+from inflight.server.observability.request_log import RequestKey, Selection
 from inflight.server.openai.responses.store import ResponseContent
 from inflight.server.state import ServerState
 
@@ -163,8 +165,8 @@ class ApiWorkerPool:
         self._admission = LocalAdmission()
         self._workers: dict[int, ApiWorkerProcess] = {}  # by number
         self._num_launches = 0
-        # The worker of each request, by caller and id.
-        self._locations: OrderedDict[tuple[str, str], ApiWorkerProcess] = OrderedDict()
+        # The worker of each request, in the order of their admission.
+        self._locations: dict[RequestKey, ApiWorkerProcess] = {}
         self._state: ServerState | None = None
         self._stats: EngineStats
         self._is_draining = False
@@ -269,7 +271,7 @@ class ApiWorkerPool:
         self._stats = await state.model.client.stats()
         state.counts_of_others = self.counts
         state.num_answered_by_others = lambda: sum(worker.num_answered for worker in self._workers.values())
-        state.ask_workers = self._ask_all
+        state.requests_of_workers = self
         self._app: ASGIApp = create_app(state)
         self._state = state
         for worker in self._workers.values():
@@ -323,17 +325,29 @@ class ApiWorkerPool:
         all_counts = await asyncio.gather(*map(of_one, opened))
         return [counts for counts in all_counts if counts is not None]
 
-    async def _ask_all(self, request: Request) -> list[bytes]:
-        """Send a request to all workers and return the bodies of their successful answers."""
-        relayed = relayed_request(request.scope, MAIN)
-        bodies = []
-        for worker in [worker for worker in self._workers.values() if worker.is_open]:
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(COUNTS_SECONDS):
-                    response: RelayedResponse = await worker.rpc.call(relayed, RelayedResponse)
-                if response.status == 200:
-                    bodies.append(response.body)
-        return bodies
+    def keys(self) -> Reversible[RequestKey]:
+        """Return the keys of the requests of all workers, as `RequestSource` does."""
+        return self._locations.keys()
+
+    async def summaries(
+        self, keys: Sequence[RequestKey], selection: Selection | None
+    ) -> Sequence[bytes | None]:
+        """Return summaries from the workers that have the requests. A worker that is gone has none."""
+        by_worker: dict[ApiWorkerProcess, list[RequestKey]] = {}
+        for key in keys:
+            if key in self._locations:
+                by_worker.setdefault(self._locations[key], []).append(key)
+
+        async def of_one(worker: ApiWorkerProcess, own: list[RequestKey]) -> dict[RequestKey, bytes | None]:
+            request = SummarizeRequests(own, selection)
+            try:
+                return dict(zip(own, await worker.rpc.call(request, list[bytes | None]), strict=True))
+            except EngineError:
+                return {}
+
+        answers = await asyncio.gather(*(of_one(*item) for item in by_worker.items()))
+        summaries = {key: summary for answer in answers for key, summary in answer.items()}
+        return [summaries.get(key) for key in keys]
 
     async def _answer(self, worker: ApiWorkerProcess, request: WorkerRequest) -> object:
         state = self._state
@@ -383,12 +397,13 @@ class ApiWorkerPool:
 
     def _remember(self, caller: str, request_id: str, worker: ApiWorkerProcess) -> None:
         """Remember which worker has the request, and forget the oldest requests that have ended."""
+        self._locations.pop((caller, request_id), None)
         self._locations[caller, request_id] = worker
-        self._locations.move_to_end((caller, request_id))
-        while len(self._locations) > self._options.request_history + self._num_running:
-            (key, location) = self._locations.popitem(last=False)
-            if location.has_running(*key):
-                self._locations[key] = location
+        excess = len(self._locations) - self._options.request_history - self._num_running
+        if excess > 0:
+            ended = (key for key, location in self._locations.items() if not location.has_running(*key))
+            for key in list(islice(ended, excess)):
+                del self._locations[key]
 
     @property
     def _num_running(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
+from inflight.server.access.keys import Caller
 from inflight.server.access.middleware import ADMIN, ADMIN_ALONE, shows
 from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
 from inflight.server.errors import ApiError, error_response, of_exception
@@ -60,23 +62,28 @@ class RelayMiddleware:
 
     async def _target(self, scope: Scope) -> int:
         path: str = scope["path"]
+        headers = Headers(scope=scope)
         if path in COMMON or path.startswith(f"{ADMIN}/"):
+            with suppress(ApiError):  # the response counts against the key until it is read
+                scope["inflight.caller"] = self._caller(headers)
             return MAIN
         own = next((prefix for prefix in (REQUESTS, RESPONSES) if path.startswith(prefix)), None)
         if own is None:
             return self._number
-        headers = Headers(scope=scope)
         request_id = path.removeprefix(own).partition("/")[0]
         if shows(scope) and self._state.keys.is_admin(headers.get("authorization")):
             number = await self._find(None, request_id, False)
             return self._number if number is None else number
         try:
-            caller = self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
+            caller = self._caller(headers)
         except ApiError:  # this process rejects it as well as any other
             return self._number
         scope["inflight.caller"] = caller
         number = await self._find(caller.name, request_id, own == RESPONSES)
         return self._number if number is None else number
+
+    def _caller(self, headers: Headers) -> Caller:
+        return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
 
 def relayed_request(scope: Scope, target: int) -> RelayedRequest:

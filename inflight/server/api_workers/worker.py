@@ -57,6 +57,7 @@ from inflight.server.api_workers.messages import (
     Rpc,
     RpcError,
     StartWorker,
+    SummarizeRequests,
     TakeCounts,
     WorkerHeartbeat,
     WorkerRequest,
@@ -73,6 +74,7 @@ from inflight.server.openai.responses.store import (
     StoredItem,
     StoredResponse,
 )
+from inflight.server.routes.requests import OwnRequests
 from inflight.server.run import Server, hosts_of
 from inflight.server.state import ServerState
 
@@ -224,6 +226,8 @@ class ApiWorker:
         match request:
             case RelayedRequest():
                 return await answer_with(self._app, request)
+            case SummarizeRequests(keys, selection):
+                return await OwnRequests(self._state).summaries(keys, selection)
             case TakeCounts():
                 return self._counts()
         raise AssertionError(f"an API worker does not handle {request}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import msgspec
 
 from inflight.errors import ConfigError, shown
 from inflight.events import RequestRecord
@@ -24,6 +26,8 @@ Outcome = Literal["finished", "failed", "cancelled"]
 Reason = Literal[
     "first_token", "request", "disconnect", "cancelled", "shutdown"
 ]  # for ending a request early
+RequestKey = tuple[str, str]  # the caller's name and the request id, as the client sees it
+Selection = Literal["waiting", "running", "finished"]  # what a list of requests can be restricted to
 
 
 @dataclass(eq=False)
@@ -51,12 +55,57 @@ class LoggedRequest:
     queued: bool = False  # accepted by the engine
     num_answers: int = 0  # or texts; each has its own id in the engine
     engine_ids: list[str] = field(default_factory=list)  # of all answers, or of the first texts
-    records: dict[str, RequestRecord] = field(default_factory=dict)  # of those that have ended
-    num_pooled_tokens: int = 0  # of finished texts
+    num_prompt_tokens: int = 0  # of all answers, or of the texts that have ended
+    # Of all answers or texts that have ended, and of answers that were cut short:
+    num_ended_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    slowest: RequestRecord | None = None
+    _records: dict[str, RequestRecord] = field(default_factory=dict)  # until it ends
+    _packed: bytes | None = None  # the records from then on
+    _first_without_record: str | None = None  # from then on
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> RequestKey:
         return self.caller.name, self.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of tokens that all answers have by now."""
+        answers = () if self.generation is None else self.generation.answers
+        running = [answer.output for answer in answers if answer.request.request_id not in self._records]
+        return self.num_ended_tokens + sum(len(output.token_ids) for output in running)
+
+    @property
+    def records(self) -> dict[str, RequestRecord]:
+        """The records of answers and of the first texts that have ended, by the engine's ids."""
+        return self._records if self._packed is None else _UNPACK(self._packed)
+
+    @property
+    def first_without_record(self) -> str | None:
+        """The engine's id of the first answer that has not ended, or of which nothing is recorded."""
+        if self._packed is not None:
+            return self._first_without_record
+        return next((engine_id for engine_id in self.engine_ids if engine_id not in self._records), None)
+
+    def pack(self) -> None:
+        """Pack the records: there may be 100,000 in the log, which would make every garbage collection slow."""
+        self._first_without_record = self.first_without_record
+        self._packed, self._records = _PACK(self._records), {}
+
+    def add_record(self, record: RequestRecord, is_kept: bool) -> None:
+        """Add an answer or text that has ended to the totals, and keep its record if so requested."""
+        if is_kept:
+            self._records[record.request_id] = record
+        self.num_ended_tokens += record.num_output_tokens
+        self.num_cached_tokens += record.num_cached_tokens
+        self.num_preemptions += record.num_preemptions
+        if self.slowest is None or record.breakdown.total > self.slowest.breakdown.total:
+            self.slowest = record
+
+
+_PACK = msgspec.msgpack.Encoder().encode
+_UNPACK = msgspec.msgpack.Decoder(dict[str, RequestRecord]).decode
 
 
 class QueuePace:
@@ -113,8 +162,9 @@ class RequestLog:
 
     def __init__(self, max_finished: int) -> None:
         self._max_finished = max_finished
-        self._running: dict[tuple[str, str], LoggedRequest] = {}
-        self._finished: OrderedDict[tuple[str, str], LoggedRequest] = OrderedDict()
+        self._requests: dict[RequestKey, LoggedRequest] = {}  # in the order in which they were opened
+        self._running: dict[RequestKey, LoggedRequest] = {}
+        self._finished: OrderedDict[RequestKey, LoggedRequest] = OrderedDict()  # in the order of their ends
         self._by_engine_id: dict[str, LoggedRequest] = {}
         self.pace = QueuePace()
 
@@ -130,11 +180,19 @@ class RequestLog:
         assert logged.key not in self._running
         if not self._running:
             self.pace.resume()
-        self._running[logged.key] = logged
+        if logged.key in self._finished:  # the id is used again
+            self._forget(self._finished.pop(logged.key))
+        self._requests[logged.key] = self._running[logged.key] = logged
+
+    def _forget(self, logged: LoggedRequest) -> None:
+        del self._requests[logged.key]
+        for engine_id in logged.engine_ids:
+            self._by_engine_id.pop(engine_id, None)
 
     def set_generation(self, logged: LoggedRequest, generation: Generation) -> None:
         logged.generation, logged.abort = generation, generation.abort
         logged.num_answers = len(generation.request_ids)
+        logged.num_prompt_tokens = sum(answer.request.num_prompt_tokens for answer in generation.answers)
         self.set_engine_ids(logged, generation.request_ids)
 
     def set_engine_ids(self, logged: LoggedRequest, engine_ids: list[str]) -> None:
@@ -145,23 +203,22 @@ class RequestLog:
 
     def answer_ended(self, logged: LoggedRequest, record: RequestRecord) -> None:
         """Note that the engine has finished one of its answers or texts."""
-        if record.request_id in self._by_engine_id:
-            logged.records[record.request_id] = record
+        logged.add_record(record, record.request_id in self._by_engine_id)
         self.pace.record_ends(1)
 
     def close(self, logged: LoggedRequest, outcome: Outcome) -> None:
         if logged.queued:  # a refused request occupied no slot
             self.pace.record_ends(len(logged.engine_ids) - len(logged.records))
         logged.outcome = logged.outcome or outcome
+        logged.num_ended_tokens = logged.num_output_tokens
         logged.generation = logged.formatter = logged.abort = None
         logged.ended_at = time.perf_counter()
+        logged.pack()
         del self._running[logged.key]
-        old = self._finished.pop(logged.key, None)
         self._finished[logged.key] = logged
-        if old is None and len(self._finished) > self._max_finished:
-            _, old = self._finished.popitem(last=False)
-        for engine_id in old.engine_ids if old is not None else ():
-            self._by_engine_id.pop(engine_id, None)
+        if len(self._finished) > self._max_finished:
+            _, oldest = self._finished.popitem(last=False)
+            self._forget(oldest)
 
     def find_running(self, caller: Caller, request_id: str) -> LoggedRequest | None:
         """Return a caller's request if it is running."""
@@ -172,18 +229,20 @@ class RequestLog:
 
         Raises ApiError 404 for any other, whether it exists or not.
         """
-        logged = self.find_running(caller, request_id) or self._finished.get((caller.name, request_id))
+        key: RequestKey | None = (caller.name, request_id)
         if caller.is_admin:
-            logged = next((each for each in self.seen_by(caller) if each.request_id == request_id), None)
+            key = next((key for key in reversed(self._requests) if key[1] == request_id), None)
+        logged = None if key is None else self._requests.get(key)
         if logged is None:
             raise ApiError(404, f"request {shown(request_id, 200)} does not exist", code="request_not_found")
         return logged
 
-    def seen_by(self, caller: Caller) -> list[LoggedRequest]:
-        """Return a caller's requests, the latest first; an administrator sees those of all callers."""
-        everything = [*self._finished.values(), *self._running.values()]
-        seen = [logged for logged in everything if caller.is_admin or logged.caller.name == caller.name]
-        return sorted(seen, key=lambda logged: -logged.started_at)
+    def keys(self) -> Reversible[RequestKey]:
+        """Return the keys of all requests, in the order in which they were opened."""
+        return self._requests.keys()
+
+    def get(self, key: RequestKey) -> LoggedRequest | None:
+        return self._requests.get(key)
 
     async def cancel(self, logged: LoggedRequest) -> int | None:
         """Cancel a request. Return the number of freed blocks, or None if it had already ended."""
@@ -204,6 +263,33 @@ class RequestLog:
     def retry_after(self) -> int:
         """Return the estimated seconds until a queue slot is free."""
         return self.pace.seconds_to_free_slot(self._running.values())
+
+
+# ---- lists ----
+
+
+class RequestSource(Protocol):
+    """The requests that a list is made of: those of this process, or those of all API workers."""
+
+    def keys(self) -> Reversible[RequestKey]:
+        """Return the keys of all requests, in the order in which they were admitted."""
+
+    async def summaries(
+        self, keys: Sequence[RequestKey], selection: Selection | None
+    ) -> Sequence[bytes | None]:
+        """Return the summaries of requests as JSON; None for those that are not selected or have been forgotten."""
+
+
+def latest_first(keys: Reversible[RequestKey], caller: Caller) -> list[RequestKey]:
+    """Return those of the keys that a caller sees, the latest first; an administrator sees those of all callers.
+
+    Of requests with the same id only the latest is seen, which is the one that `RequestLog.find` returns.
+    """
+    seen: dict[str, RequestKey] = {}
+    for key in reversed(keys):
+        if caller.is_admin or key[0] == caller.name:
+            seen.setdefault(key[1], key)
+    return list(seen.values())
 
 
 # ---- tracing ----
@@ -291,12 +377,13 @@ def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
         "gen_ai.operation.name": _operation(logged),
         "inflight.tenant": logged.tenant,
         "inflight.num_answers": logged.num_answers,
-        "gen_ai.usage.output_tokens": sum(record.num_output_tokens for record in records),
-        "gen_ai.usage.cached_tokens": sum(record.num_cached_tokens for record in records),
-        "inflight.num_preemptions": sum(record.num_preemptions for record in records),
+        "gen_ai.usage.output_tokens": logged.num_output_tokens,
+        "gen_ai.usage.cached_tokens": logged.num_cached_tokens,
+        "inflight.num_preemptions": logged.num_preemptions,
     }
     if records:
-        attributes["gen_ai.usage.input_tokens"] = logged.num_pooled_tokens or records[0].num_prompt_tokens
+        num_tokens = records[0].num_prompt_tokens if logged.task == "generate" else logged.num_prompt_tokens
+        attributes["gen_ai.usage.input_tokens"] = num_tokens
         if records[0].admitted_at is not None:
             attributes["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
     if logged.first_token_at is not None:

@@ -160,7 +160,7 @@ class Waited(BaseModel):
 class NeighbourReport(BaseModel):
     """A request that cost another one time: by its prompt, or by running while the other waited or was preempted."""
 
-    number: int  # on the timeline
+    number: int | None  # on the timeline; null: it belongs to another key
     id: str | None  # null: it belongs to another key
     seconds: float
     why: Literal["prompt", "queue", "preemption"]
@@ -169,29 +169,44 @@ class NeighbourReport(BaseModel):
 Status = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
-class RequestReport(BaseModel):
+class RequestSummary(BaseModel):
+    """What happened to a request, with totals of its answers."""
+
     id: str
     object: Literal["request"] = "request"
     route: str
     status: Status
     created: int
     task: Task
-    num_answers: int  # or texts, of which `answers` has only the first ones
+    num_answers: int  # or texts
     stream: bool
     priority: int
     tenant: str
     total_seconds: float
     first_token_seconds: float | None
     client_seconds: float  # spent waiting for the client to read
-    answers: list[AnswerReport]
+    num_prompt_tokens: int  # of all answers together, as are the next three
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    waiting_reason: str | None  # while it waits: step, memory, slots, budget or policy
+    num_ahead: int  # while it waits: requests that arrived before it and wait too
+    why: str  # about the answer that took longest
+
+
+class RequestReport(RequestSummary):
+    """The summary of a request, a page of its answers, and the requests that delayed it."""
+
+    answers: list[AnswerReport]  # of many texts, there are only the first ones
+    has_more: bool  # there are answers after these
     waited_for: Waited
-    why: str
-    neighbours: list[NeighbourReport] | None = None  # those that cost it most; null in lists
+    neighbours: list[NeighbourReport] | None = None  # those that cost it most; null if `after` is given
 
 
-class RequestReports(BaseModel):
+class RequestList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[RequestReport]
+    data: list[RequestSummary]
+    has_more: bool
 
 
 class Cancelled(BaseModel):

@@ -204,7 +204,7 @@ class PoolingCall:
             state.metrics.requests[self.task] += 1
         usage.num_prompt_tokens += record.num_prompt_tokens
         usage.add_queue_time(record, 0.0)
-        logged.num_pooled_tokens += record.num_prompt_tokens
+        logged.num_prompt_tokens += record.num_prompt_tokens
         state.request_log.answer_ended(logged, record)
         state.metrics.record_text(self.task, record)
 

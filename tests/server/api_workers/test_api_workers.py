@@ -22,6 +22,7 @@ import pytest
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from tests.server.test_command import read_until_ready, started
 from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 SECONDS = 120.0
 KEYS = """
@@ -179,6 +180,41 @@ def test_any_worker_reports_and_cancels_a_request(server: TwoWorkers) -> None:
     for http in server.pair():
         assert http.get("/v1/requests/mine").json()["status"] == "cancelled"
         assert refusal(http.get("/v1/requests/unknown")) == (404, "request_not_found")
+
+
+def test_pages_of_a_list_cover_the_requests_of_all_workers_once(server: TwoWorkers) -> None:
+    first, second = server.pair()
+    admin, single = server.connect("the-admin-key"), server.connect("one-key")
+    for number in range(6):
+        answered((first, second)[number % 2], {**GOOD, "request_id": f"page-{number}"})
+    answered(first, {**GOOD, "request_id": "page-1"})  # used again, and now the latest
+    expected = ["page-1", "page-5", "page-4", "page-3", "page-2", "page-0"]
+    for http in (first, second, admin):
+        seen: list[str] = []
+        while expected[-1] not in seen:
+            params = {"limit": "4"} | ({"after": seen[-1]} if seen else {})
+            page = http.get("/v1/requests", params=params).json()
+            assert page["data"]
+            seen += [item["id"] for item in page["data"]]
+            answered(first, {**GOOD, "request_id": f"meanwhile-{len(seen)}"})
+        assert [name for name in seen if name.startswith("page")] == expected
+        assert len(seen) == len(set(seen))
+    assert [item["id"] for item in first.get("/v1/requests?status=running").json()["data"]] == []
+    refusals = {name: single.get("/v1/requests", params={"after": name}) for name in ("page-0", "unknown")}
+    texts = {response.text.replace(name, "NAME") for name, response in refusals.items()}
+    assert len(texts) == 1
+    assert {refusal(response) for response in refusals.values()} == {(400, "invalid_value")}
+
+
+def test_list_counts_once_against_a_key_whichever_workers_it_asks(server: TwoWorkers) -> None:
+    first, second = server.pair("one-key")
+    with first.stream("POST", "/v1/completions", json={**ENDLESS, "request_id": "single"}) as response:
+        next(response.iter_lines())
+        for path in ("/v1/requests", "/v1/requests/single"):
+            assert refusal(second.get(path)) == (429, "concurrency_limit_exceeded")
+    wait_until(lambda: second.get("/v1/requests").status_code == 200, "its end")
+    for http in (first, second):
+        assert http.get("/v1/requests/single").status_code == 200
 
 
 def shown_ids(http: httpx.Client, name: str) -> set[str | None]:

@@ -14,6 +14,7 @@ import pytest
 from inflight.timeline.trace import write_recording
 from tests.server.chat_page import ask, look, open_chat, wait_for_figures
 from tests.server.live import Backend, Live, live_server
+from tests.server.routes.test_requests import log_finished
 from tests.support.browser import Page
 
 NUM_SLOTS = 4
@@ -148,6 +149,21 @@ def test_waiting_request_is_listed_with_its_reason(page: Page, live: Live, slots
         slots.core.observers.remove(slow)
     page.wait_for("document.querySelectorAll('#request-lists section:last-child tr').length > 4")
     look(page, "requests")
+
+
+def test_earlier_requests_and_more_answers_are_shown_on_demand(page: Page, live: Live) -> None:
+    log_finished(live, 250)
+    live.complete("This is the story of many.", request_id="many", max_tokens=1, n=20)
+    page.open(f"{live.url}/requests?id=many")
+    rows = "document.querySelectorAll('#request-lists tbody tr').length"
+    answers = "document.querySelectorAll('#story .answer-story').length"
+    page.wait_for(f"{rows} === 200 && {answers} === 16")
+    page.run("document.querySelector('#request-lists > button').click()")  # it is below the visible part
+    page.wait_for(f"{rows} > 250")
+    assert not page.run("document.querySelector('#request-lists > button')")
+    page.run("document.querySelector('#story > button').click()")  # it is below the visible part
+    page.wait_for(f"{answers} === 20")
+    look(page, "pages")
 
 
 def test_memory_page_counts_every_block(page: Page, recorded: Live) -> None:

@@ -111,6 +111,9 @@ def test_stream_survives_its_engine_and_the_report_says_so(live: Live, backend: 
     assert answer["num_output_tokens"] == 200
     assert answer["breakdown"]["lost"] > 0
     assert "lost to an engine that died, until another took over" in report["why"]
+    listed = live.http.get("/v1/requests").json()["data"]
+    (summary,) = [item for item in listed if item["id"] == "outlives"]
+    assert (summary["num_output_tokens"], summary["why"]) == (200, report["why"])
     health = live.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok")
     assert health.json()["degraded"] in ([f"replica {killed} is restarting"], [])
