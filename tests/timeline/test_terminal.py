@@ -23,7 +23,7 @@ def chunks(num_requests: int, **options: Any) -> list[dict[str, Any]]:
         engine.add(make_request([index, 1, 2], 10 + 5 * index))
     engine.run()
     known: set[int] = set()
-    return [chunk_json(chunk, "0", 0.0, lambda _: True, known) for chunk in chunks_of(recorder)]
+    return [chunk_json(chunk, "0", 0.0, known) for chunk in chunks_of(recorder)]
 
 
 class _Ticks:
