@@ -101,7 +101,7 @@ class ChunkConverter:
         self._to_unix = to_unix
         self._in_thread = in_thread
         self._pause = pause
-        self._rest = 0.0  # seconds that the last work took
+        self._rest = 0.0  # seconds of a processor that the last work took
         self._working, self._reading = asyncio.Lock(), asyncio.Lock()
         self._own: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
         self._converted: OrderedDict[object, asyncio.Task[ConvertedChunk]] = OrderedDict()
@@ -128,11 +128,17 @@ class ChunkConverter:
 
     async def work(self, function: Callable[[], T]) -> T:
         """Do a bounded piece of work for the key in a thread, after a pause."""
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return function()
+            finally:
+                self._rest = time.thread_time() - began
+
         async with self._working:
             await self._pause(self._rest)
-            began = time.perf_counter()
-            result: T = await self._in_thread(function)
-            self._rest = time.perf_counter() - began
+            result: T = await self._in_thread(timed)
             return result
 
     def _keep(self, key: tuple[str, bytes, Cut | None], task: asyncio.Task[ConvertedChunk]) -> None:

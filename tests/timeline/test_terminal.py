@@ -65,7 +65,9 @@ def test_slots_of_others_are_drawn_without_their_requests() -> None:
     assert [line[:6] for line in slots] == ["slot 0", "slot 1", "slot 2"]
     assert ["█" in line for line in slots] == [False, True, False]
     lengths = [line.count("░") for line in slots]
-    assert lengths[0] > lengths[2] > lengths[1] == 0, "the longer one of the two goes on in the lowest free slot"
+    assert lengths[0] > lengths[2] > lengths[1] == 0, (
+        "the longer one of the two goes on in the lowest free slot"
+    )
 
 
 def test_picture_fits_the_terminal() -> None:

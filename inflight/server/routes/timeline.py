@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter
@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from inflight.engine import MemoryState
+from inflight.entrypoints.offline import paused_collection
 from inflight.errors import RequestError, shown
 from inflight.server.access.keys import Caller, counted
 from inflight.server.errors import ApiError
@@ -25,6 +26,8 @@ from inflight.server.state import ServerState, caller_of, state_of
 from inflight.timeline.chunks import RecordedRequest
 from inflight.timeline.stream import ChunkConverter, TimelineStream
 from inflight.timeline.trace import FileWriter
+
+T = TypeVar("T")
 
 router = APIRouter()
 
@@ -218,11 +221,19 @@ def _stream(state: ServerState, converter: ChunkConverter, request: Request) -> 
 
 def _converter(state: ServerState, caller: Caller) -> ChunkConverter:
     """Return the converter that all readers of a key share."""
+
+    async def in_thread(function: Callable[[], T]) -> T:
+        def run() -> T:
+            with paused_collection():  # it would scan all requests in the log, again and again
+                return function()
+
+        return await state.in_service_thread(run)
+
     reader = _reader(state, caller)
     converter = state.converters.get(reader)
     if converter is None:
         sees = None if reader is None else seen_by(state, caller)
-        converter = ChunkConverter(state.model.client, sees, state.to_unix, state.in_service_thread)
+        converter = ChunkConverter(state.model.client, sees, state.to_unix, in_thread)
         state.converters[reader] = converter
     return converter
 

@@ -258,15 +258,11 @@ def test_keys_see_their_own_requests_and_the_slots_of_others(two_keys: Live) -> 
         name: read_until_finished(live, "second", headers=headers, params={"since": began})
         for name, headers in (("two", two), ("admin", admin))
     }
-    requests, events, runs, others = (
-        {name: [item for chunk in read[name] for item in items(chunk)] for name in read}
-        for items in (
-            lambda chunk: chunk["requests"],
-            lambda chunk: chunk["events"],
-            lambda chunk: chunk["runs"],
-            lambda chunk: chunk["steps"]["others"],
-        )
+    requests, events, runs = (
+        {name: [item for chunk in read[name] for item in chunk[items]] for name in read}
+        for items in ("requests", "events", "runs")
     )
+    others = {name: [count for chunk in read[name] for count in chunk["steps"]["others"]] for name in read}
     (own,) = requests["two"]
     assert (own["id"], own["key"]) == ("second", "two")
     assert {event["request"] for event in events["two"]} == {run[1] for run in runs["two"]} == {own["number"]}
