@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -155,18 +161,26 @@ _TRACE = query_parameters(
 
 
 class AdmittedStream(StreamingResponse):
-    """A stream that takes its place when it is admitted, before its first byte, and leaves it after its last one."""
+    """A stream that takes its place when it is admitted, before its first byte, and leaves it before its last one."""
 
     def __init__(
         self, place: AbstractAsyncContextManager[None], content: AsyncGenerator[bytes], **options: Any
     ) -> None:
-        super().__init__(content, **options)
+        super().__init__(self._pieces(), **options)
         self._place, self._content = place, content
+        self._taken = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ENGINE_RESPONSE] = True  # made at the pace of its reader, so that nothing piles up
-        async with self._place, aclosing(self._content):
+        async with self._taken:
+            await self._taken.enter_async_context(self._place)
+            await self._taken.enter_async_context(aclosing(self._content))
             await super().__call__(scope, receive, send)
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        async for piece in self._content:
+            yield piece
+        await self._taken.aclose()  # once a client has read the end, it may have the next one
 
 
 @router.get("/v1/steps", **documented(None, TimelineChunk, 400, events=TimelineChunk, extra=_STEPS))

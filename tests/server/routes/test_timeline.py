@@ -153,35 +153,40 @@ def test_each_key_has_its_own_places_for_viewers(two_keys: Live, monkeypatch: py
         assert response.status_code == 200
 
 
-def test_place_is_taken_before_the_first_byte(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_is_taken_before_the_first_byte_and_left_before_the_last(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
+    num_viewers: list[int] = []
 
-    async def open_twice() -> tuple[int, str | None]:
-        may_send = asyncio.Event()
+    async def open_twice() -> str | None:
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:
             await asyncio.Event().wait()
             raise AssertionError
 
         async def send(_: Message) -> None:
-            await may_send.wait()
-            raise OSError("the client has left")
+            num_viewers.append(live.state.viewers.total())
+            has_begun.set()
+            await may_end.wait()
+
+        async def piece() -> AsyncGenerator[bytes]:
+            yield b"piece"
 
         def stream() -> routes.AdmittedStream:
-            return routes.AdmittedStream(routes._viewing(live.state, Caller()), nothing())
-
-        async def nothing() -> AsyncGenerator[bytes]:
-            yield b""
+            return routes.AdmittedStream(routes._viewing(live.state, Caller()), piece())
 
         first = asyncio.ensure_future(stream()({"type": "http"}, receive, send))
-        await asyncio.sleep(0)
+        await has_begun.wait()
         with pytest.raises(ApiError) as refusal:
             await stream()({"type": "http"}, receive, send)
-        may_send.set()
-        await asyncio.wait([first])
-        return live.state.viewers.total(), refusal.value.code
+        may_end.set()
+        await first
+        return refusal.value.code
 
-    assert live.backend.run(open_twice()) == (0, "too_many_viewers")
+    assert live.backend.run(open_twice()) == "too_many_viewers"
+    assert num_viewers == [1, 1, 0], "with the headers, a piece, and the end"
 
 
 class BusyThreads:
