@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
@@ -11,6 +12,7 @@ from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -31,6 +33,7 @@ from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
 from inflight.server.observability.request_log import RequestLog, RequestSource, Tracer
 from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
+from inflight.timeline.stream import ChunkConverter
 
 T = TypeVar("T")
 
@@ -109,7 +112,10 @@ class ServerState:
         )
         self.admin_key = AdminKey(options.admin_key, self.keys)
         self.keys.set_admin(options.admin_key)
-        self.num_viewers = 0  # of the timeline
+        # Readers of the timeline by key; None: those who see everyone's requests.
+        self.viewers: Counter[str | None] = Counter()
+        self.tracing: set[str | None] = set()
+        self.converters: WeakValueDictionary[str | None, ChunkConverter] = WeakValueDictionary()
         # Times of the engines' clock plus this are seconds since 1970.
         self.to_unix = time.time() - time.monotonic()
         self.unsent = UnsentBytes(options.max_unsent_bytes)

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from inflight.timeline.chunks import Chunk, RecordedRequest, TimelineEvent, encode_chunk, remember
+from inflight.timeline.chunks import (
+    RUN_LENGTH,
+    Chunk,
+    RecordedRequest,
+    TimelineEvent,
+    encode_chunk,
+    remember,
+)
 from inflight.timeline.open_runs import DECODE, OpenRun
 
-MAX_EVENTS = 4096  # in one chunk
+MAX_KEPT = 4096  # descriptions of requests, of steps that were dropped
 LARGEST = 2**32 - 1  # in a column
 
 
@@ -26,6 +33,14 @@ class RecordedTimes(NamedTuple):
 
 # The times of a step, and the columns from "tokens" on.
 StepRow = tuple[RecordedTimes, int, int, int, int, int, int]
+
+
+class ChunkLimits(NamedTuple):
+    """A chunk is closed when it has this many of something, so that converting it takes little time."""
+
+    steps: int
+    events: int
+    runs: int
 
 
 class ChunkBuilder:
@@ -50,6 +65,10 @@ class ChunkBuilder:
     @property
     def is_empty(self) -> bool:
         return not self.steps and not self.events
+
+    def is_full(self, limits: ChunkLimits) -> bool:
+        num_runs = len(self.runs) // RUN_LENGTH
+        return len(self.steps) >= limits.steps or len(self.events) >= limits.events or num_runs >= limits.runs
 
     def add_events(self, events: Iterable[TimelineEvent], infos: Iterable[RecordedRequest]) -> None:
         self.events += events
@@ -94,7 +113,7 @@ class ChunkBuilder:
         open_runs = list(open_runs)
         data = self.encode(open_runs)
         if self._known is not None:
-            sent = [*self.requests.values(), *(run.info for run in open_runs)]
+            sent = [*self.requests, *(run.info.number for run in open_runs)]
             remember(self._known, sent, self.events)
         self._begin_next()
         self.skipped = 0
@@ -105,7 +124,7 @@ class ChunkBuilder:
         self.skipped += len(self.steps)
         requests = self.requests
         self._begin_next()
-        self.requests = requests if len(requests) < MAX_EVENTS else {}
+        self.requests = requests if len(requests) < MAX_KEPT else {}
 
     def _begin_next(self) -> None:
         self._num_events += len(self.events)

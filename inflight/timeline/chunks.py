@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from inflight.request import RequestOrigin
@@ -206,54 +207,76 @@ def _codec() -> tuple[Callable[[Chunk], bytes], Callable[[bytes], Chunk]]:
 
 # ---- JSON ----
 
+FAILED = "the step failed"  # for readers who may not see all requests: a message can be about one of them
+
 
 def chunk_json(
-    chunk: Chunk, replica: str, to_unix: float, sees: Callable[[RecordedRequest], bool], known: set[int]
+    chunk: Chunk, replica: str, to_unix: float, known: set[int], own: Container[int] | None = None
 ) -> dict[str, Any]:
     """Return a chunk as `GET /v1/steps` sends it.
 
-    `to_unix` is added to all times. Requests for which `sees` returns False keep nothing but their number. `known`
-    holds the numbers of requests that the reader has been sent, without those that have ended.
+    `to_unix` is added to all times. `known` holds the numbers of requests that the reader has been sent, without those
+    that have ended. `own` holds those that it may see, None means all: of others, the reader learns nothing but how
+    many slots they have in each step. What a step computed for everyone is in its columns.
     """
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
     steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
     steps |= {name: chunk.column(name).tolist() for name in COLUMNS}
+    runs = [run for run in chunk.runs() if own is None or run.request in own]
+    steps["others"] = [0] * chunk.num_steps if own is None else _others(chunk, own)
+    requests = [info for info in chunk.requests if own is None or info.number in own]
+    events = [event for event in chunk.events if own is None or event.request in own]
     result: dict[str, Any] = {
         "replica": replica,
         "slots": chunk.slots,
         "budget": chunk.budget,
         "kv": {"blocks": chunk.blocks, "block_size": chunk.block_size},
         "steps": steps,
-        "runs": list(chunk.runs()),
-        "requests": [
-            request_json(info, to_unix, sees(info)) for info in chunk.requests if info.number not in known
-        ],
-        "events": [_event_json(event, to_unix) for event in sorted(chunk.events, key=lambda event: event.at)],
+        "runs": runs,
+        "requests": [request_json(info, to_unix) for info in requests if info.number not in known],
+        "events": [_event_json(event, to_unix) for event in sorted(events, key=lambda event: event.at)],
     }
     if chunk.failed:
-        result["failed"] = {str(number): text for number, text in chunk.failed.items()}
+        result["failed"] = {
+            str(number): text if own is None else FAILED for number, text in chunk.failed.items()
+        }
     if chunk.skipped:
         result["skipped"] = chunk.skipped
-    remember(known, chunk.requests, chunk.events)
+    remember(known, (info.number for info in requests), events)
     return result
 
 
-def remember(known: set[int], requests: Iterable[RecordedRequest], events: Iterable[TimelineEvent]) -> None:
+def _others(chunk: Chunk, own: Container[int]) -> list[int]:
+    """Return, for each step, the number of slots that requests outside `own` have."""
+    changes = [0] * (chunk.num_steps + 1)
+    for run in chunk.runs():
+        if run.request not in own:
+            begin = run.first_step - chunk.first_step
+            changes[begin] += 1
+            changes[begin + run.num_steps] -= 1
+    return list(accumulate(changes[:-1]))
+
+
+def remember(known: set[int], numbers: Iterable[int], events: Iterable[TimelineEvent]) -> None:
     """Add requests that a reader has been sent, and forget those that have ended or are very old."""
-    known.update(info.number for info in requests)
+    known.update(numbers)
     known.difference_update(event.request for event in events if event.type in ENDS)
-    if len(known) > MAX_KNOWN:
-        latest = sorted(known)[-MAX_KNOWN // 2 :]
-        known.clear()
-        known.update(latest)
+    forget_old(known)
 
 
-def request_json(info: RecordedRequest, to_unix: float, is_visible: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"number": info.number, "arrived": round(info.arrived + to_unix, 6)}
-    if not is_visible:
-        return result
+def forget_old(numbers: set[int]) -> None:
+    """Keep only the latest of too many requests."""
+    if len(numbers) > MAX_KNOWN:
+        latest = sorted(numbers)[-MAX_KNOWN // 2 :]
+        numbers.clear()
+        numbers.update(latest)
+
+
+def request_json(info: RecordedRequest, to_unix: float) -> dict[str, Any]:
     origin = info.origin or RequestOrigin(info.request_id)
-    result |= {
+    result: dict[str, Any] = {
+        "number": info.number,
+        "arrived": round(info.arrived + to_unix, 6),
         "id": origin.request_id,
         "answer": origin.answer,
         "key": origin.key,

@@ -2,7 +2,7 @@
 
 Steps become runs and columns, and these become chunks in two places:
 
-    EngineCore ─► Recorder, OpenRuns ─┬─ ChunkBuilder, closed after STEPS_PER_CHUNK ─► ring of chunks ─► `page`
+    EngineCore ─► Recorder, OpenRuns ─┬─ ChunkBuilder, closed at the limits of CHUNK ─► ring of chunks ─► `page`
                                       └─ ChunkBuilder, closed by `take`, while watched ─► viewers
 """
 
@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
-from inflight.timeline.chunk_builder import MAX_EVENTS, ChunkBuilder, RecordedTimes
+from inflight.timeline.chunk_builder import ChunkBuilder, ChunkLimits, RecordedTimes
 from inflight.timeline.chunks import RecordedRequest, TimelineEvent, TimelinePage, TimelineQuery
 from inflight.timeline.open_runs import OpenRun, OpenRuns
 
 MAX_BYTES = 64 << 20  # of the ring
 CHUNK_OVERHEAD = 256  # bytes that Python needs for each chunk in the ring
-STEPS_PER_CHUNK = 256
-MAX_UNTAKEN_STEPS = 4096  # kept for a viewer that takes none
+CHUNK = ChunkLimits(steps=256, events=1024, runs=2048)  # of the ring
+UNTAKEN = ChunkLimits(steps=4096, events=4096, runs=1 << 14)  # kept for viewers that take nothing
+MAX_DESCRIBED = 1024  # requests that did nothing in a page's last chunk, but are described in it
 TAKE_EVERY = 1 / 30  # seconds between two chunks for viewers
 PAGE_BYTES = 1 << 20
 # Step and request numbers of a restarted engine start at the next multiple, so that they are never used twice.
@@ -215,8 +216,7 @@ class Recorder(NoRecorder):
 
     def _close_full_chunks(self) -> None:
         for builder in self._builders:
-            max_steps = STEPS_PER_CHUNK if builder is self._builder else MAX_UNTAKEN_STEPS
-            if len(builder.steps) >= max_steps or len(builder.events) >= MAX_EVENTS:
+            if builder.is_full(CHUNK if builder is self._builder else UNTAKEN):
                 self._overflow(builder)
 
     def _overflow(self, builder: ChunkBuilder) -> None:
@@ -273,7 +273,10 @@ class Recorder(NoRecorder):
         return max(0.0, self._taken_at + TAKE_EVERY - now)
 
     def page(self, query: TimelineQuery, replica: str = "0") -> TimelinePage:
-        """Return the next recorded chunks. The last one is not full yet, and describes all requests in the engine."""
+        """Return the next recorded chunks.
+
+        The last ones describe all requests in the engine: the one that is not full yet, and others without steps.
+        """
         position = -1 if query.positions is None else query.positions.get(replica, -1)
         chunks: list[tuple[str, bytes]] = []
         num_bytes = 0
@@ -283,8 +286,13 @@ class Recorder(NoRecorder):
                     return TimelinePage(chunks, {replica: number})
                 chunks.append((replica, data))
                 num_bytes += len(data)
-        snapshot = self._builder.encode(self._runs, self._infos.values())
-        return TimelinePage([*chunks, (replica, snapshot)], {})
+        infos = list(self._infos.values())
+        snapshots = [self._builder.encode(self._runs, infos[:MAX_DESCRIBED])]
+        for first in range(MAX_DESCRIBED, len(infos), MAX_DESCRIBED):
+            builder = ChunkBuilder(self._sizes)
+            builder.start_at(self._next_step, self._num_events)
+            snapshots.append(builder.encode((), infos[first : first + MAX_DESCRIBED]))
+        return TimelinePage([*chunks, *((replica, data) for data in snapshots)], {})
 
 
 def _info(request: Request) -> RecordedRequest:

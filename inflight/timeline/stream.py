@@ -1,26 +1,38 @@
-"""The past and the present of a timeline for one viewer, each step exactly once."""
+"""The past and the present of a timeline for one viewer, each step exactly once.
+
+engine ─► TimelineStream, one for each viewer ─► parts of `GET /v1/steps`
+                └── ChunkConverter, one for all viewers of a key: each chunk becomes JSON once
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from inflight.errors import EngineDeadError
 from inflight.timeline.chunks import (
+    ENDS,
     Chunk,
     RecordedRequest,
     TimelinePage,
     TimelineQuery,
     chunk_json,
     decode_chunk,
+    forget_old,
 )
 from inflight.timeline.recorder import NUMBERS_PER_GENERATION
 
+T = TypeVar("T")
+
 MAX_PENDING_BYTES = 4 << 20  # of chunks that a slow viewer has not taken
 RESUME_SECONDS = 2.0  # a viewer that was too slow goes on with the last seconds
+MAX_CONVERTED_BYTES = 8 << 20  # of chunks that a converter keeps for the other viewers of its key
 
 
 class TimelineSource(Protocol):
@@ -31,22 +43,153 @@ class TimelineSource(Protocol):
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage: ...
 
 
+class Cut(NamedTuple):
+    """Leaves out the steps and events before a moment, before a step, and before an event."""
+
+    since: float
+    step: int
+    event: int
+
+
+class ConvertedChunk(NamedTuple):
+    """A chunk as JSON. `requests` are apart, because each viewer is sent only those that it does not know."""
+
+    first_step: int
+    end_step: int
+    first_event: int
+    end_event: int
+    began_at: float  # the first step or event
+    body: bytes  # a JSON object without requests and without its closing brace
+    has_events: bool
+    requests: dict[int, bytes]  # by number
+    ended: frozenset[int]
+
+    def part(self, replica: str, known: set[int], skipped: int) -> TimelinePart:
+        """Return the JSON for a viewer who knows some of the requests."""
+        descriptions = [data for number, data in self.requests.items() if number not in known]
+        left_out = b',"skipped":%d' % skipped if skipped else b""
+        data = b'%b,"requests":[%b]%b}' % (self.body, b",".join(descriptions), left_out)
+        return TimelinePart(replica, self.end_step - 1 if self.end_step > self.first_step else -1, data)
+
+
+class TimelinePart(NamedTuple):
+    """A chunk for one viewer."""
+
+    replica: str
+    last_step: int  # -1: it has none
+    data: bytes  # JSON
+
+
+class ChunkConverter:
+    """Turns chunks into JSON for the viewers of one key: each chunk once, one at a time, with a pause before each.
+
+    A chunk is a bounded amount of work. It is done outside the event loop, and each pause is as long as the work before
+    it took, so that a key's viewers never keep more than half a processor busy, however many there are.
+    """
+
+    def __init__(
+        self,
+        source: TimelineSource,
+        sees: Callable[[RecordedRequest], bool] | None,
+        to_unix: float,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`sees` returns whether the key may know a request; None: it may know all. `to_unix` is added to all times."""
+        self._source = source
+        self._sees = sees
+        self._to_unix = to_unix
+        self._in_thread = in_thread
+        self._pause = pause
+        self._rest = 0.0  # seconds of a processor that the last work took
+        self._working, self._reading = asyncio.Lock(), asyncio.Lock()
+        self._own: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
+        self._converted: OrderedDict[object, asyncio.Task[ConvertedChunk]] = OrderedDict()
+        self._sizes: dict[object, int] = {}  # bytes of those that are done
+        self._num_bytes = 0
+
+    async def read(self, query: TimelineQuery) -> TimelinePage:
+        """Return a page of the past, which is empty if the engine is gone."""
+        async with self._reading:
+            with contextlib.suppress(EngineDeadError):
+                return await self._source.read_timeline(query)
+            return TimelinePage([], {})
+
+    async def convert(self, replica: str, data: bytes, cut: Cut | None = None) -> ConvertedChunk:
+        """Return an encoded chunk as JSON."""
+        key = replica, data, cut
+        task = self._converted.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self.work(lambda: self._convert(replica, data, cut)))
+            self._converted[key] = task
+            task.add_done_callback(lambda done: self._keep(key, done))
+        self._converted.move_to_end(key)
+        return await asyncio.shield(task)  # other viewers may wait for it too
+
+    async def work(self, function: Callable[[], T]) -> T:
+        """Do a bounded piece of work for the key in a thread, after a pause."""
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return function()
+            finally:
+                self._rest = time.thread_time() - began
+
+        async with self._working:
+            await self._pause(self._rest)
+            result: T = await self._in_thread(timed)
+            return result
+
+    def _keep(self, key: tuple[str, bytes, Cut | None], task: asyncio.Task[ConvertedChunk]) -> None:
+        """Keep a converted chunk, and drop the ones that were used longest ago."""
+        if task.cancelled() or task.exception() is not None:
+            del self._converted[key]
+            return
+        result = task.result()
+        self._sizes[key] = len(key[1]) + len(result.body) + sum(map(len, result.requests.values()))
+        self._num_bytes += self._sizes[key]
+        while self._num_bytes > MAX_CONVERTED_BYTES:
+            oldest = next(key for key in self._converted if key in self._sizes)
+            del self._converted[oldest]
+            self._num_bytes -= self._sizes.pop(oldest)
+
+    def _convert(self, replica: str, data: bytes, cut: Cut | None) -> ConvertedChunk:
+        import msgspec
+
+        chunk = decode_chunk(data)
+        own: set[int] | None = None
+        if self._sees is not None:
+            own = self._own.setdefault(replica, set())
+            own.update(info.number for info in chunk.requests if self._sees(info))
+            forget_old(own)
+        if cut is not None:
+            chunk = _since(chunk, cut.since).after(cut.step, cut.event)
+        began_at = min([*chunk.times[:1], *(event.at for event in chunk.events[:1])], default=math.inf)
+        result = chunk_json(chunk._replace(skipped=0), replica, self._to_unix, set(), own)
+        encode = msgspec.json.encode
+        return ConvertedChunk(
+            *(chunk.first_step, chunk.end_step, chunk.first_event, chunk.end_event, began_at),
+            requests={request["number"]: encode(request) for request in result.pop("requests")},
+            ended=frozenset(event["request"] for event in result["events"] if event["type"] in ENDS),
+            has_events=bool(result["events"]),
+            body=encode(result)[:-1],
+        )
+
+
 class TimelineStream:
     """The chunks for one viewer. Those that it does not take in time are left out."""
 
     def __init__(
         self,
         source: TimelineSource,
-        sees: Callable[[RecordedRequest], bool],
+        converter: ChunkConverter,
         clock: Callable[[], float],
-        to_unix: float,
         replica: str | None = None,
     ) -> None:
-        """`sees` returns whether the viewer may know a request; `to_unix` is added to times of `clock`."""
         self._source = source
-        self._sees = sees
+        self._converter = converter
         self._clock = clock
-        self._to_unix = to_unix
         self._replica = replica
         self._pending: list[tuple[str, bytes]] = []
         self._num_pending_bytes = 0
@@ -55,16 +198,17 @@ class TimelineStream:
         self._known: dict[str, set[int]] = {}  # request numbers that were sent, by replica
         # The next step and event, by replica and generation of its engine.
         self._next: dict[tuple[str, int], tuple[int, int]] = {}
+        self._idle: dict[tuple[str, int], TimelinePart] = {}  # of engines that did nothing: what they are
 
-    async def chunks(self, since: float | None, idle: float) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield chunks as JSON, beginning with those since a moment or, without one, with what happens from now on.
+    async def chunks(self, since: float | None, idle: float) -> AsyncGenerator[TimelinePart | None]:
+        """Yield chunks, beginning with those since a moment or, without one, with what happens from now on.
 
         Yield None after `idle` seconds without a chunk.
         """
         stop = self._source.watch_timeline(self._put)
         try:
-            async for chunk in self.past(self._clock() if since is None else since):
-                yield chunk
+            async for part in self.past(self._clock() if since is None else since):
+                yield part
             while True:
                 try:
                     async with asyncio.timeout(idle):
@@ -74,15 +218,15 @@ class TimelineStream:
                     continue
                 self._arrived.clear()
                 pending, self._pending, self._num_pending_bytes = self._pending, [], 0
-                decoded = [(replica, decode_chunk(data)) for replica, data in pending]
-                if self._is_behind or any(self._misses(*item) for item in decoded):
-                    self._is_behind = False
-                    async for chunk in self.past(self._clock() - RESUME_SECONDS):
-                        yield chunk
-                for replica, latest in decoded:
-                    shown = self._show(replica, latest)
-                    if shown is not None:
-                        yield shown
+                is_behind, self._is_behind = self._is_behind, False
+                for replica, data in pending:
+                    if is_behind or await self._misses(replica, data):
+                        is_behind = False
+                        async for part in self.past(self._clock() - RESUME_SECONDS):
+                            yield part
+                    latest = await self._show(replica, data)
+                    if latest is not None:
+                        yield latest
         finally:
             stop()
 
@@ -92,46 +236,62 @@ class TimelineStream:
         self._pending.append((replica, data))
         self._num_pending_bytes += len(data)
         if self._num_pending_bytes > MAX_PENDING_BYTES:
-            self._pending, self._num_pending_bytes, self._is_behind = [], 0, True
+            self._pending, self._num_pending_bytes = [(replica, data)], len(data)
+            self._is_behind = True
         self._arrived.set()
 
-    async def past(self, since: float) -> AsyncGenerator[dict[str, Any]]:
+    async def past(self, since: float) -> AsyncGenerator[TimelinePart]:
         """Yield what was recorded since a moment and has not been yielded."""
         query = TimelineQuery(since, None, self._replica)
         while True:
-            page = TimelinePage([], {})
-            with contextlib.suppress(EngineDeadError):
-                page = await self._source.read_timeline(query)
+            page = await self._converter.read(query)
             for replica, data in page.chunks:
-                chunk = await asyncio.to_thread(decode_chunk, data)
-                shown = self._show(replica, _since(chunk, since), is_first=True)
-                if shown is not None:
-                    yield shown
+                part = await self._show(replica, data, since)
+                if part is not None:
+                    yield part
             if not page.positions:
-                return
+                break
             query = TimelineQuery(since, page.positions, self._replica)
+        for part in self._idle.values():
+            yield part
+        self._idle.clear()
 
-    def _misses(self, replica: str, chunk: Chunk) -> bool:
+    async def _misses(self, replica: str, data: bytes) -> bool:
         """Return whether steps before a chunk are missing."""
+        chunk = await self._converter.convert(replica, data)
         step, _ = self._next.get(_engine(replica, chunk), (chunk.first_step, 0))
         return chunk.first_step > step
 
-    def _show(self, replica: str, chunk: Chunk, is_first: bool = False) -> dict[str, Any] | None:
-        """Return the part of a chunk that was not shown yet, or None. `is_first`: new descriptions suffice."""
-        engine = _engine(replica, chunk)
-        known = self._known.setdefault(replica, set())
+    async def _show(self, replica: str, data: bytes, since: float | None = None) -> TimelinePart | None:
+        """Return the part of a chunk that was not shown yet, or None. With `since`, which a chunk of the past has, new
+        descriptions suffice."""
+        chunk = await self._converter.convert(replica, data)
+        engine, known = _engine(replica, chunk), self._known.setdefault(replica, set())
         is_new = engine not in self._next
         step, event = self._next.get(engine, (chunk.first_step, chunk.first_event))
-        skipped = max(0, chunk.first_step - step)
-        chunk = chunk.after(step, event)._replace(skipped=skipped)
-        self._next[engine] = max(step, chunk.end_step), max(event, chunk.end_event)
-        has_news = is_first and any(info.number not in known for info in chunk.requests)
-        if not chunk.num_steps and not chunk.events and not has_news and not is_new:
+        if since is None and not is_new and chunk.end_step <= step and chunk.end_event <= event:
             return None
-        return chunk_json(chunk, replica, self._to_unix, self._sees, known)
+        # What the chunk does not have need not be cut: so viewers share what was converted.
+        begin = -math.inf if since is None or since <= chunk.began_at else since
+        cut = Cut(begin, max(step, chunk.first_step), max(event, chunk.first_event))
+        if cut != (-math.inf, chunk.first_step, chunk.first_event):
+            chunk = await self._converter.convert(replica, data, cut)
+        skipped = 0 if is_new else max(0, chunk.first_step - step)
+        self._next[engine] = max(step, chunk.end_step), max(event, chunk.end_event)
+        has_news = since is not None and not known.issuperset(chunk.requests)
+        part = chunk.part(replica, known, skipped)
+        known.update(chunk.requests)
+        known -= chunk.ended
+        forget_old(known)
+        if chunk.end_step > chunk.first_step or chunk.has_events or has_news:
+            self._idle.pop(engine, None)
+            return part
+        if is_new:
+            self._idle[engine] = part
+        return None
 
 
-def _engine(replica: str, chunk: Chunk) -> tuple[str, int]:
+def _engine(replica: str, chunk: ConvertedChunk) -> tuple[str, int]:
     return replica, chunk.first_step // NUMBERS_PER_GENERATION
 
 

@@ -3,14 +3,16 @@
     slot 0  ▒████████▒█████████            ▒  a prompt is computed (prefill)
     slot 1     ▒██████████               █  a token is produced in each step (decode)
     queue        ▁▂▂▁                      ·  a finished request still holds the slot
+                                           ░  others' requests have so many slots
 
-The colour of a cell is that of its request.
+The colour of a cell is that of its request. Which slots others have is not known: the lowest free ones are drawn.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rich.console import Group
@@ -22,6 +24,7 @@ SPARKS = " ▁▂▃▄▅▆▇█"
 CELLS = {SlotKind.PREFILL: "▒", SlotKind.DECODE: "█", SlotKind.HELD: "·"}
 RANKS = {SlotKind.PREFILL: 3, SlotKind.DECODE: 2, SlotKind.HELD: 1}  # where a column has several
 COLOURS = ("blue", "yellow", "cyan", "magenta", "green", "bright_blue", "bright_yellow", "bright_magenta")
+OTHERS = ("░", "dim")
 LABEL_WIDTH = 9
 HEADER_LINES = 5
 
@@ -37,6 +40,7 @@ class ShownStep(NamedTuple):
     waiting: int
     used: int
     cached: int
+    others: int
 
 
 class ReplicaWindow:
@@ -56,9 +60,7 @@ class ReplicaWindow:
         for index, number in enumerate(columns["step"]):
             parts = tuple(columns[name][index] for name in ("schedule", "launch", "device", "update"))
             begin = columns["at"][index]
-            counts = (
-                columns[name][index] for name in ("tokens", "output", "running", "waiting", "used", "cached")
-            )
+            counts = (columns[name][index] for name in ShownStep._fields[4:])
             self.steps.append(ShownStep(number, begin, begin + sum(parts) / 1e6, parts, *counts))
         self.runs.extend(SlotRun(*values) for values in chunk["runs"])
         self.failed |= {int(number): text for number, text in chunk.get("failed", {}).items()}
@@ -138,6 +140,12 @@ class _Picture:
                 if ranks.get((run.slot, column), 0) <= RANKS[kind]:
                     ranks[run.slot, column] = RANKS[kind]
                     row[column] = cell
+        for column, others in enumerate(map(int, self._highest("others"))):
+            free = (
+                slot for slot in range(self._window.slots) if slot not in rows or rows[slot][column] == empty
+            )
+            for slot in islice(free, others):
+                rows.setdefault(slot, [empty] * self._num_columns)[column] = OTHERS
         return rows
 
     def _summary(self) -> Text:

@@ -11,14 +11,16 @@ import gzip
 import json
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from inflight.timeline.chunk_builder import RecordedTimes
 from inflight.timeline.chunks import (
+    ENDS,
     SlotKind,
     SlotRun,
     TimelinePage,
@@ -31,12 +33,19 @@ from inflight.web import recording_document
 VERSION = 1
 HOST, DEVICE, FIRST_SLOT = 1, 2, 10  # numbers of tracks
 RATE_SECONDS = 0.1  # over which tokens per second are averaged
+MAX_ENDED = 1024  # requests whose ids are kept after their end: later steps of theirs may have been in flight
+GZIP = 31  # tells zlib to write a gzip header
+_TRACE = {"displayTimeUnit": "ms", "otherData": {"recorder": "inflight"}}
 _KINDS = {SlotKind.DECODE: "decode", SlotKind.PREFILL: "prefill", SlotKind.HELD: "held"}
 
 
 def recording_of(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return chunks as one JSON object, for files and for pages that show them."""
-    return {"object": "recording", "version": VERSION, "created": time.time(), "chunks": list(chunks)}
+    return _recording() | {"chunks": list(chunks)}
+
+
+def _recording() -> dict[str, Any]:
+    return {"object": "recording", "version": VERSION, "created": time.time()}
 
 
 def read_recording(read: Callable[[TimelineQuery], TimelinePage], to_unix: float) -> dict[str, Any]:
@@ -45,7 +54,7 @@ def read_recording(read: Callable[[TimelineQuery], TimelinePage], to_unix: float
     while True:
         page = read(query)
         for replica, data in page.chunks:
-            chunks.append(chunk_json(decode_chunk(data), replica, to_unix, lambda _: True, known))
+            chunks.append(chunk_json(decode_chunk(data), replica, to_unix, known))
         if not page.positions:
             return recording_of(chunks)
         query = TimelineQuery(-math.inf, page.positions)
@@ -64,36 +73,48 @@ def write_recording(recording: dict[str, Any], path: str | PathLike[str]) -> Non
 
 def trace_of(recording: dict[str, Any]) -> dict[str, Any]:
     """Return the trace of a recording."""
-    replicas = sorted({chunk["replica"] for chunk in recording["chunks"]})
-    events: list[dict[str, Any]] = []
-    for index, replica in enumerate(replicas, 1):
-        chunks = [chunk for chunk in recording["chunks"] if chunk["replica"] == replica]
-        events += ReplicaTrace(index, replica, chunks).events()
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"recorder": "inflight"}}
+    trace, events = Trace(), list[dict[str, Any]]()
+    for chunk in recording["chunks"]:
+        events += trace.add(chunk)
+    return {"traceEvents": events + trace.end(), **_TRACE}
 
 
-def joined(runs: Iterable[Sequence[int]]) -> list[SlotRun]:
-    """Return runs in order, with those joined that chunks had cut."""
-    result: list[SlotRun] = []
-    latest: dict[int, int] = {}  # the last run of each slot, as an index of `result`
-    for run in sorted((SlotRun(*values) for values in runs), key=lambda run: (run.first_step, run.slot)):
-        index = latest.get(run.slot)
-        if index is not None and _continues(result[index], run):
-            before = result[index]
-            result[index] = before._replace(
-                num_steps=before.num_steps + run.num_steps, outputs=before.outputs + run.outputs
-            )
-        else:
-            latest[run.slot] = len(result)
-            result.append(run)
-    return result
+class FileWriter:
+    """Writes a trace or a recording piece by piece, compressed with gzip. It holds little more than a chunk."""
+
+    def __init__(self, as_trace: bool) -> None:
+        self._trace = Trace() if as_trace else None
+        fields, items = (_TRACE, "traceEvents") if as_trace else (_recording(), "chunks")
+        self._separator = f'{json.dumps(fields)[:-1]}, "{items}": ['.encode()
+        self._gzip = zlib.compressobj(5, wbits=GZIP)
+
+    def add(self, chunk: bytes) -> bytes:
+        """Return the next bytes of the file, which may be none. `chunk` is a chunk as JSON."""
+        import msgspec
+
+        if self._trace is None:
+            return self._write(chunk)
+        return self._write(msgspec.json.encode(self._trace.add(msgspec.json.decode(chunk)))[1:-1])
+
+    def end(self) -> bytes:
+        """Return the last bytes of the file."""
+        last = b"" if self._trace is None else self._write(json.dumps(self._trace.end()).encode()[1:-1])
+        begin = b"" if self._separator == b"," else self._separator
+        return last + self._gzip.compress(begin + b"]}") + self._gzip.flush()
+
+    def _write(self, items: bytes) -> bytes:
+        if not items:
+            return b""
+        separator, self._separator = self._separator, b","
+        return self._gzip.compress(separator + items)
+
+
+def _end_step(run: SlotRun) -> int:
+    return run.first_step + run.num_steps
 
 
 def _continues(run: SlotRun, later: SlotRun) -> bool:
-    end_step, end_token = (
-        run.first_step + run.num_steps,
-        run.first_token + run.num_steps * run.tokens_per_step,
-    )
+    end_step, end_token = _end_step(run), run.first_token + run.num_steps * run.tokens_per_step
     is_same = (run.request, run.kind, run.tokens_per_step) == (
         later.request,
         later.kind,
@@ -112,53 +133,81 @@ def first_output(run: SlotRun) -> int:
     return run.first_token + run.num_steps * run.tokens_per_step
 
 
-def _without_overlaps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return slices in order, shortened where they begin before the previous one of their track has ended.
+class OpenSlice(NamedTuple):
+    """The last run of a slot, which the next chunk may continue, with its times in microseconds."""
 
-    Times are rounded to microseconds, and steps that failed together were on the device at the same time.
-    """
-    ends: dict[int, float] = {}
-    events.sort(key=lambda event: (event["ts"], event.get("dur", 0.0)))
-    for event in events:
-        if event["ph"] == "X":
-            end = event["ts"] + event["dur"]
-            event["ts"] = round(max(event["ts"], ends.get(event["tid"], 0.0)), 3)
-            event["dur"] = round(max(0.0, end - event["ts"]), 3)
-            ends[event["tid"]] = event["ts"] + event["dur"]
-    return events
+    run: SlotRun
+    begin: float
+    end: float
+
+
+class Trace:
+    """Turns chunks into the events of a trace, one after the other."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, ReplicaTrace] = {}
+
+    def add(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that follow from the next chunk."""
+        name = chunk["replica"]
+        if name not in self._replicas:
+            self._replicas[name] = ReplicaTrace(len(self._replicas) + 1, name)
+        return list(self._replicas[name].add(chunk))
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the events of what is still open."""
+        return [event for replica in self._replicas.values() for event in replica.end()]
 
 
 class ReplicaTrace:
-    """The events of one replica."""
+    """Makes the events of one replica. It remembers only what the next chunk may continue."""
 
-    def __init__(self, pid: int, replica: str, chunks: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, pid: int, replica: str) -> None:
         self._pid = pid
         self._replica = replica
-        self._chunks = chunks
-        self._requests = {item["number"]: item for chunk in chunks for item in chunk["requests"]}
-        self._steps: dict[int, RecordedTimes] = {}  # by number, in microseconds
-        self._columns: dict[int, dict[str, int]] = {}
-        for chunk in chunks:
-            self._read_steps(chunk["steps"])
+        self._tracks: set[int] = set()  # those that have a name
+        self._busy_until: dict[int, float] = {}  # by track
+        self._open: dict[int, OpenSlice] = {}  # by slot
+        self._requests: dict[int, dict[str, Any]] = {}
+        self._ended: deque[int] = deque()  # the requests that have ended, as long as they are known
+        self._phases: dict[int, str] = {}  # open phase of each request
+        self._outputs: deque[tuple[float, int]] = deque()  # of the last steps: end and tokens
+        self._num_outputs = 0  # in `_outputs`
+        self._last_at = 0.0
 
-    def _read_steps(self, steps: dict[str, list[Any]]) -> None:
-        for index, number in enumerate(steps["step"]):
-            times = [steps["at"][index] * 1e6]
-            for name in ("schedule", "launch", "device", "update"):
-                times.append(times[-1] + steps[name][index])
-            self._steps[number] = RecordedTimes(*times)
-            self._columns[number] = {name: column[index] for name, column in steps.items()}
+    def add(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events that follow from the next chunk."""
+        columns = chunk["steps"]
+        steps = dict(_step_times(columns))
+        yield from self._name_tracks(chunk)
+        yield from self._begin_requests(chunk["requests"])
+        slices = [*self._step_events(chunk, steps), *self._slot_events(chunk["runs"], steps)]
+        yield from self._without_overlaps(slices)
+        for times in steps.values():
+            self._last_at = max(self._last_at, times.updated_at)
+        for event in sorted(chunk["events"], key=lambda event: event["at"]):
+            yield from self._request_event(event)
+        for index, times in enumerate(steps.values()):
+            yield from self._counters({name: values[index] for name, values in columns.items()}, times)
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        yield self._name("process_name", f"replica {self._replica}")
-        yield self._name("thread_name", "host", HOST)
-        yield self._name("thread_name", "device", DEVICE)
-        runs = joined(run for chunk in self._chunks for run in chunk["runs"])
-        for slot in sorted({run.slot for run in runs}):
-            yield self._name("thread_name", f"slot {slot}", FIRST_SLOT + slot)
-        yield from _without_overlaps([*self._step_events(), *self._slot_events(runs)])
-        yield from self._request_events()
-        yield from self._counters()
+    def end(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of what is still open."""
+        yield from self._without_overlaps([self._slot_slice(item) for item in self._open.values()])
+        for number, phase in self._phases.items():
+            yield self._span("e", number, phase, self._last_at)
+            yield self._span("e", number, self._label(number), self._last_at)
+
+    # ---- tracks ----
+
+    def _name_tracks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if not self._tracks:
+            yield self._name("process_name", f"replica {self._replica}")
+        names = {HOST: "host", DEVICE: "device"}
+        names |= {FIRST_SLOT + slot: f"slot {slot}" for slot in sorted({run[0] for run in chunk["runs"]})}
+        for track, name in names.items():
+            if track not in self._tracks:
+                self._tracks.add(track)
+                yield self._name("thread_name", name, track)
 
     def _name(self, what: str, name: str, track: int = 0) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": self._pid, "tid": track, "args": {"name": name}}
@@ -170,12 +219,29 @@ class ReplicaTrace:
         where = {"pid": self._pid, "tid": track, "ts": round(begin, 3), "dur": duration}
         return {"ph": "X", "name": name, "cat": category, **where, "args": args}
 
-    def _step_events(self) -> Iterator[dict[str, Any]]:
-        failed = {
-            int(number): text for chunk in self._chunks for number, text in chunk.get("failed", {}).items()
-        }
-        for number, times in self._steps.items():
-            columns = {name: value for name, value in self._columns[number].items() if name != "at"}
+    def _without_overlaps(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return slices in order, shortened where they begin before the previous one of their track has ended.
+
+        Times are rounded to microseconds, and steps that failed together were on the device at the same time.
+        """
+        ends = self._busy_until
+        events.sort(key=lambda event: (event["ts"], event.get("dur", 0.0)))
+        for event in events:
+            if event["ph"] == "X":
+                end = event["ts"] + event["dur"]
+                event["ts"] = round(max(event["ts"], ends.get(event["tid"], 0.0)), 3)
+                event["dur"] = round(max(0.0, end - event["ts"]), 3)
+                ends[event["tid"]] = event["ts"] + event["dur"]
+        return events
+
+    # ---- steps and slots ----
+
+    def _step_events(
+        self, chunk: dict[str, Any], steps: dict[int, RecordedTimes]
+    ) -> Iterator[dict[str, Any]]:
+        failed = {int(number): text for number, text in chunk.get("failed", {}).items()}
+        for index, (number, times) in enumerate(steps.items()):
+            columns = {name: values[index] for name, values in chunk["steps"].items() if name != "at"}
             yield self._slice(
                 HOST, "schedule", "host", times.scheduled_at, times.launched_at, {"step": number}
             )
@@ -188,45 +254,67 @@ class ReplicaTrace:
                 args = {"step": number, "error": failed[number]}
                 yield {"ph": "i", "s": "p", "name": "step failed", "cat": "failure", **where, "args": args}
 
+    def _slot_events(
+        self, runs: Sequence[Sequence[int]], steps: dict[int, RecordedTimes]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the slices of runs that have ended, joining those that were cut at the ends of chunks."""
+        for run in sorted((SlotRun(*values) for values in runs), key=lambda run: (run.first_step, run.slot)):
+            first, last = (steps.get(number) for number in (run.first_step, _end_step(run) - 1))
+            if first is None or last is None:
+                continue
+            before = self._open.get(run.slot)
+            if before is not None and _continues(before.run, run):
+                joined = before.run._replace(
+                    num_steps=before.run.num_steps + run.num_steps, outputs=before.run.outputs + run.outputs
+                )
+                self._open[run.slot] = OpenSlice(joined, before.begin, last.finished_at)
+            else:
+                if before is not None:
+                    yield self._slot_slice(before)
+                self._open[run.slot] = OpenSlice(run, first.device_began_at, last.finished_at)
+        end_step = max(steps, default=-1) + 1
+        for slot, item in list(self._open.items()):
+            if _end_step(item.run) < end_step:
+                yield self._slot_slice(self._open.pop(slot))
+
+    def _slot_slice(self, item: OpenSlice) -> dict[str, Any]:
+        run = item.run
+        args: dict[str, Any] = {"request": run.request, **run._asdict()}
+        info = self._requests.get(run.request, {})
+        if "prompt_tokens" in info:
+            args["first_output"] = first_output(run) - info["prompt_tokens"]
+        kind = _KINDS[SlotKind(run.kind)]
+        name = f"{kind} {self._label(run.request)}"
+        return self._slice(FIRST_SLOT + run.slot, name, kind, item.begin, item.end, args)
+
+    # ---- requests ----
+
     def _label(self, number: int) -> str:
         return str(self._requests.get(number, {}).get("id", f"request {number}"))
 
-    def _slot_events(self, runs: Sequence[SlotRun]) -> Iterator[dict[str, Any]]:
-        for run in runs:
-            last_step = run.first_step + run.num_steps - 1
-            if run.first_step not in self._steps or last_step not in self._steps:
-                continue
-            begin, end = self._steps[run.first_step].device_began_at, self._steps[last_step].finished_at
-            args: dict[str, Any] = {"request": run.request, **run._asdict()}
-            info = self._requests.get(run.request, {})
-            if "prompt_tokens" in info:
-                args["first_output"] = first_output(run) - info["prompt_tokens"]
-            kind = _KINDS[SlotKind(run.kind)]
-            name = f"{kind} {self._label(run.request)}"
-            yield self._slice(FIRST_SLOT + run.slot, name, kind, begin, end, args)
+    def _begin_requests(self, infos: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for info in infos:
+            number = info["number"]
+            if number not in self._requests:
+                self._requests[number] = info
+                self._phases[number] = "queued"
+                yield self._span("b", number, self._label(number), info["arrived"] * 1e6, info)
+                yield self._span("b", number, "queued", info["arrived"] * 1e6)
 
-    def _request_events(self) -> Iterator[dict[str, Any]]:
-        phases: dict[int, str] = {}  # open phase of each request
-        last_at = max((times.updated_at for times in self._steps.values()), default=0.0)
-        events = sorted((event for chunk in self._chunks for event in chunk["events"]), key=lambda e: e["at"])
-        for number, info in self._requests.items():
-            yield self._span("b", number, self._label(number), info["arrived"] * 1e6, info)
-            yield self._span("b", number, "queued", info["arrived"] * 1e6)
-            phases[number] = "queued"
-        for event in events:
-            number, at = event["request"], event["at"] * 1e6
-            last_at = max(last_at, at)
-            if event["type"] == "arrive" or number not in phases:
-                continue
-            yield self._span("e", number, phases.pop(number), at)
-            if event["type"] in ("finish", "abort"):
-                yield self._span("e", number, self._label(number), at, event)
-            else:
-                phases[number] = "running" if event["type"] == "admit" else "preempted"
-                yield self._span("b", number, phases[number], at, event)
-        for number, phase in phases.items():  # they have not ended
-            yield self._span("e", number, phase, last_at)
-            yield self._span("e", number, self._label(number), last_at)
+    def _request_event(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        number, at = event["request"], event["at"] * 1e6
+        self._last_at = max(self._last_at, at)
+        if event["type"] == "arrive" or number not in self._phases:
+            return
+        yield self._span("e", number, self._phases.pop(number), at)
+        if event["type"] in ENDS:
+            yield self._span("e", number, self._label(number), at, event)
+            self._ended.append(number)
+            if len(self._ended) > MAX_ENDED:
+                del self._requests[self._ended.popleft()]
+        else:
+            self._phases[number] = "running" if event["type"] == "admit" else "preempted"
+            yield self._span("b", number, self._phases[number], at, event)
 
     def _span(
         self, kind: str, number: int, name: str, at: float, args: dict[str, Any] | None = None
@@ -234,20 +322,27 @@ class ReplicaTrace:
         where = {"pid": self._pid, "tid": HOST, "ts": round(at, 3), "id": f"{self._replica}:{number}"}
         return {"ph": kind, "name": name, "cat": "request", **where, "args": args or {}}
 
-    def _counters(self) -> Iterator[dict[str, Any]]:
-        numbers = sorted(self._steps)
-        finished = [self._steps[number].finished_at for number in numbers]
-        outputs = [self._columns[number]["output"] for number in numbers]
-        total, sums = 0, [0]
-        for output in outputs:
-            total += output
-            sums.append(total)
-        for index, number in enumerate(numbers):
-            columns, at = self._columns[number], round(finished[index], 3)
-            first = bisect_left(finished, finished[index] - RATE_SECONDS * 1e6)
-            rate = (sums[index + 1] - sums[first]) / RATE_SECONDS
-            where = {"ph": "C", "pid": self._pid, "tid": 0, "ts": at}
-            yield {"name": "KV blocks", **where, "args": {name: columns[name] for name in ("used", "cached")}}
-            yield {"name": "queue", **where, "args": {"waiting": columns["waiting"]}}
-            yield {"name": "running", **where, "args": {"running": columns["running"]}}
-            yield {"name": "tokens/s", **where, "args": {"tokens/s": round(rate, 1)}}
+    # ---- counters ----
+
+    def _counters(self, columns: dict[str, Any], times: RecordedTimes) -> Iterator[dict[str, Any]]:
+        finished, at = times.finished_at, round(times.finished_at, 3)
+        self._outputs.append((finished, columns["output"]))
+        self._num_outputs += columns["output"]
+        while self._outputs[0][0] < finished - RATE_SECONDS * 1e6:
+            self._num_outputs -= self._outputs.popleft()[1]
+        where = {"ph": "C", "pid": self._pid, "tid": 0, "ts": at}
+        yield {"name": "KV blocks", **where, "args": {name: columns[name] for name in ("used", "cached")}}
+        yield {"name": "queue", **where, "args": {"waiting": columns["waiting"]}}
+        yield {"name": "running", **where, "args": {"running": columns["running"]}}
+        yield {"name": "slots of others", **where, "args": {"slots": columns.get("others", 0)}}
+        rate = self._num_outputs / RATE_SECONDS
+        yield {"name": "tokens/s", **where, "args": {"tokens/s": round(rate, 1)}}
+
+
+def _step_times(steps: dict[str, list[Any]]) -> Iterator[tuple[int, RecordedTimes]]:
+    """Yield the number and the times of each step, in microseconds."""
+    for index, number in enumerate(steps["step"]):
+        times = [steps["at"][index] * 1e6]
+        for name in ("schedule", "launch", "device", "update"):
+            times.append(times[-1] + steps[name][index])
+        yield number, RecordedTimes(*times)

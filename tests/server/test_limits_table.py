@@ -67,7 +67,8 @@ CONSTANTS = {
     ),
     "new grammars of a tenant that are compiled at the same time, and that wait": f"{MAX_PER_OWNER}, {MAX_WAITING}",
     "rate and concurrency of a key": "none",
-    "readers of `/v1/steps`, for each API worker": str(MAX_VIEWERS),
+    "readers of `/v1/steps`, for each key and API worker": str(MAX_VIEWERS),
+    "traces being written, for each key and API worker": "1",
 }
 ELSEWHERE = {"request_history", "shutdown_timeout"}  # limits of other groups of options
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import RequestPool, ScheduledStep
-from inflight.timeline import Chunk, RecordedTimes, Recorder, SlotKind, TimelineQuery, decode_chunk
-from inflight.timeline.chunks import SlotRun
+from inflight.timeline import (
+    Chunk,
+    RecordedTimes,
+    Recorder,
+    SlotKind,
+    TimelinePage,
+    TimelineQuery,
+    decode_chunk,
+)
+from inflight.timeline.chunks import SlotRun, encode_chunk
 
 
 class Cell(NamedTuple):
@@ -47,6 +55,28 @@ def chunks_of(recorder: Recorder, since: float = 0.0) -> list[Chunk]:
         page = recorder.page(TimelineQuery(since, page.positions))
         chunks += [data for _, data in page.chunks]
     return [decode_chunk(data) for data in chunks]
+
+
+class Replay:
+    """An engine that has recorded the first chunks, of which a page has three, and records others in `go_on`."""
+
+    def __init__(self, past: Sequence[Chunk], later: Sequence[Chunk] = ()) -> None:
+        self._past, self._later = past, later
+        self._observer: Callable[[str, bytes], None] | None = None
+
+    def watch_timeline(self, observer: Callable[[str, bytes], None]) -> Callable[[], None]:
+        self._observer = observer
+        return lambda: None
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        first = 0 if query.positions is None else query.positions["0"]
+        chunks = [("0", encode_chunk(chunk)) for chunk in self._past[first : first + 3]]
+        return TimelinePage(chunks, {"0": first + 3} if first + 3 < len(self._past) else {})
+
+    def go_on(self) -> None:
+        assert self._observer is not None
+        for chunk in self._later:
+            self._observer("0", encode_chunk(chunk))
 
 
 class NaiveRecorder(Recorder):

@@ -134,7 +134,7 @@ def test_only_requests_that_join_or_leave_are_looked_at(monkeypatch: pytest.Monk
 
 
 def test_chunks_close_after_their_steps_and_join_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 8)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=8))
     engine = FakeEngine()
     recorder = recording(engine)
     engine.add(make_request([1, 2], 30))
@@ -148,8 +148,37 @@ def test_chunks_close_after_their_steps_and_join_without_a_gap(monkeypatch: pyte
     assert tokens == [2, 9, 17, 25]
 
 
+def test_chunks_close_after_their_events_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = recorder_module.CHUNK._replace(events=9, runs=6)
+    monkeypatch.setattr(recorder_module, "CHUNK", limits)
+    engine = FakeEngine(num_blocks=200, max_num_seqs=4)
+    recorder = recording(engine)
+    for index in range(40):
+        engine.add(make_request([index, 2], 1 + index % 5))
+    engine.run()
+    chunks = chunks_of(recorder)
+    assert sum(len(chunk.events) for chunk in chunks) == 120
+    most = 2 * 4  # that a step can add: four requests leave and four join
+    assert all(len(chunk.events) < limits.events + most for chunk in chunks)
+    assert all(len(list(chunk.runs())) < limits.runs + most + 4 for chunk in chunks), "and the open runs"
+
+
+def test_requests_that_wait_are_described_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_DESCRIBED", 10)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(events=8))
+    engine = FakeEngine(max_num_seqs=1)
+    recorder = recording(engine)
+    for index in range(45):
+        engine.add(make_request([index], 3))
+    engine.step()
+    snapshots = [decode_chunk(data) for _, data in recorder.page(TimelineQuery(float("inf"))).chunks]
+    assert {info.number for chunk in snapshots for info in chunk.requests} >= set(range(45))
+    assert all(len(chunk.requests) < 20 for chunk in snapshots)
+    assert {chunk.end_event for chunk in snapshots} == {46}, "45 arrived, one was admitted"
+
+
 def test_ring_drops_its_oldest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=4))
     engine = FakeEngine(num_blocks=200)
     recorder = recording(engine, max_bytes=4000)
     engine.add(make_request([1, 2], 400))
@@ -161,7 +190,7 @@ def test_ring_drops_its_oldest_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_are_bounded_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=4))
     monkeypatch.setattr(recorder_module, "PAGE_BYTES", 1000)
     engine = FakeEngine(num_blocks=200)
     recorder = recording(engine)
@@ -175,7 +204,7 @@ def test_pages_are_bounded_and_complete(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_reading_since_a_moment_leaves_out_earlier_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 4)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=4))
     engine = FakeEngine(num_blocks=200)
     recorder = recording(engine)
     engine.add(make_request([1, 2], 40))
@@ -187,7 +216,7 @@ def test_reading_since_a_moment_leaves_out_earlier_chunks(monkeypatch: pytest.Mo
 
 
 def test_viewer_that_takes_nothing_is_told_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_UNTAKEN_STEPS", 10)
+    monkeypatch.setattr(recorder_module, "UNTAKEN", recorder_module.UNTAKEN._replace(steps=10))
     engine = FakeEngine(num_blocks=200)
     recorder = recording(engine)
     recorder.watch(True)
@@ -249,7 +278,7 @@ def test_json_hides_the_requests_of_others() -> None:
     engine.run()
     (chunk,) = chunks_of(recorder)
     known: set[int] = set()
-    data = chunk_json(chunk, "3", 1000.0, lambda info: info.origin is origin or info.number == 0, known)
+    data = chunk_json(chunk, "3", 1000.0, known, own={0})
     assert data["replica"] == "3"
     assert data["requests"] == [
         {
@@ -262,11 +291,15 @@ def test_json_hides_the_requests_of_others() -> None:
             "prompt_tokens": 2,
             "priority": 0,
             "text": "Hello",
-        },
-        {"number": 1, "arrived": pytest.approx(1000.0, abs=0.01)},
+        }
     ]
     assert data["steps"]["step"] == [0, 1, 2]
-    assert known == set(), "both have ended"
+    assert data["steps"]["others"] == [1, 1, 1]
+    assert {run.request for run in data["runs"]} == {event["request"] for event in data["events"]} == {0}
+    assert known == set(), "it has ended"
+    everything = chunk_json(chunk, "3", 1000.0, set())
+    assert everything["steps"]["others"] == [0, 0, 0]
+    assert {item["number"] for item in everything["requests"]} == {0, 1}
 
 
 def test_failed_steps_are_recorded_with_their_message() -> None:
@@ -287,6 +320,7 @@ def test_failed_steps_are_recorded_with_their_message() -> None:
     (chunk,) = chunks_of(recorder)
     assert list(chunk.failed) == [1]
     assert "RuntimeError" in chunk.failed[1]
+    assert chunk_json(chunk, "0", 0.0, set(), own=set())["failed"] == {"1": "the step failed"}
     reasons = [event.reason for event in chunk.events if event.type == "preempt"]
     assert reasons[:2] == ["failure", "failure"]
     assert chunk.column("output")[1] == 0

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from inflight.engine import EngineClient, InprocClient
 from inflight.router import Router
+from inflight.timeline import Chunk
 from inflight.timeline import stream as stream_module
 from inflight.timeline.chunks import MAX_KNOWN, chunk_json
-from inflight.timeline.stream import TimelineStream
+from inflight.timeline.stream import ChunkConverter, TimelineStream
 from tests.support.requests import FakeEngine, make_request
-from tests.timeline.cells import cells_of
+from tests.timeline.cells import Replay, cells_of, chunks_of
 
 
 def client(step_seconds: float = 0.0) -> InprocClient:
@@ -32,7 +35,12 @@ def client(step_seconds: float = 0.0) -> InprocClient:
 
 
 def viewer(source: EngineClient, replica: str | None = None) -> TimelineStream:
-    return TimelineStream(source, lambda _: True, time.monotonic, 0.0, replica)
+    converter = ChunkConverter(source, None, 0.0, asyncio.to_thread)
+    return TimelineStream(source, converter, time.monotonic, replica)
+
+
+async def past(stream: TimelineStream) -> list[dict[str, Any]]:
+    return [json.loads(part.data) async for part in stream.past(0.0)]
 
 
 async def generate(source: EngineClient, num_tokens: int, name: str | None = None) -> None:
@@ -50,8 +58,8 @@ async def collect(stream: TimelineStream, since: float | None, until: int) -> li
     async with asyncio.timeout(60), contextlib.aclosing(stream.chunks(since, 1.0)) as chunks:
         async for chunk in chunks:
             if chunk is not None:
-                read.append(chunk)
-                num_ended += sum(event["type"] == "finish" for event in chunk["events"])
+                read.append(json.loads(chunk.data))
+                num_ended += sum(event["type"] == "finish" for event in read[-1]["events"])
             if num_ended >= until:
                 break
     return read
@@ -106,7 +114,7 @@ async def test_slow_viewer_goes_on_with_the_latest_steps(monkeypatch: pytest.Mon
                 async for chunk in chunks:
                     if chunk is None:
                         break
-                    read.append(chunk)
+                    read.append(json.loads(chunk.data))
     finally:
         await source.close()
     assert sum(chunk.get("skipped", 0) for chunk in read) > 0
@@ -122,11 +130,11 @@ async def test_each_replica_has_its_own_lanes() -> None:
     router = await Router.start(start, 2)
     try:
         await asyncio.gather(*(generate(router, 40, f"r{index}") for index in range(8)))
-        read = [chunk async for chunk in viewer(router).past(0.0)]
+        read = await past(viewer(router))
         assert {chunk["replica"] for chunk in read} == {"0", "1"}
         outputs = sum(cell.outputs for cell in cells_of(run for chunk in read for run in chunk["runs"]))
         assert outputs == 320
-        only = [chunk async for chunk in viewer(router, "1").past(0.0)]
+        only = await past(viewer(router, "1"))
         assert {chunk["replica"] for chunk in only} == {"1"}
         reading = asyncio.create_task(collect(viewer(router), None, 8))
         await asyncio.sleep(0.05)
@@ -143,13 +151,84 @@ async def test_known_requests_are_bounded() -> None:
     source = client()
     try:
         await generate(source, 3)
-        (data,) = [chunk async for chunk in viewer(source).past(0.0)]
+        (data,) = await past(viewer(source))
         assert data["requests"]
     finally:
         await source.close()
-    from tests.timeline.cells import chunks_of  # the same chunk, for a reader that has seen many requests
-
     recorder: Any = source._core.recorder
-    known = set(range(100, 100 + 2 * MAX_KNOWN))
-    chunk_json(chunks_of(recorder)[0], "0", 0.0, lambda _: True, known)
+    known = set(range(100, 100 + 2 * MAX_KNOWN))  # of a reader that has seen many requests
+    chunk_json(chunks_of(recorder)[0], "0", 0.0, known)
     assert len(known) <= MAX_KNOWN
+
+
+def recorded_chunks(num_requests: int, num_tokens: int) -> list[Chunk]:
+    """Return the chunks of requests that ran one after the other."""
+    engine = FakeEngine(num_blocks=400, max_num_seqs=16)
+    engine.core.record()
+    for index in range(num_requests):
+        engine.add(make_request([index, 2, 3], num_tokens))
+        engine.run()
+    recorder: Any = engine.core.recorder
+    return chunks_of(recorder)
+
+
+class Journal:
+    """A converter's threads and pauses, which writes down what is done in which order."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.pauses: list[float] = []
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        self.entries.append("work")
+        return await asyncio.to_thread(function)
+
+    async def pause(self, seconds: float) -> None:
+        self.entries.append("pause")
+        self.pauses.append(seconds)
+        await asyncio.sleep(0)
+
+
+async def test_viewers_of_a_key_share_one_conversion_of_each_chunk_with_pauses_between() -> None:
+    chunks, journal = recorded_chunks(6, 300), Journal()
+    source = Replay(chunks)
+    converter = ChunkConverter(source, None, 0.0, journal.in_thread, journal.pause)
+    streams = [TimelineStream(source, converter, time.monotonic) for _ in range(8)]
+    read = await asyncio.gather(*map(past, streams))
+    assert len(chunks) > 6
+    assert journal.entries == ["pause", "work"] * len(chunks)
+    assert journal.pauses[0] == 0.0
+    assert all(seconds > 0 for seconds in journal.pauses[1:]), "as long as the work before"
+    assert all(each == read[0] for each in read)
+    assert sum(len(chunk["steps"]["step"]) for chunk in read[0]) == 1800
+
+
+async def test_converted_chunks_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "MAX_CONVERTED_BYTES", 100_000)
+    chunks = recorded_chunks(6, 300)
+    source = Replay(chunks)
+    converter = ChunkConverter(source, None, 0.0, asyncio.to_thread)
+    first = await past(TimelineStream(source, converter, time.monotonic))
+    kept = [task.result() for task in converter._converted.values()]
+    assert 0 < sum(len(chunk.body) for chunk in kept) < 100_000
+    assert len(kept) < len(chunks)
+    assert await past(TimelineStream(source, converter, time.monotonic)) == first
+
+
+async def test_viewer_that_leaves_does_not_end_the_conversion_for_others() -> None:
+    source = Replay(recorded_chunks(1, 30))
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slowly(function: Callable[[], Any]) -> Any:
+        began.set()
+        await may_end.wait()
+        return function()
+
+    converter = ChunkConverter(source, None, 0.0, slowly)
+    reading = [asyncio.create_task(past(TimelineStream(source, converter, time.monotonic))) for _ in range(2)]
+    await began.wait()
+    reading[0].cancel()
+    may_end.set()
+    assert await reading[1]
+    with pytest.raises(asyncio.CancelledError):
+        await reading[0]

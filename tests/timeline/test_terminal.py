@@ -14,7 +14,7 @@ from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 
 
-def chunks(num_requests: int, **options: Any) -> list[dict[str, Any]]:
+def chunks(num_requests: int, own: set[int] | None = None, **options: Any) -> list[dict[str, Any]]:
     engine = FakeEngine(num_blocks=200, **options)
     engine.core.clock = _Ticks(0.01).__next__
     recorder = Recorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
@@ -23,7 +23,7 @@ def chunks(num_requests: int, **options: Any) -> list[dict[str, Any]]:
         engine.add(make_request([index, 1, 2], 10 + 5 * index))
     engine.run()
     known: set[int] = set()
-    return [chunk_json(chunk, "0", 0.0, lambda _: True, known) for chunk in chunks_of(recorder)]
+    return [chunk_json(chunk, "0", 0.0, known, own) for chunk in chunks_of(recorder)]
 
 
 class _Ticks:
@@ -55,6 +55,19 @@ def test_slots_are_drawn_with_their_prefills_and_decodes() -> None:
     assert all("▒" in line and "█" in line for line in slots)
     lengths = [line.count("█") for line in slots]
     assert lengths == sorted(lengths), "requests with more tokens take longer"
+
+
+def test_slots_of_others_are_drawn_without_their_requests() -> None:
+    window = TimelineWindow(10.0)
+    for chunk in chunks(3, own={1}):
+        window.add(chunk)
+    slots = [line for line in drawn(window, window.replicas["0"].steps[-1].end) if line.startswith("slot")]
+    assert [line[:6] for line in slots] == ["slot 0", "slot 1", "slot 2"]
+    assert ["█" in line for line in slots] == [False, True, False]
+    lengths = [line.count("░") for line in slots]
+    assert lengths[0] > lengths[2] > lengths[1] == 0, (
+        "the longer one of the two goes on in the lowest free slot"
+    )
 
 
 def test_picture_fits_the_terminal() -> None:

@@ -27,9 +27,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def recording(recorder: Recorder, replica: str = "0") -> dict[str, Any]:
     known: set[int] = set()
-    return recording_of(
-        [chunk_json(chunk, replica, 1e9, lambda _: True, known) for chunk in chunks_of(recorder)]
-    )
+    return recording_of([chunk_json(chunk, replica, 1e9, known) for chunk in chunks_of(recorder)])
 
 
 def eventful_run(depth: int) -> tuple[FakeEngine, Recorder, list[Request]]:
@@ -71,7 +69,7 @@ def eventful_run(depth: int) -> tuple[FakeEngine, Recorder, list[Request]]:
 def test_trace_has_every_output_token_once_in_order_on_one_slot(
     depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "STEPS_PER_CHUNK", 16)
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=16))
     engine, recorder, requests = eventful_run(depth)
     assert engine.scheduler.pool.num_preemptions > 2
     assert engine.core.stats().num_failed_steps

@@ -28,6 +28,16 @@ describe("Replica", () => {
     expect(replica.runAt(1, 15)).toBeNull();
   });
 
+  it("shows as many of the lowest free slots in use as others have", () => {
+    const replica = new Replica("0"), shared = chunk(0, 4, [[1, 7, Kind.Decode, 0, 3, 1, 30]]);
+    shared.steps.others = [0, 1, 2, 2];
+    replica.add(shared);
+    const shown = [0, 1, 2, 3].map((row) => [0, 1, 2, 3].filter((slot) => replica.isOthers(slot, row)));
+    expect(shown).toEqual([[], [0], [0, 2], [0, 1]]);
+    expect(replica.mostShared).toBe(3);
+    expect(replica.summary(0, 4).others).toBe(2);
+  });
+
   it("ignores what a reopened stream repeats", () => {
     const replica = new Replica("0"), first = chunk(0, 10, [[0, 1, Kind.Decode, 0, 10, 1, 5]]);
     replica.add(first);

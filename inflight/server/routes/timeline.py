@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Literal
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+)
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from inflight.engine import MemoryState
+from inflight.entrypoints.offline import paused_collection
 from inflight.errors import RequestError, shown
-from inflight.server.access.keys import Caller
+from inflight.server.access.keys import Caller, counted
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import ENGINE_RESPONSE
 from inflight.server.openapi import documented, query_parameters, respond
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.timeline.chunks import RecordedRequest
-from inflight.timeline.stream import TimelineStream
-from inflight.timeline.trace import recording_of, trace_of
+from inflight.timeline.stream import ChunkConverter, TimelineStream
+from inflight.timeline.trace import FileWriter
+
+T = TypeVar("T")
 
 router = APIRouter()
 
-MAX_VIEWERS = 64  # of /v1/steps in one process
+MAX_VIEWERS = 16  # of /v1/steps, for each key in one process
 POLL = 1.0  # seconds between checks whether the server shuts down
 SILENCE = 10.0  # seconds after which a comment is sent
 MAX_TRACE_SECONDS = 600.0
@@ -52,6 +61,7 @@ class RecordedStepColumns(BaseModel):
     waiting: list[int] = Field(description="Waiting requests.")
     used: list[int] = Field(description="KV blocks in use.")
     cached: list[int] = Field(description="KV blocks that are not in use, but that prefix hits can find.")
+    others: list[int] = Field(description="Slots in use by requests that you may not see.")
 
 
 class KVSize(BaseModel):
@@ -60,16 +70,16 @@ class KVSize(BaseModel):
 
 
 class ShownRequest(BaseModel):
-    """A request on the timeline. Those of other keys have only a number and the time of their arrival."""
+    """A request on the timeline: one of yours or, for the admin key and without keys, anyone's."""
 
     number: int = Field(description="Unique on its replica.")
     arrived: float = Field(description="Seconds since 1970.")
-    id: str | None = None
-    answer: int | None = Field(None, description="Index of the answer, where a request has several.")
-    key: str | None = Field(None, description="The name of the API key.")
-    route: str | None = None
-    prompt_tokens: int | None = None
-    priority: int | None = None
+    id: str
+    answer: int = Field(description="Index of the answer, where a request has several.")
+    key: str = Field(description="The name of the API key.")
+    route: str
+    prompt_tokens: int
+    priority: int
     text: str | None = Field(None, description="The prompt, shortened; only with --timeline-text.")
 
 
@@ -128,7 +138,7 @@ class MemoryMap(BaseModel):
 
 
 class TraceFile(BaseModel):
-    """A Chrome trace, or a recording."""
+    """A Chrome trace, or a recording. It has what `/v1/steps` shows you."""
 
     traceEvents: list[dict[str, Any]] | None = None  # noqa: N815
     chunks: list[TimelineChunk] | None = None
@@ -150,56 +160,110 @@ _TRACE = query_parameters(
 )
 
 
+class AdmittedStream(StreamingResponse):
+    """A stream that takes its place when it is admitted, before its first byte, and leaves it before its last one."""
+
+    def __init__(
+        self, place: AbstractAsyncContextManager[None], content: AsyncGenerator[bytes], **options: Any
+    ) -> None:
+        super().__init__(self._pieces(), **options)
+        self._place, self._content = place, content
+        self._taken = AsyncExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ENGINE_RESPONSE] = True  # made at the pace of its reader, so that nothing piles up
+        async with self._taken:
+            await self._taken.enter_async_context(self._place)
+            await self._taken.enter_async_context(aclosing(self._content))
+            await super().__call__(scope, receive, send)
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        async for piece in self._content:
+            yield piece
+        await self._taken.aclose()  # once a client has read the end, it may have the next one
+
+
 @router.get("/v1/steps", **documented(None, TimelineChunk, 400, events=TimelineChunk, extra=_STEPS))
 async def steps(request: Request) -> Response:
     """Stream the engines' steps as server-sent events: which request had which slot, and what happened to requests.
 
-    Each event is named `steps` and has a chunk of consecutive steps of one replica; there are at most 30 a second.
-    Requests of other API keys are shown without their id; the admin key sees everything.
+    Each event is named `steps` and has a chunk of consecutive steps of one replica; new steps come at most 30 times a
+    second. Of the requests of other API keys, only the number of their slots is shown; the admin key sees everything.
     """
-    state = state_of(request)
+    state, caller = state_of(request), caller_of(request)
     since = _number(request, "since", None)
     if since is not None:
         since = time.monotonic() + since if since < 0 else since - state.to_unix
-    if state.num_viewers >= MAX_VIEWERS:
-        message = f"{MAX_VIEWERS} viewers read the timeline, which is the limit"
+    events = _events(state, _stream(state, _converter(state, caller), request), since)
+    place = _viewing(state, caller)
+    return AdmittedStream(place, events, media_type="text/event-stream", headers=NO_BUFFERING)
+
+
+@asynccontextmanager
+async def _viewing(state: ServerState, caller: Caller) -> AsyncGenerator[None]:
+    """Take one of a key's places for viewers. Raises ApiError if there is none."""
+    reader = _reader(state, caller)
+    if state.viewers[reader] >= MAX_VIEWERS:
+        message = f"too many viewers of the timeline: the limit is {MAX_VIEWERS} for each API key"
         raise ApiError(429, message, code="too_many_viewers", retry_after=10)
-    request.scope[ENGINE_RESPONSE] = True  # a slow reader gets fewer steps, so that nothing piles up
-    stream = _stream(state, caller_of(request), _replica(request))
-    events = _events(state, stream, since)
-    return StreamingResponse(events, media_type="text/event-stream", headers=NO_BUFFERING)
+    state.viewers[reader] += 1
+    try:
+        yield
+    finally:
+        state.viewers[reader] -= 1
 
 
 async def _events(state: ServerState, stream: TimelineStream, since: float | None) -> AsyncGenerator[bytes]:
-    state.num_viewers += 1
     silent = 0.0
     yield b": connected\n\n"
-    try:
-        async for chunk in stream.chunks(since, POLL):
+    async with aclosing(stream.chunks(since, POLL)) as parts:
+        async for part in parts:
             if state.draining:
                 return
-            if chunk is not None:
+            if part is not None:
                 silent = 0.0
-                last = chunk["steps"]["step"][-1:] or [-1]
-                head = f"event: steps\nid: {chunk['replica']}:{last[0]}\ndata: ".encode()
-                yield head + msgspec.json.encode(chunk) + b"\n\n"
+                head = f"event: steps\nid: {part.replica}:{part.last_step}\ndata: ".encode()
+                yield head + part.data + b"\n\n"
             elif (silent := silent + POLL) >= SILENCE:
                 silent = 0.0
                 yield b": no steps\n\n"
-    finally:
-        state.num_viewers -= 1
 
 
-def _stream(state: ServerState, caller: Caller, replica: str | None) -> TimelineStream:
-    return TimelineStream(state.model.client, seen_by(state, caller), time.monotonic, state.to_unix, replica)
+def _stream(state: ServerState, converter: ChunkConverter, request: Request) -> TimelineStream:
+    return TimelineStream(state.model.client, converter, time.monotonic, _replica(request))
+
+
+def _converter(state: ServerState, caller: Caller) -> ChunkConverter:
+    """Return the converter that all readers of a key share."""
+
+    async def in_thread(function: Callable[[], T]) -> T:
+        def run() -> T:
+            with paused_collection():  # it would scan all requests in the log, again and again
+                return function()
+
+        return await state.in_service_thread(run)
+
+    reader = _reader(state, caller)
+    converter = state.converters.get(reader)
+    if converter is None:
+        sees = None if reader is None else seen_by(state, caller)
+        converter = ChunkConverter(state.model.client, sees, state.to_unix, in_thread)
+        state.converters[reader] = converter
+    return converter
+
+
+def _reader(state: ServerState, caller: Caller) -> str | None:
+    """Return the name of the key whose requests a caller may see, or None if it may see all."""
+    is_alone = all(other.name == caller.name for other in state.keys.callers)
+    return None if caller.is_admin or is_alone else caller.name
 
 
 def seen_by(state: ServerState, caller: Caller) -> Callable[[RecordedRequest], bool]:
     """Return a function that tells whether a caller may know a request."""
-    sees_all = caller.is_admin or not state.keys.required
+    reader = _reader(state, caller)
 
     def sees(info: RecordedRequest) -> bool:
-        return sees_all or (info.origin is not None and info.origin.key == caller.name)
+        return reader is None or (info.origin is not None and info.origin.key == reader)
 
     return sees
 
@@ -236,10 +300,10 @@ def _memory_map(state: ServerState, replica: str, blocks: MemoryState) -> Memory
     )
 
 
-@router.get("/v1/trace", **documented(None, TraceFile, 400, extra=_TRACE))
+@router.get("/v1/trace", **documented(None, TraceFile, 400, 429, extra=_TRACE))
 async def trace(request: Request) -> Response:
     """Return what the engines did in the last seconds, as a Chrome trace for Perfetto's UI, compressed with gzip."""
-    state = state_of(request)
+    state, caller = state_of(request), caller_of(request)
     seconds = _number(request, "seconds", 10.0)
     assert seconds is not None
     if not 0 < seconds <= MAX_TRACE_SECONDS:
@@ -249,20 +313,41 @@ async def trace(request: Request) -> Response:
     if form not in ("trace", "recording"):
         message = f"format is {shown(form)}: it must be trace or recording"
         raise ApiError(400, message, code="invalid_value", param="format")
-    stream = _stream(state, caller_of(request), _replica(request))
-    chunks = [chunk async for chunk in stream.past(time.monotonic() - seconds)]
-
-    def encode() -> bytes:
-        recording = recording_of(chunks)
-        data = trace_of(recording) if form == "trace" else recording
-        return gzip.compress(json.dumps(data).encode(), 5)
-
+    converter = _converter(state, caller)
+    stream = _stream(state, converter, request)
     headers = {
         "content-encoding": "gzip",
         "content-disposition": f'attachment; filename="inflight-{form}-{int(time.time())}.json"',
     }
-    body = await state.in_service_thread(encode)
-    return Response(body, media_type="application/json", headers=headers)
+    content = _file(converter, stream, time.monotonic() - seconds, FileWriter(as_trace=form == "trace"))
+    return AdmittedStream(_tracing(state, caller), content, media_type="application/json", headers=headers)
+
+
+@asynccontextmanager
+async def _tracing(state: ServerState, caller: Caller) -> AsyncGenerator[None]:
+    """Count a trace as a request of its key. Raises ApiError if the key reads one already or has reached a limit."""
+    reader = _reader(state, caller)
+    if reader in state.tracing:
+        message = "another trace is still being written: the limit is one at a time for each API key"
+        raise ApiError(429, message, code="too_many_traces", retry_after=5)
+    state.tracing.add(reader)
+    try:
+        async with nullcontext() if caller.is_admin else counted(state.admission, caller):
+            yield
+    finally:
+        state.tracing.remove(reader)
+
+
+async def _file(
+    converter: ChunkConverter, stream: TimelineStream, since: float, writer: FileWriter
+) -> AsyncGenerator[bytes]:
+    """Yield a compressed file chunk by chunk, at the pace of its reader."""
+    async with aclosing(stream.past(since)) as parts:
+        async for part in parts:
+            data = await converter.work(partial(writer.add, part.data))
+            if data:
+                yield data
+    yield await converter.work(writer.end)
 
 
 def _replica(request: Request) -> str | None:

@@ -245,6 +245,12 @@ def test_both_workers_show_the_same_timeline_and_requests(server: TwoWorkers) ->
     for name in names:  # whichever worker has it
         assert admin.get(f"/v1/requests/{name}").json()["id"] == name
     assert admin.get("/v1/requests/unknown").status_code == 404
+    for http in server.pair("one-key"):  # a key that may have one request at a time
+        trace = http.get("/v1/trace", params={"seconds": 600, "format": "recording"})
+        assert trace.status_code == 200
+        assert all(name not in trace.text for name in names)
+        assert any(any(chunk["steps"]["others"]) for chunk in trace.json()["chunks"])
+    assert all(name in admin.get("/v1/trace", params={"seconds": 600}).text for name in names)
     other = server.connect("one-key")
     assert other.get("/v1/requests/shown-0").status_code == 404
     assert names.isdisjoint(item["id"] for item in other.get("/v1/requests").json()["data"])

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from inflight.timeline.trace import write_recording
+from inflight.timeline.trace import recording_of, write_recording
 from tests.server.chat_page import ask, look, open_chat, wait_for_figures
 from tests.server.live import Backend, Live, live_server
 from tests.server.routes.test_requests import log_finished
 from tests.support.browser import Page
+from tests.timeline.test_terminal import chunks
 
 NUM_SLOTS = 4
 LENGTHS = {"a": 12, "b": 60, "c": 60, "d": 60, "e": 20}  # tokens: e waits until a leaves
@@ -223,3 +224,17 @@ def test_saved_page_shows_the_recording_without_a_server(page: Page, recorded: L
     page.click("#slowest-request")
     page.wait_for("!document.querySelector('#unfollow').hidden")
     look(page, "recording")
+
+
+def test_slots_of_others_are_shown_without_their_requests(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "own.html"
+    write_recording(recording_of(chunks(3, own={1})), path)
+    page.open(path.as_uri())
+    page.wait_for("globalThis.inflight && inflight.pages[''].store.replicas.get('0')?.mostShared === 3")
+    page.run("document.querySelector('#lanes').focus()")
+    page.press("ArrowRight")
+    page.wait_for(
+        "document.querySelector('#detail').innerText.includes('In use by a request of another key.')"
+    )
+    assert page.run("inflight.pages[''].store.replicas.get('0').requests.size") == 1
+    look(page, "others")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
+from inflight.server.access.keys import Caller
+from inflight.server.errors import ApiError
 from inflight.server.routes import timeline as routes
+from inflight.server.state import SERVICE_THREADS
 from tests.server.live import Backend, Live, ProcessBackend, live_server
 from tests.timeline.cells import cells_of
 
@@ -104,7 +110,7 @@ def test_nothing_leaves_the_engine_while_no_one_watches(live: Live) -> None:
     )
     read_until_finished_in_thread.start()
     read_until_finished(live, "w")
-    live.wait_until("no viewer", lambda: live.state.num_viewers == 0)
+    live.wait_until("no viewer", lambda: not live.state.viewers.total())
     live.wait_until("an engine that no one watches", lambda: not live.backend.core.recorder.is_watched)
 
 
@@ -119,10 +125,124 @@ def test_invalid_parameters_are_refused(live: Live, path: str, param: str) -> No
     assert response.json()["error"]["param"] == param
 
 
-def test_number_of_viewers_is_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_VIEWERS", 0)
-    response = live.http.get("/v1/steps")
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_viewers")
+def bearer(*keys: str) -> list[dict[str, str]]:
+    return [{"authorization": f"Bearer {key}"} for key in keys]
+
+
+@pytest.fixture
+def two_keys(backend: Backend, tmp_path: Path) -> Iterator[Live]:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    with live_server(backend, keys=str(keys), admin_key="the-admin", timeline_text=True) as live:
+        yield live
+        live.wait_until_idle()
+
+
+def test_each_key_has_its_own_places_for_viewers(two_keys: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
+    live, (one, two, admin) = two_keys, bearer("one-key", "two-key", "the-admin")
+    with live.http.stream("GET", "/v1/steps", headers=one) as response:
+        assert next(response.iter_lines()) == ": connected"
+        refused = live.http.get("/v1/steps", headers=one)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_viewers")
+        for headers in (two, admin):
+            with live.http.stream("GET", "/v1/steps", headers=headers) as other:
+                assert other.status_code == 200
+    live.wait_until("no viewer", lambda: not live.state.viewers.total())
+    with live.http.stream("GET", "/v1/steps", headers=one) as response:
+        assert response.status_code == 200
+
+
+def test_place_is_taken_before_the_first_byte_and_left_before_the_last(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
+    num_viewers: list[int] = []
+
+    async def open_twice() -> str | None:
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(_: Message) -> None:
+            num_viewers.append(live.state.viewers.total())
+            has_begun.set()
+            await may_end.wait()
+
+        async def piece() -> AsyncGenerator[bytes]:
+            yield b"piece"
+
+        def stream() -> routes.AdmittedStream:
+            return routes.AdmittedStream(routes._viewing(live.state, Caller()), piece())
+
+        first = asyncio.ensure_future(stream()({"type": "http"}, receive, send))
+        await has_begun.wait()
+        with pytest.raises(ApiError) as refusal:
+            await stream()({"type": "http"}, receive, send)
+        may_end.set()
+        await first
+        return refusal.value.code
+
+    assert live.backend.run(open_twice()) == "too_many_viewers"
+    assert num_viewers == [1, 1, 0], "with the headers, a piece, and the end"
+
+
+class BusyThreads:
+    """Keeps the threads busy that write traces."""
+
+    def __init__(self, live: Live) -> None:
+        self._may_end = threading.Event()
+        for _ in range(SERVICE_THREADS):
+            live.state.service_threads.submit(self._may_end.wait)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._may_end.set()
+
+
+def test_keys_write_one_trace_at_a_time(two_keys: Live) -> None:
+    live, (one, two) = two_keys, bearer("one-key", "two-key")
+    with ThreadPoolExecutor() as pool:
+        with BusyThreads(live):
+            first = pool.submit(live.http.get, "/v1/trace", headers=one)
+            live.wait_until("a trace", lambda: live.state.tracing == {"one"})
+            refused = live.http.get("/v1/trace", headers=one)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_traces")
+            second = pool.submit(live.http.get, "/v1/trace", headers=two)
+            live.wait_until("another key's trace", lambda: live.state.tracing == {"one", "two"})
+        assert [trace.result().status_code for trace in (first, second)] == [200, 200]
+    assert live.http.get("/v1/trace", headers=one).status_code == 200
+
+
+def test_trace_counts_against_the_limits_of_its_key(backend: Backend, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n  - {name: one, key: one-key, max_concurrent: 1}\n  - {name: two, key: two-key}\n"
+    )
+    with live_server(backend, keys=str(keys), admin_key="the-admin") as live, ThreadPoolExecutor() as pool:
+        one, admin = bearer("one-key", "the-admin")
+        with BusyThreads(live):
+            trace = pool.submit(live.http.get, "/v1/trace", headers=one)
+            live.wait_until("a trace", lambda: live.state.tracing == {"one"})
+            refused = live.post("/v1/completions", BODY, headers=one)
+            assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
+        assert trace.result().status_code == 200
+        assert live.post("/v1/completions", BODY, headers=one).status_code == 200
+        assert live.http.get("/v1/trace", headers=admin).status_code == 200
+
+
+def test_trace_of_a_client_that_leaves_does_not_count(two_keys: Live) -> None:
+    live, (one,) = two_keys, bearer("one-key")
+    with BusyThreads(live), live.http.stream("GET", "/v1/trace", headers=one) as response:
+        assert response.status_code == 200
+        assert live.state.tracing == {"one"}
+        response.close()
+        live.wait_until("no trace", lambda: not live.state.tracing)
+    assert live.http.get("/v1/trace", headers=one).status_code == 200
 
 
 def test_open_stream_does_not_delay_the_shutdown(backend: Backend) -> None:
@@ -133,41 +253,64 @@ def test_open_stream_does_not_delay_the_shutdown(backend: Backend) -> None:
         assert time.monotonic() - began < 10
 
 
-def test_keys_see_their_own_requests_and_numbers_of_others(backend: Backend, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(KEYS)
-    with live_server(backend, keys=str(keys), admin_key="the-admin", timeline_text=True) as live:
-        one, two, admin = ({"authorization": f"Bearer {key}"} for key in ("one-key", "two-key", "the-admin"))
-        began = time.time()
-        text = {**BODY, "prompt": "Once upon a time", "request_id": "hidden-one"}
-        assert live.post("/v1/completions", text, headers=one).status_code == 200
-        assert live.post("/v1/completions", {**BODY, "request_id": "second"}, headers=two).status_code == 200
-        options = {"params": {"since": began}}
-        shown = {
-            name: {
-                item["number"]: item
-                for chunk in read_until_finished(live, end, headers=headers, **options)
-                for item in chunk["requests"]
-            }
-            for name, end, headers in (("one", "hidden-one", one), ("admin", "second", admin))
-        }
-        (mine,) = [item for item in shown["one"].values() if "id" in item]
-        assert (mine["id"], mine["key"], mine["text"]) == ("hidden-one", "one", "Once upon a time")
-        assert {item.get("id") for item in shown["admin"].values()} == {"hidden-one", "second"}
-        seen = [item["id"] for item in live.http.get("/v1/requests", headers=two).json()["data"]]
-        assert seen == ["second"]
-        listed = live.http.get("/v1/requests", headers=admin).json()["data"]
-        assert {item["id"] for item in listed} == {"hidden-one", "second"}
-        anonymous = live.http.get("/v1/trace", params={"seconds": 60}, headers=two).text
-        assert "hidden-one" not in anonymous
-        assert "Once upon" not in anonymous
-        assert "second" in anonymous
-        for path in ("/v1/steps", "/v1/requests", "/v1/requests/second", "/v1/memory", "/v1/trace"):
-            assert live.http.get(path).status_code == 401
-        for headers, status in ((admin, 200), (one, 200), (two, 404)):
-            assert live.http.get("/v1/requests/hidden-one", headers=headers).status_code == status
-        assert live.http.delete("/v1/requests/hidden-one", headers=admin).status_code == 401
-        assert live.http.get("/v1/memory", headers=admin).status_code == 200
+def test_keys_see_their_own_requests_and_the_slots_of_others(two_keys: Live) -> None:
+    live, (one, two, admin) = two_keys, bearer("one-key", "two-key", "the-admin")
+    began = time.time()
+    text = {**BODY, "prompt": "Once upon a time", "request_id": "hidden-one"}
+    assert live.post("/v1/completions", text, headers=one).status_code == 200
+    assert live.post("/v1/completions", {**BODY, "request_id": "second"}, headers=two).status_code == 200
+    read = {
+        name: read_until_finished(live, "second", headers=headers, params={"since": began})
+        for name, headers in (("two", two), ("admin", admin))
+    }
+    requests, events, runs = (
+        {name: [item for chunk in read[name] for item in chunk[items]] for name in read}
+        for items in ("requests", "events", "runs")
+    )
+    others = {name: [count for chunk in read[name] for count in chunk["steps"]["others"]] for name in read}
+    (own,) = requests["two"]
+    assert (own["id"], own["key"]) == ("second", "two")
+    assert {event["request"] for event in events["two"]} == {run[1] for run in runs["two"]} == {own["number"]}
+    assert others["two"].count(1) >= 12, "the slot of the other key's request"
+    assert set(others["admin"]) == {0}
+    shown = {item["id"]: item for item in requests["admin"]}
+    assert shown.keys() == {"hidden-one", "second"}
+    assert shown["hidden-one"]["text"] == "Once upon a time"
+    hidden = shown["hidden-one"]["number"]
+    for form in ("trace", "recording"):
+        trace = live.http.get("/v1/trace", params={"seconds": 60, "format": form}, headers=two)
+        assert "hidden-one" not in trace.text
+        assert "Once upon" not in trace.text
+        assert "second" in trace.text
+        assert hidden not in set(numbers_in(trace.json(), {"request", "number"}))
+        assert "hidden-one" in live.http.get("/v1/trace", params={"format": form}, headers=admin).text
+    listed = live.http.get("/v1/requests", headers=admin).json()["data"]
+    assert {item["id"] for item in listed} == {"hidden-one", "second"}
+    assert [item["id"] for item in live.http.get("/v1/requests", headers=two).json()["data"]] == ["second"]
+    for path in ("/v1/steps", "/v1/requests", "/v1/requests/second", "/v1/memory", "/v1/trace"):
+        assert live.http.get(path).status_code == 401
+    for headers, status in ((admin, 200), (one, 200), (two, 404)):
+        assert live.http.get("/v1/requests/hidden-one", headers=headers).status_code == status
+    assert live.http.delete("/v1/requests/hidden-one", headers=admin).status_code == 401
+    assert live.http.get("/v1/memory", headers=admin).status_code == 200
+
+
+def numbers_in(value: Any, names: set[str]) -> Iterator[int]:
+    """Yield the values of these fields, however deep they are."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        if name in names and isinstance(item, int):
+            yield item
+        yield from numbers_in(item, names)
+
+
+def test_all_keys_without_a_name_see_everything(backend: Backend) -> None:
+    with live_server(backend, api_key=("a-key", "b-key")) as live:
+        first, second = bearer("a-key", "b-key")
+        live.post("/v1/completions", {**BODY, "request_id": "shared"}, headers=first)
+        read = read_until_finished(live, "shared", headers=second, params={"since": -60})
+        assert {number for chunk in read for number in chunk["steps"]["others"]} == {0}
+        assert routes._reader(live.state, Caller()) is None
 
 
 def test_requests_are_listed_by_status_latest_first(live: Live) -> None:

@@ -26,7 +26,7 @@ const MIN_SLOTS = 8;
 export function layOut(replica: Replica, top: number, available: number, slotsOnly = false): Lanes {
   const chartsTop = top + TITLE_HEIGHT, queueTop = chartsTop + CHARTS.length * (CHART_HEIGHT + CHART_GAP);
   const slotsTop = slotsOnly ? chartsTop : queueTop + QUEUE_HEIGHT + GAP;
-  const slots = slotsOnly ? replica.slots : Math.min(replica.slots, Math.max(MIN_SLOTS, replica.runs.length));
+  const slots = slotsOnly ? replica.slots : Math.min(replica.slots, Math.max(MIN_SLOTS, replica.runs.length, replica.mostShared));
   const slotHeight = Math.max(2, Math.min(20, Math.floor((available - (slotsTop - top)) / slots)));
   return { slots, top: slotsTop, slotHeight, chartsTop, queueTop, hasCharts: !slotsOnly, height: slotsTop - top + slots * slotHeight + GAP };
 }
@@ -83,7 +83,8 @@ export class Painter {
       [this.buffer.width, this.buffer.height] = [pixels, slots];
     }
     const data = new Uint32Array(this.image.data.buffer);
-    data.fill(theme.isDark ? pack(31, 33, 35) : pack(255, 255, 255));
+    const back = theme.isDark ? pack(31, 33, 35) : pack(255, 255, 255);
+    data.fill(back);
     if (last > first) {
       const firstStep = replica.get("step", first), lastStep = replica.get("step", last - 1);
       for (let slot = 0; slot < slots; slot++) {
@@ -98,6 +99,7 @@ export class Painter {
           this.paintRun(data, slot * pixels, pixels, left, left + share * (right - left), run, faint);
         }
       }
+      if (replica.mostShared) this.paintOthers(data, replica, first, last, x, pixels, slots, back);
     }
     this.buffer.getContext("2d")!.putImageData(this.image, 0, 0);
     this.context.imageSmoothingEnabled = false;
@@ -106,6 +108,21 @@ export class Painter {
       this.context.fillStyle = theme.back;
       for (let slot = 0; slot <= slots; slot++) this.context.fillRect(0, lanes.top + slot * lanes.slotHeight - 0.5, width, 1);
     }
+  }
+
+  /** Fill as many free slots as others' requests have, from the lowest one up: which ones they have is not known. */
+  private paintOthers(data: Uint32Array, replica: Replica, first: number, last: number, x: (moment: number) => number, pixels: number, slots: number, back: number) {
+    const color = this.colors[2]!;
+    eachPixel(replica, first, last, x, pixels, (pixel, wide, from, to) => {
+      const { others } = replica.summary(from, to);
+      for (let column = pixel; column < Math.min(pixels, pixel + wide); column++) {
+        for (let slot = 0, rest = others; rest > 0 && slot < slots; slot++) {
+          if (data[slot * pixels + column] !== back) continue;
+          data[slot * pixels + column] = color;
+          rest--;
+        }
+      }
+    });
   }
 
   private paintRun(data: Uint32Array, offset: number, pixels: number, left: number, right: number, run: Run, faint: boolean) {

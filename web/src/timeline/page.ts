@@ -15,7 +15,8 @@ const SLOW_UPDATE_MS = 250;
 const AXIS_HEIGHT = 22, OVERVIEW_HEIGHT = 30;
 const COMPARED_HEIGHT = 230;  // of each strategy in a comparison
 const LEGEND: [kind: string, text: string][] = [["decode", "decode (one colour per request)"], ["prefill", "prompt chunk"], ["held", "held idle"],
-  ["cached", "cached prefix skipped"], ["preempted", "preempted"]];
+  ["cached", "cached prefix skipped"], ["preempted", "preempted"],
+  ["others", "others’ requests"]];
 const KINDS = { [Kind.Decode]: "decode", [Kind.Prefill]: "prompt", [Kind.Held]: "held idle" };
 
 export class TimelinePage implements Page {
@@ -378,7 +379,8 @@ export class TimelinePage implements Page {
     if (row >= replica.end) return this.detail.replaceChildren(make("p", {}, `Step ${count(step)} is no longer known.`));
     const run = replica.runAt(slot, step);
     this.detail.replaceChildren(
-      make("p", { class: "what" }, run ? this.describe(replica, run.request, run.kind, run.tokens, run.firstToken + (step - run.first) * run.tokens) : "This slot was free.",
+      make("p", { class: "what" }, run ? this.describe(replica, run.request, run.kind, run.tokens, run.firstToken + (step - run.first) * run.tokens)
+        : replica.isOthers(slot, row) ? "In use by a request of another key." : "This slot was free.",
         run && make("button", { type: "button", onclick: () => this.followSelected() }, "Follow"),
         run && this.requestLink(replica, run.request)),
       make("p", { class: "figure" }, describeStep(replica, row, slot, this.moment(replica.get("at", row)))));

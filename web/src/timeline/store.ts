@@ -15,7 +15,7 @@ export interface TimelineEvent {
 /** One message of `GET /v1/steps`. */
 export interface Chunk {
   replica: string; slots: number; budget: number; kv: { blocks: number; block_size: number };
-  steps: Record<ColumnName, number[]>;
+  steps: Record<Exclude<ColumnName, "others">, number[]> & { others?: number[] };  // recordings of comparisons have no others
   failed?: Record<string, string>;
   runs: [slot: number, request: number, kind: Kind, firstStep: number, numSteps: number, tokens: number, firstToken: number][];
   requests?: RequestInfo[];
@@ -23,11 +23,11 @@ export interface Chunk {
   skipped?: number;
 }
 
-const COLUMNS = ["step", "at", "schedule", "launch", "device", "update", "tokens", "output", "running", "waiting", "used", "cached"] as const;
+const COLUMNS = ["step", "at", "schedule", "launch", "device", "update", "tokens", "output", "running", "waiting", "used", "cached", "others"] as const;
 export type ColumnName = (typeof COLUMNS)[number];
 
 /** Several steps together: the row of the slowest one, the sum of their outputs, and the highest of the other values. */
-export interface Summary { slowest: number; longest: number; output: number; running: number; tokens: number; waiting: number }
+export interface Summary { slowest: number; longest: number; output: number; running: number; tokens: number; waiting: number; others: number }
 
 const BLOCK_BITS = 5;  // steps are summarized in blocks of 32, so that a long time can be drawn without looking at each
 
@@ -72,6 +72,8 @@ export class Replica {
   end = 0;
   /** Whether every text was padded to the longest one of its step. */
   isPadded = false;
+  /** The most slots that one's own requests and others' had together in a step with others. */
+  mostShared = 0;
   readonly requests = new Map<number, RequestInfo>();
   readonly failed = new Map<number, string>();
   readonly runs: Run[][] = [];  // by slot, in order of steps
@@ -109,7 +111,7 @@ export class Replica {
 
   /** Summarize rows [from, to). */
   summary(from: number, to: number): Summary {
-    const all: Summary = { slowest: from, longest: -1, output: 0, running: 0, tokens: 0, waiting: 0 };
+    const all: Summary = { slowest: from, longest: -1, output: 0, running: 0, tokens: 0, waiting: 0, others: 0 };
     for (let row = from; row < to;) {
       const block = row % (1 << BLOCK_BITS) === 0 && row + (1 << BLOCK_BITS) <= to ? this.blocks.get(row >> BLOCK_BITS) : undefined;
       if (block) merge(all, block);
@@ -126,6 +128,7 @@ export class Replica {
     summary.running = Math.max(summary.running, this.get("running", row));
     summary.tokens = Math.max(summary.tokens, this.get("tokens", row));
     summary.waiting = Math.max(summary.waiting, this.get("waiting", row));
+    summary.others = Math.max(summary.others, this.get("others", row));
   }
 
   /** The first row whose step ended after the moment; `end` if there is none. */
@@ -164,7 +167,7 @@ export class Replica {
       return;  // a stream that was opened again repeats what is known
     }
     for (let index = from; index < steps.step.length; index++) {
-      for (const name of COLUMNS) this.columns[name].set(this.end, steps[name][index] ?? 0);
+      for (const name of COLUMNS) this.columns[name].set(this.end, steps[name]?.[index] ?? 0);
       const began = steps.at[index]! + (steps.schedule[index]! + steps.launch[index]!) / 1e6;
       this.began.set(this.end, began);
       this.ended.set(this.end, began + steps.device[index]! / 1e6);
@@ -177,6 +180,7 @@ export class Replica {
     for (const [step, message] of Object.entries(chunk.failed ?? {})) this.failed.set(Number(step), message);
     for (const [slot, request, kind, first, number, tokens, firstToken] of chunk.runs)
       if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken });
+    this.countShared(chunk);
     this.addEvents(chunk.events ?? []);
     this.begin = Math.max(this.begin, this.end - this.maxSteps + 1);
     if (this.numRuns > this.maxRuns) this.dropOldRuns();
@@ -190,6 +194,13 @@ export class Replica {
       runs.push(run);
       this.numRuns++;
     }
+  }
+
+  private countShared({ steps, runs }: Chunk) {
+    if (!steps.others?.some((count) => count > 0)) return;
+    const shared = steps.others.map((count, index) => count && count + runs.filter(([, , , first, number]) =>
+      first <= steps.step[index]! && steps.step[index]! < first + number).length);
+    for (const count of shared) this.mostShared = Math.max(this.mostShared, count);
   }
 
   private addEvents(events: TimelineEvent[]) {
@@ -221,6 +232,14 @@ export class Replica {
   runAt(slot: number, step: number): Run | null {
     const runs = this.runs[slot] ?? [], index = firstEndingAfter(runs, step);
     return index < runs.length && runs[index]!.first <= step ? runs[index]! : null;
+  }
+
+  /** Whether a slot without a run is shown as one of others' in the step of a row. Which ones they have is not known: the lowest. */
+  isOthers(slot: number, row: number): boolean {
+    const step = this.get("step", row);
+    let free = 0;
+    for (let lower = 0; lower < slot; lower++) if (!this.runAt(lower, step)) free++;
+    return free < this.get("others", row) && !this.runAt(slot, step);
   }
 
   /** The share of a run's cells that it filled: less than 1 if it was padded. */
@@ -267,6 +286,7 @@ function merge(summary: Summary, block: Summary) {
   summary.running = Math.max(summary.running, block.running);
   summary.tokens = Math.max(summary.tokens, block.tokens);
   summary.waiting = Math.max(summary.waiting, block.waiting);
+  summary.others = Math.max(summary.others, block.others);
 }
 
 /** The index of the first run that ends after a step. */
