@@ -394,7 +394,7 @@ def test_recording_is_read_up_to_the_end_of_the_request_only(
 
     monkeypatch.setattr(backend.engine.client, "read_timeline", spy)
     send(fresh, "old")
-    send(fresh, "later", max_tokens=2 * recorder.STEPS_PER_CHUNK)
+    send(fresh, "later", max_tokens=2 * recorder.CHUNK.steps)
     fresh.http.get(f"{LIST}/old")
     assert num_pages >= 2
     num_pages = 0
