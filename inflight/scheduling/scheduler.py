@@ -69,10 +69,11 @@ class Scheduler:
         """Return the next step, or None if nothing can be computed before a step in flight is collected."""
         self._now = now
         step = self._form()
-        if not step.requests and not step.preempted and self._is_stuck():
+        if not step.requests and step.preempted and self._is_stuck():
+            step = self._form()  # others can use the memory of the preempted requests now
+        if not step.requests and self._is_stuck():
             with self._checked.overruled():
                 step = self._form()
-        self._preempted += step.preempted
         if not step.requests:
             return None
         step.preempted, self._preempted = self._preempted, []
@@ -108,6 +109,7 @@ class Scheduler:
             step.move_to_end(num_decodes, num_ahead)
         if has_waiting:
             cause = "memory" if step.preempted else self._admit(self.policy.candidates(), step, max_tokens)
+        self._preempted += step.preempted
         self.pool.attribution.set_queue_cause(cause if len(self.policy) else "step", self._now)
         return step
 

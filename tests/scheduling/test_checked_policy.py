@@ -185,6 +185,26 @@ def test_policy_that_runs_nothing_is_overruled(caplog: pytest.LogCaptureFixture)
     assert "lets no request run" in caplog.text
 
 
+def test_policy_that_only_preempts_is_overruled() -> None:
+    class Dwindling(Policy):
+        """Preempts the running requests one by one, and lets none of them go on."""
+
+        def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+            return 0 if request.num_computed else 2
+
+        def yields(self, running: Sequence[Request]) -> Sequence[Request]:
+            return running[1:][-1:]
+
+    engine = FakeEngine(Dwindling, caching=False)
+    requests = [engine.add(make_request([index] * 8, 4)) for index in range(3)]
+    engine.step()
+    assert engine.scheduler.pool.running == requests
+    requests.append(engine.add(make_request([3] * 8, 4)))
+    engine.run()
+    for index, request in enumerate(requests):
+        assert engine.outputs[request.request_id] == expected_tokens([index] * 8, 4)
+
+
 @pytest.mark.parametrize("policy", HOSTILE)
 def test_all_requests_finish_under_any_policy(policy: Callable[[], Policy]) -> None:
     engine = FakeEngine(policy, num_blocks=8, max_num_batched_tokens=12)
