@@ -26,10 +26,11 @@ from prometheus_client.samples import Sample
 from inflight import LLM
 from inflight.constraints import trial_worker, validator
 from inflight.text import RenderLimits, render_worker
-from tests.server.live import SECONDS, ProcessBackend, live_server
+from tests.server.live import ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
 from tests.support.processes import children
+from tests.support.waiting import SECONDS
 
 IS_LONG = "INFLIGHT_SOAK" in os.environ
 NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "160"))

@@ -1,0 +1,46 @@
+"""Engines that make no step until a test lets them, so that requests last for as long as a test needs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from inflight.engine import InprocClient
+
+HOUR = 3600.0
+
+
+class HeldSteps:
+    """Holds the steps of an engine in a thread of this process. It takes calls meanwhile: requests come and go."""
+
+    def __init__(self, client: InprocClient, num_steps: int) -> None:
+        self._client, self._core = client, client._core
+        self._delay = self._core.schedule_delay
+        self.allow(num_steps)
+        self._core.schedule_delay = self._schedule_delay  # type: ignore[method-assign]
+
+    def allow(self, num_steps: int) -> None:
+        """Let the engine make this many more steps."""
+        self._limit = self._core._num_steps + num_steps
+        self._wake()
+
+    def release(self) -> None:
+        """Let the engine make its steps again."""
+        self._core.schedule_delay = self._delay  # type: ignore[method-assign]
+        self._wake()
+
+    def _schedule_delay(self) -> float:
+        return HOUR if self._core._num_steps >= self._limit else self._delay()
+
+    def _wake(self) -> None:
+        self._client._calls.put(lambda: None)
+
+
+@contextlib.contextmanager
+def held_steps(client: InprocClient, num_steps: int = 0) -> Iterator[HeldSteps]:
+    """Hold the steps of an engine after the next `num_steps`."""
+    held = HeldSteps(client, num_steps)
+    try:
+        yield held
+    finally:
+        held.release()
