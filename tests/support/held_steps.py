@@ -24,13 +24,17 @@ class HeldSteps:
         self._limit = self._core._num_steps + num_steps
         self._wake()
 
+    def has_stopped(self) -> bool:
+        """Return whether all steps that are allowed have been made."""
+        return self._core._num_steps >= self._limit
+
     def release(self) -> None:
         """Let the engine make its steps again."""
         self._core.schedule_delay = self._delay  # type: ignore[method-assign]
         self._wake()
 
     def _schedule_delay(self) -> float:
-        return HOUR if self._core._num_steps >= self._limit else self._delay()
+        return HOUR if self.has_stopped() else self._delay()
 
     def _wake(self) -> None:
         self._client._calls.put(lambda: None)
