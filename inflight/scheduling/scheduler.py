@@ -292,13 +292,14 @@ class Scheduler:
         if hit.grows:
             return "step"
         to_admit = max(policy.memory_to_admit(request, pool.running), request.num_tokens)
-        if not self._has_memory(request, hit, to_admit, prompts):
+        at_once = self._allocates_at_once(to_admit)
+        if not self._has_memory(request, hit, to_admit, at_once, prompts):
             return "memory"
         num_cached = hit.num_blocks * self.blocks.block_size
         count = self._num_granted(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return "policy" if request.splittable else "budget"
-        capacity = to_admit if self._allocates_at_once(to_admit) else num_cached + count
+        capacity = to_admit if at_once else num_cached + count
         pool.admit(request, hit, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables += self.blocks.table_updates(request)
@@ -311,7 +312,7 @@ class Scheduler:
         return ""
 
     def _has_memory(
-        self, request: Request, hit: PrefixHit, num_tokens: int, prompts: Sequence[Request]
+        self, request: Request, hit: PrefixHit, num_tokens: int, at_once: bool, prompts: Sequence[Request]
     ) -> bool:
         """Return whether there is memory for `num_tokens`, of the request and its neighbours, besides `prompts`."""
         blocks, limits = self.blocks, self.limits
@@ -320,7 +321,7 @@ class Scheduler:
         if self.pool.counts.num_resident + num_tokens + num_left > limits.max_kv_tokens:
             return False
         num_kept = sum(blocks.blocks_to_finish(other, chunk) for other in prompts)
-        if self._allocates_at_once(num_tokens):
+        if at_once:
             return blocks.fits(hit, num_tokens, num_tokens, 0, num_kept)
         return blocks.fits(hit, request.num_tokens, chunk, num_tokens - request.num_tokens, num_kept)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -203,6 +204,24 @@ def test_policy_that_only_preempts_is_overruled() -> None:
     engine.run()
     for index, request in enumerate(requests):
         assert engine.outputs[request.request_id] == expected_tokens([index] * 8, 4)
+
+
+def test_policy_that_changes_its_mind_within_a_step_gets_no_more_memory_than_there_is() -> None:
+    class Fickle(Policy):
+        def __init__(self) -> None:
+            super().__init__(headroom=0)
+            self._answers = itertools.cycle([False, True])
+
+        def allocates_at_once(self) -> bool:
+            return next(self._answers)
+
+    # A window needs less memory as the prompt is computed than all of it at once.
+    engine = FakeEngine(Fickle, num_blocks=24, block_size=1, windows=(None, 2), max_num_batched_tokens=3)
+    prompts = [[1], [2] * 12]
+    requests = [engine.add(make_request(prompt, 4)) for prompt in prompts]
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert engine.outputs[request.request_id] == expected_tokens(prompt, 4, layout=engine.layout)
 
 
 @pytest.mark.parametrize("policy", HOSTILE)
