@@ -90,10 +90,7 @@ class Page:
         return reply["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        ends_at = time.monotonic() + SECONDS
-        while not self._holds(condition):
-            assert time.monotonic() < ends_at, f"never came: {condition}"
-            time.sleep(0.02)
+        wait_until(lambda: self._holds(condition), condition)
 
     def _holds(self, condition: str) -> bool:
         try:

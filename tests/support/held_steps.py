@@ -1,11 +1,14 @@
-"""Engines that make no step until a test lets them, so that requests last for as long as a test needs them."""
+"""Engines whose steps wait for a test: requests last as long as it needs them, however fast the machine is."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 from inflight.engine import InprocClient
+from tests.support.waiting import SECONDS
 
 HOUR = 3600.0
 
@@ -48,3 +51,14 @@ def held_steps(client: InprocClient, num_steps: int = 0) -> Iterator[HeldSteps]:
         yield held
     finally:
         held.release()
+
+
+def taking_turns(loop: asyncio.AbstractEventLoop) -> Callable[[object], None]:
+    """Return an observer of steps that gives the event loop a turn after each of them."""
+
+    def wait(_: object) -> None:
+        had_turn = threading.Event()
+        loop.call_soon_threadsafe(loop.call_soon, had_turn.set)
+        had_turn.wait(SECONDS)
+
+    return wait

@@ -14,10 +14,10 @@ SECONDS = 120.0
 PAUSE = 0.002
 
 
-async def until(condition: Callable[[], Any], what: str = "a condition") -> Any:
+async def until(condition: Callable[[], Any], what: str = "a condition", seconds: float = SECONDS) -> Any:
     """Wait until the condition, which may be a coroutine function, holds, and return its value."""
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(seconds):
             while True:
                 value = condition()
                 if inspect.isawaitable(value):
@@ -29,9 +29,9 @@ async def until(condition: Callable[[], Any], what: str = "a condition") -> Any:
         raise AssertionError(f"never came: {what}") from None
 
 
-def wait_until(condition: Callable[[], Any], what: str = "a condition") -> Any:
+def wait_until(condition: Callable[[], Any], what: str = "a condition", seconds: float = SECONDS) -> Any:
     """Wait until the condition holds, and return its value, in a thread without an event loop."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(PAUSE)

@@ -31,6 +31,7 @@ from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS
 from tests.support.processes import children, runs
+from tests.support.waiting import until, wait_until
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
 
@@ -221,15 +222,15 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
         for stream in streams:
             with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
                 await end(stream)
-    async with asyncio.timeout(60):
-        while not (await engine.health()).healthy:
-            await asyncio.sleep(0.05)
+
+    async def has_state(name: str) -> bool:
+        return (await engine.health()).state == name
+
+    await until(lambda: has_state("running"), "the next engine")
     assert await asyncio.gather(*map(answer, range(len(PROMPTS)))) == expected
     (rank,) = ranks(client.process_id)
     os.kill(rank, signal.SIGKILL)
-    async with asyncio.timeout(WITHIN):
-        while (await engine.health()).state != "dead":
-            await asyncio.sleep(0.05)
+    await until(lambda: has_state("dead"), "its end", WITHIN)
     assert f"rank 1 of 2 (process {rank}) ended by SIGKILL" in str((await engine.health()).error)
     assert not runs(rank)
     await engine.close()
@@ -289,7 +290,4 @@ os.kill(os.getpid(), 9)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     rank = int(done.stdout)
-    until = time.monotonic() + WITHIN
-    while runs(rank) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not runs(rank)
+    wait_until(lambda: not runs(rank), "the rank's end", WITHIN)
