@@ -567,8 +567,19 @@ async def test_start_raises_the_error_of_the_engine() -> None:
         await start(policy="nosuch")
 
 
-async def test_last_messages_of_a_dead_process_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
+async def test_last_messages_of_a_dead_process_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    noticed, end = tmp_path_factory.mktemp("late") / "noticed", connected_process.ConnectedProcess._end
+
+    def note(process: Any, *args: Any) -> None:
+        end(process, *args)
+        noticed.touch()
+
+    monkeypatch.setattr(connected_process.ConnectedProcess, "_end", note)
+    monkeypatch.setattr(
+        supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.late", str(noticed))
+    )
     with pytest.raises(EngineError, match=f"^ValueError: {late.TEXT}$"):
         await start()
 
