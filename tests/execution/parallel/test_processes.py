@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
 from inflight.config import ProcessConfig
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
+from inflight.events import StepRecord
 from inflight.execution.parallel import rank_processes, starting
 from inflight.execution.parallel.layout import RankLayout
 from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
@@ -86,7 +86,12 @@ def test_dead_rank_ends_the_engine_with_an_error_that_names_it(
     assert token_ids == expected
     assert shared_memory() - before
     (rank,) = ranks()
-    threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
+
+    def kill(_: StepRecord) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+    llm._engine.core.observers.append(kill)  # type: ignore[attr-defined]
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
     with pytest.raises(DeviceLostError, match="rank 1 of 2"):
