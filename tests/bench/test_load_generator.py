@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -51,15 +52,16 @@ async def test_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         num_reads += 1
         return now
 
+    def has_read_since(num_before: int) -> bool:
+        return num_reads > num_before
+
     async def slow(exchange: Exchange) -> None:
         nonlocal now
         now = time.perf_counter()
         for data in (HEAD, *map(chunk, (token("a"), token("b"), token("c", "length"), DONE))):
             num_before = num_reads
             await exchange.write(data)
-            await until(
-                lambda num_before=num_before: num_reads > num_before, "the client's look at the clock"
-            )
+            await until(partial(has_read_since, num_before), "the client's look at the clock")
             now += PAUSE
         await exchange.write(END)
 

@@ -123,7 +123,7 @@ def test_killed_rank_ends_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) 
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
 
-    llm._engine.core.observers.append(kill)  # type: ignore[attr-defined]
+    llm._engine.core.observers.append(kill)
     with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(process \d+\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
     llm.close()

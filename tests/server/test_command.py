@@ -127,6 +127,7 @@ def has_torch(process_id: int) -> bool:
 
 def worker_of(process: subprocess.Popen[str]) -> int:
     """Return the id of the engine process once it runs."""
+    number: int
     (number,) = wait_until(lambda: children(process.pid, "inflight.engine.remote.worker"), "its engine")
     return number
 

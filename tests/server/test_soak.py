@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,11 +231,15 @@ def test_killed_engines_leave_nothing_behind(
 
 async def disturb(soak: Soak, server: Serving, num_requests: int) -> None:
     """Kill the engine, or have it hang, at even distances."""
+
+    def has_begun(num_requests: int) -> bool:
+        return soak.num_begun >= num_requests
+
     signals = [signal.SIGKILL] * NUM_KILLS + [signal.SIGSTOP] * NUM_HANGS
     random.Random(0).shuffle(signals)
     for number, what in enumerate(signals, 1):
         num_begun = number * num_requests // (len(signals) + 1)
-        await until(lambda num_begun=num_begun: soak.num_begun >= num_begun, "requests", HANGS_AFTER)
+        await until(partial(has_begun, num_begun), "requests", HANGS_AFTER)
         engines = await until(server.engines, "an engine")
         os.kill(engines[0], what)
         soak.seen[what.name] += 1

@@ -478,7 +478,7 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         assert (health.healthy, health.state) == (False, "stalled")
         assert health.seconds_since_step >= 1.5
         up = supervisor_of(client).engine_process._up
-        wait_until(lambda: up.getsockopt(zmq.EVENTS) & zmq.POLLIN, "a heartbeat that no one has read")
+        wait_until(lambda: up.poll(0), "a heartbeat that no one has read")
         assert (await client.health()).state == "stalled"
         for call in (asking, client.add(make_request([1], 3, "new")), client.abort("stuck")):
             with pytest.raises(EngineDeadError, match="no step for"):
@@ -507,8 +507,14 @@ async def test_stopped_process_is_replaced_even_if_it_was_idle() -> None:
 async def test_idle_engine_is_not_killed_for_lack_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ProcessConfig(heartbeat=0.05, silent_after=0.5, kill_stalled_after=0.1)
     async with running(limits) as client:
-        first, checks, hangs = process_id(client), [], supervisor_of(client)._hangs
-        monkeypatch.setattr(supervisor_of(client), "_hangs", lambda: checks.append(hangs()) or checks[-1])
+        first, hangs = process_id(client), supervisor_of(client)._hangs
+        checks: list[bool] = []
+
+        def check() -> bool:
+            checks.append(hangs())
+            return checks[-1]
+
+        monkeypatch.setattr(supervisor_of(client), "_hangs", check)
         os.kill(first, signal.SIGSTOP)
         await until(lambda: len(checks) >= 3)
         assert not any(checks)

@@ -91,7 +91,7 @@ def test_dead_rank_ends_the_engine_with_an_error_that_names_it(
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
 
-    llm._engine.core.observers.append(kill)  # type: ignore[attr-defined]
+    llm._engine.core.observers.append(kill)
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
     with pytest.raises(DeviceLostError, match="rank 1 of 2"):

@@ -129,8 +129,10 @@ def test_slowest_request_is_followed_and_explained(page: Page, recorded: Live) -
 
 def test_waiting_request_is_listed_with_its_reason(page: Page, live: Live, slots: Backend) -> None:
     with ThreadPoolExecutor() as pool:
-        with slots.held_steps(5):
+        with slots.held_steps() as held:
             running = [pool.submit(send, live, f"busy-{index}", 100) for index in range(NUM_SLOTS + 1)]
+            live.wait_until("all", lambda: slots.core.scheduler.pool.num_waiting == NUM_SLOTS + 1)
+            held.allow(5)
             page.open(f"{live.url}/requests")
             page.wait_for(
                 "document.querySelector('#request-lists')?.innerText.includes('Waiting for a slot')"
