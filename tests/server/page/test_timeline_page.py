@@ -103,7 +103,8 @@ def test_page_can_be_paused_scrubbed_and_zoomed(page: Page, recorded: Live) -> N
 
 def test_cells_can_be_explored_by_keyboard(page: Page, recorded: Live) -> None:
     open_timeline(page, recorded)
-    page.run("document.querySelector('#lanes').focus()")
+    # It takes the focus once it is drawn.
+    page.wait_for("(document.querySelector('#lanes').focus(), document.activeElement.id === 'lanes')")
     page.press("ArrowRight")
     page.wait_for("document.querySelector('#detail').innerText.includes('slot 0')")
     step = int(re.search(r"Step ([\d,]+)", page.text("#detail"))[1].replace(",", ""))  # type: ignore[index]
