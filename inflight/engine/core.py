@@ -224,12 +224,9 @@ class EngineCore:
     def _schedule(self) -> ScheduledStep | None:
         step = self.scheduler.schedule(self.clock())
         if step is None and not self._in_flight and self.scheduler.pool.has_work:
-            # The schedule may only have preempted requests: the next one must compute something.
-            step = self.scheduler.schedule(self.clock())
-            if step is None:
-                raise EngineError(
-                    f"{self.scheduler.pool.num_waiting} requests are waiting on an idle engine, but none of them fits"
-                )
+            raise EngineError(
+                f"{self.scheduler.pool.num_waiting} requests are waiting on an idle engine, but none of them fits"
+            )
         self._num_left_waiting = self.scheduler.pool.num_waiting
         return step
 

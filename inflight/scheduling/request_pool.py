@@ -39,7 +39,7 @@ class RequestPool:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.lingering: list[Request] = []  # finished, but kept by the policy
-        self.counts = TokenCounts()
+        self.counts = TokenCounts(limits.max_kv_tokens)
         self.num_preemptions = 0
         self._ended: list[Request] = []  # since the last call of `take_ended`
         self.attribution = Attribution()
@@ -204,9 +204,10 @@ class TokenCounts:
         fail               the step failed, and whatever was in flight is lost
     """
 
-    __slots__ = ("num_resident",)
+    __slots__ = ("_max_resident", "num_resident")
 
-    def __init__(self) -> None:
+    def __init__(self, max_resident: int) -> None:
+        self._max_resident = max_resident
         self.num_resident = 0  # computed tokens of all requests that hold blocks
 
     def admit(self, request: Request) -> None:
@@ -246,15 +247,16 @@ class TokenCounts:
         """Count the tokens that a step sampled: `num_accepted` in place of the one that was in flight.
 
         The step may have written the KV of some of them already, as one that verifies draft tokens does. These
-        `num_written` count as computed, so that no later step computes them again. At least the last token remains to
-        be computed, and nothing is resident for a request that was preempted meanwhile.
+        `num_written` count as computed, so that no later step computes them again, as far as the limit of resident
+        tokens allows. At least the last token remains to be computed, and nothing is resident for a request that was
+        preempted meanwhile.
         """
         request.num_in_flight -= 1
         if num_accepted == 1:
             return
         request.num_tokens += num_accepted - 1
         if num_written and request.tables:
-            num_written = min(num_written, num_accepted - 1)
+            num_written = min(num_written, num_accepted - 1, self._max_resident - self.num_resident)
             request.num_computed += num_written
             self.num_resident += num_written
             assert request.num_computed <= request.kv_capacity, "KV was written beyond the request's blocks"

@@ -69,10 +69,11 @@ class Scheduler:
         """Return the next step, or None if nothing can be computed before a step in flight is collected."""
         self._now = now
         step = self._form()
-        if not step.requests and not step.preempted and self._is_stuck():
+        if not step.requests and step.preempted and self._is_stuck():
+            step = self._form()  # others can use the memory of the preempted requests now
+        if not step.requests and self._is_stuck():
             with self._checked.overruled():
                 step = self._form()
-        self._preempted += step.preempted
         if not step.requests:
             return None
         step.preempted, self._preempted = self._preempted, []
@@ -108,6 +109,7 @@ class Scheduler:
             step.move_to_end(num_decodes, num_ahead)
         if has_waiting:
             cause = "memory" if step.preempted else self._admit(self.policy.candidates(), step, max_tokens)
+        self._preempted += step.preempted
         self.pool.attribution.set_queue_cause(cause if len(self.policy) else "step", self._now)
         return step
 
@@ -290,13 +292,18 @@ class Scheduler:
         if hit.grows:
             return "step"
         to_admit = max(policy.memory_to_admit(request, pool.running), request.num_tokens)
-        if not self._has_memory(request, hit, to_admit, prompts):
+        is_own = policy.allocates_at_once()  # all these tokens are the request's own, not growth of others
+        # Layers with windows hold requests that are longer than what the memory could hold at once: these grow.
+        at_once = is_own and self.blocks.layout.blocks_for(to_admit, to_admit) <= self.blocks.pool.num_blocks
+        num_own = to_admit if is_own else request.num_tokens
+        chunk = to_admit if at_once else self.limits.max_num_batched_tokens
+        if not self._has_memory(hit, num_own, chunk, to_admit - num_own, prompts):
             return "memory"
         num_cached = hit.num_blocks * self.blocks.block_size
         count = self._num_granted(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return "policy" if request.splittable else "budget"
-        capacity = to_admit if self._allocates_at_once(to_admit) else num_cached + count
+        capacity = to_admit if at_once else num_cached + count
         pool.admit(request, hit, capacity, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables += self.blocks.table_updates(request)
@@ -309,28 +316,16 @@ class Scheduler:
         return ""
 
     def _has_memory(
-        self, request: Request, hit: PrefixHit, num_tokens: int, prompts: Sequence[Request]
+        self, hit: PrefixHit, num_tokens: int, chunk: int, growth: int, prompts: Sequence[Request]
     ) -> bool:
-        """Return whether there is memory for `num_tokens`, of the request and its neighbours, besides `prompts`."""
+        """Return whether there is memory for a request of `num_tokens`, computed `chunk` tokens at a time, and for
+        `growth` of its neighbours, besides `prompts`."""
         blocks, limits = self.blocks, self.limits
-        chunk = limits.max_num_batched_tokens
         num_left = sum(other.num_tokens - other.num_computed + blocks.block_size for other in prompts)
-        if self.pool.counts.num_resident + num_tokens + num_left > limits.max_kv_tokens:
+        if self.pool.counts.num_resident + num_tokens + growth + num_left > limits.max_kv_tokens:
             return False
-        num_kept = sum(blocks.blocks_to_finish(other, chunk) for other in prompts)
-        if self.policy.allocates_at_once():  # all these tokens are the request's own
-            at_once = num_tokens if self._allocates_at_once(num_tokens) else chunk
-            return blocks.fits(hit, num_tokens, at_once, 0, num_kept)
-        return blocks.fits(hit, request.num_tokens, chunk, num_tokens - request.num_tokens, num_kept)
-
-    def _allocates_at_once(self, num_tokens: int) -> bool:
-        """Return whether a request gets the memory for `num_tokens` on admission.
-
-        Layers with windows hold requests that are longer than what the memory could hold at once: these grow.
-        """
-        if not self.policy.allocates_at_once():
-            return False
-        return self.blocks.layout.blocks_for(num_tokens, num_tokens) <= self.blocks.pool.num_blocks
+        num_kept = sum(blocks.blocks_to_finish(other, limits.max_num_batched_tokens) for other in prompts)
+        return blocks.fits(hit, num_tokens, chunk, growth, num_kept)
 
     # ---- results ----
 

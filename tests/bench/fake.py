@@ -59,12 +59,10 @@ class Exchange:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def stream(self, *events: bytes, seconds: float = 0.0) -> None:
-        """Send a complete answer with one chunk per event and a pause before each."""
+    async def stream(self, *events: bytes) -> None:
+        """Send a complete answer with one chunk per event."""
         await self.write(HEAD)
         for data in (*events, DONE):
-            if seconds:
-                await asyncio.sleep(seconds)
             await self.write(chunk(data))
         await self.write(END)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from inflight.bench import client
 from inflight.bench.client import Target
 from inflight.bench.load_generator import LoadPlan, Record, drive
 from inflight.bench.report import summarise
 from tests.bench.fake import DONE, END, HEAD, Exchange, chunk, error_response, jobs, serving, token, usage
+from tests.support.waiting import until
 
 PAUSE = 0.02  # seconds; tests assert that at least this much is measured
 
@@ -40,15 +44,33 @@ async def test_tokens_are_counted() -> None:
     assert run.problems == {}
 
 
-async def test_delays_are_measured() -> None:
-    async def slow(exchange: Exchange) -> None:
-        await exchange.stream(token("a"), token("b"), token("c", "length"), seconds=PAUSE)
+async def test_delays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, num_reads = 0.0, 0
 
+    def clock() -> float:
+        nonlocal num_reads
+        num_reads += 1
+        return now
+
+    def has_read_since(num_before: int) -> bool:
+        return num_reads > num_before
+
+    async def slow(exchange: Exchange) -> None:
+        nonlocal now
+        now = time.perf_counter()
+        for data in (HEAD, *map(chunk, (token("a"), token("b"), token("c", "length"), DONE))):
+            num_before = num_reads
+            await exchange.write(data)
+            await until(partial(has_read_since, num_before), "the client's look at the clock")
+            now += PAUSE
+        await exchange.write(END)
+
+    monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=clock))
     async with serving(slow) as fake:
         record = only((await drive(LoadPlan(fake.target, jobs(1)))).records)
     assert record.first - record.sent >= PAUSE
-    assert sum(later - earlier for earlier, later in pairwise(record.times)) >= 1.5 * PAUSE
-    assert record.ended - record.sent >= 4 * PAUSE
+    assert [later - earlier for earlier, later in pairwise(record.times)] == pytest.approx([PAUSE, PAUSE])
+    assert record.ended - record.last == pytest.approx(2 * PAUSE)
     assert record.num_tokens == 3  # without usage, events are counted
 
 
@@ -78,10 +100,15 @@ async def test_requests_are_sent_when_due() -> None:
 
 
 async def test_concurrency_limit_is_respected() -> None:
-    async def slow(exchange: Exchange) -> None:
-        await exchange.stream(token("a", "length"), seconds=0.002)
+    have_come = asyncio.Event()
 
-    async with serving(slow) as fake:
+    async def together(exchange: Exchange) -> None:
+        if exchange.number == 2:
+            have_come.set()
+        await have_come.wait()
+        await exchange.stream(token("a", "length"))
+
+    async with serving(together) as fake:
         result = await drive(LoadPlan(fake.target, jobs(12), concurrency=3))
     assert fake.max_concurrent == 3
     assert fake.num_connections == 3  # connections are reused

@@ -37,6 +37,7 @@ from inflight.frontend.input_processor import vocabulary_of
 from tests.constraints.schemas import schema
 from tests.constraints.walking import compiler, validator, vocabulary
 from tests.support.processes import children
+from tests.support.waiting import until
 
 # Two dozen patterns at once take hours unless they are interrupted.
 INTERSECTIONS = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
@@ -277,12 +278,9 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputs:
 
 async def begun(own: GrammarValidator, num_trials: int = 1) -> None:
     """Wait until `num_trials` trials are running in a process."""
-    async with asyncio.timeout(60):
-        while True:
-            trials = [shared.trial for shared in own._shared.values()]
-            if sum(one._process is not None for one in trials) == num_trials:
-                return
-            await asyncio.sleep(0.002)
+    await until(
+        lambda: sum(shared.trial._process is not None for shared in own._shared.values()) == num_trials
+    )
 
 
 async def test_cancelled_request_ends_its_trial(endless: StructuredOutputs) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.engine import EngineCore, InprocClient
+from inflight.engine import EngineCore, EngineStats, InprocClient
 from inflight.errors import (
     ConfigError,
     EngineError,
@@ -26,6 +25,8 @@ from inflight.errors import (
 )
 from tests.e2e.breaking import PoisonedRunner, begins_with
 from tests.e2e.conftest import Folder
+from tests.support.held_steps import taking_turns
+from tests.support.waiting import until, until_idle
 
 TEXT = "The quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -44,7 +45,7 @@ async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     engine = await AsyncEngine.start(folder, **options)
     # On a busy machine a tiny model may be done before the test gets to act: each step gives way to the event loop.
-    core_of(engine).observers.append(lambda _: time.sleep(0.001))
+    core_of(engine).observers.append(taking_turns(asyncio.get_running_loop()))
     yield engine
     await engine.close()
     gc.collect()
@@ -68,13 +69,11 @@ def llm(folder: Folder) -> LLM:
     return LLM(folder())
 
 
-async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            stats = await engine.stats()
-            if (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0):
-                return
-            await asyncio.sleep(0.001)
+async def until_stats(engine: AsyncEngine, holds: Callable[[EngineStats], bool]) -> None:
+    async def asked() -> bool:
+        return holds(await engine.stats())
+
+    await until(asked)
 
 
 async def final(engine: AsyncEngine, prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
@@ -273,9 +272,7 @@ async def test_a_cancelled_task_frees_everything(n: int, kind: Any, engine: Asyn
             pass
 
     tasks = [asyncio.create_task(consume()) for _ in range(5)]
-    async with asyncio.timeout(60):
-        while (await engine.stats()).num_running < 5 * n:
-            await asyncio.sleep(0)
+    await until_stats(engine, lambda stats: stats.num_running == 5 * n)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -369,14 +366,10 @@ async def test_full_queue_rejects_requests(n: int, folder: Folder) -> None:
         held = engine.generate(TEXT, ENDLESS)
         await anext(held)
         waiting = [asyncio.create_task(final(engine, TEXT, GREEDY)) for _ in range(2 if n == 1 else 1)]
-        async with asyncio.timeout(60):
-            while (await engine.stats()).num_waiting < len(waiting):
-                await asyncio.sleep(0)
+        await until_stats(engine, lambda stats: stats.num_waiting == len(waiting))
         with pytest.raises(QueueFullError, match="2 requests"):
             await anext(engine.generate(TEXT, replace(GREEDY, n=n)))
-        async with asyncio.timeout(60):
-            while (await engine.stats()).num_waiting > len(waiting):
-                await asyncio.sleep(0)
+        await until_stats(engine, lambda stats: stats.num_waiting == len(waiting))
         await held.aclose()
         await asyncio.gather(*waiting)
         await until_idle(engine)

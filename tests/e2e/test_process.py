@@ -16,6 +16,7 @@ from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import EngineDeadError, InflightError, ParameterError
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
+from tests.support.waiting import until
 
 TEXT = "The quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -63,9 +64,11 @@ async def test_answers_match_an_engine_in_this_process(folder: Folder) -> None:
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 async for _ in stream:
                     pass
-            async with asyncio.timeout(60):
-                while not (await engine.health()).healthy:
-                    await asyncio.sleep(0.05)
+
+            async def is_healthy() -> bool:
+                return (await engine.health()).healthy
+
+            await until(is_healthy, "the next engine")
     await engine.close()
 
 

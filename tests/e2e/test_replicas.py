@@ -22,9 +22,10 @@ from inflight.router.routed import RoutedRequest
 from inflight.structured_outputs import StructuredOutputs
 from tests.e2e.policies import SLOW
 from tests.e2e.streamed_calls import CHAT_MAX_TOKENS, ENDINGS, TOKENS_BEFORE_ARGUMENTS, by_chat
-from tests.router.replicas import process_id, strike, until
-from tests.server.live import SECONDS, Backend, live_server
+from tests.router.replicas import process_id, strike
+from tests.server.live import Backend, live_server
 from tests.support.processes import exists
+from tests.support.waiting import SECONDS, until
 
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=120, ignore_eos=True)
 SCHEMA = {

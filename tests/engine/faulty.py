@@ -24,18 +24,22 @@ from tests.support.seen import SeenRows
 
 BUILD = "tests.engine.faulty:build"
 NUM_BLOCKS = 4096
-HANG, RAISE, DIE, STOP, SLOW = 40, 41, 42, 43, 44  # first tokens of prompts
+HANG, RAISE, DIE, STOP, SLOW, TELL = 40, 41, 42, 43, 44, 45  # first tokens of prompts
+TELLS_AT = 300  # tokens
 
 
 class FaultyRunner(FakeRunner):
     """The fake runner, with faults."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tells: Path | None = None) -> None:
+        """`tells`: the file to create when a request that begins with `TELL` has many tokens."""
         super().__init__(num_blocks, KVLayout(4))
         self._seen = SeenRows()
+        self._tells = tells
 
     def launch(self, batch: Batch) -> Sampled:
-        for request in self._seen.see(batch).requests:
+        seen = self._seen.see(batch)
+        for request, end in zip(seen.requests, seen.ends, strict=True):
             match request.token_ids[0]:
                 case 40:
                     time.sleep(3600)
@@ -45,6 +49,8 @@ class FaultyRunner(FakeRunner):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case 44:
                     time.sleep(0.005)
+                case 45 if end == TELLS_AT and self._tells is not None:
+                    self._tells.touch()
         return super().launch(batch)
 
 
@@ -87,6 +93,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[E
         make_policy(config.scheduler.policy),
         BlockManager(num_blocks, KVLayout(4), ChainHashCache(KVLayout(4))),
     )
-    core = StoppingCore(scheduler, FaultyRunner(num_blocks), max_queue=config.scheduler.max_queue)
+    runner = FaultyRunner(num_blocks, Path(argument) if fault == "tell" else None)
+    core = StoppingCore(scheduler, runner, max_queue=config.scheduler.max_queue)
     facts = ModelFacts("faulty", 50, 4096, (), {}, None, "cpu", "none", num_blocks, 4, 8, 64)
     return core, replace(facts, fingerprint=argument if fault == "weights" else "")

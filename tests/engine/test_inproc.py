@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from inflight.errors import EngineDeadError, EngineError, QueueFullError, Reques
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling import Batch
 from tests.support.requests import FakeEngine, make_request
+from tests.support.waiting import until, until_idle
 
 LONG = 30_000  # tokens: a request that a test must end, since it would not itself for minutes
 
@@ -73,23 +74,6 @@ async def read(client: InprocClient, request_id: str) -> tuple[list[int], Delta]
     async for delta in client.stream(request_id):
         tokens += delta.token_ids
     return tokens, delta
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that happens in the engine's thread."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def until_idle(client: InprocClient) -> None:
-    """All requests are gone, and their blocks are free."""
-    async with asyncio.timeout(60):
-        while True:
-            stats = await client.stats()
-            if (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0):
-                return
-            await asyncio.sleep(0.001)
 
 
 # ---- streams ----

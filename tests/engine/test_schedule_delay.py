@@ -15,8 +15,10 @@ from inflight.engine.remote.wire import Abort, Ack, Add, StepOutputs, ToEngine
 from inflight.processes.channel import Message, Stop
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
+from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request
 from tests.support.timed import MAX_TOKENS, Timed, timed
+from tests.support.waiting import until
 
 
 def decoding(depth: int) -> Timed:
@@ -159,16 +161,13 @@ def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     assert [reply.call for reply in sent.replies] == [1, 2]
 
 
-async def test_an_engine_in_a_thread_answers_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_in_a_thread_answers_while_it_waits() -> None:
     engine = FakeEngine(num_blocks=8192)
-    holding = True
-    monkeypatch.setattr(engine.core, "schedule_delay", lambda: 60.0 if holding else 0.0)
     client = InprocClient(engine.core, engine.facts)
-    await client.add(make_request([1, 2, 3], 4))
-    for _ in range(3):
-        stats = await asyncio.wait_for(client.stats(), 30)
-        assert stats.num_steps == 0
-    holding = False
-    while (await client.stats()).num_steps == 0:
-        await asyncio.sleep(0.001)
+    with held_steps(client):
+        await client.add(make_request([1, 2, 3], 4))
+        for _ in range(3):
+            stats = await asyncio.wait_for(client.stats(), 30)
+            assert stats.num_steps == 0
+    await until(lambda: engine.core._num_steps)
     await client.close()

@@ -5,24 +5,34 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
+import traceback
 
 import pytest
 
 from inflight import router
 from inflight.config import EngineConfig, RouterConfig
 from inflight.entrypoints.offline import ReplicatedEngine
+from tests.support.waiting import until
+
+
+def functions_of_main_thread() -> list[str]:
+    """Return the names of the functions that it is in."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return [summary.name for summary in traceback.extract_stack(frame)]
 
 
 def test_interrupted_start_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     async def start_router(*_: object, **__: object) -> None:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.01)  # as it takes to end the engines that are on their way
+            await until(lambda: "result" in functions_of_main_thread(), "a caller who waits")
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:  # to end the engines that are on their way takes longer than the caller to leave
+            await until(lambda: "_end_thread" in functions_of_main_thread(), "a caller who leaves")
             told.append("cleaned up")
 
     monkeypatch.setattr(router, "start_router", start_router)

@@ -17,6 +17,7 @@ from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
 from tests.frontend.scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 from tests.support.requests import FakeEngine
+from tests.support.waiting import until_idle
 from tests.text.samples import tokenizer
 
 DOCUMENTS = [f"document {index} has " + "some words " * (index % 7) for index in range(60)]
@@ -97,8 +98,7 @@ async def test_cancelled_call_aborts_all_its_texts(served: tuple[AsyncEngine, Fa
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    while (await made.stats()).num_running + (await made.stats()).num_waiting:
-        await asyncio.sleep(0)
+    await until_idle(made)
     assert len(fake.records) < 1200
     assert await made.embed("hello", request_id="x") is not None  # the id is free again
 

@@ -19,6 +19,7 @@ from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.server.formatters import Choice, usage_of
 from tests.support.requests import make_request
+from tests.support.waiting import until_idle
 
 PROMPT = "Once upon a time there was a"
 LENGTH = 14
@@ -213,12 +214,6 @@ class Refusing(Cutting):
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         return self._inner.stream(request_id)  # as it is: one that is left before it was read aborts
-
-
-async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(60):
-        while (stats := await engine.stats()).num_running or stats.num_waiting or stats.kv.num_used:
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])

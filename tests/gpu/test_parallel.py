@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import threading
 from typing import Any, NamedTuple
 
 import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.errors import ConfigError, DeviceLostError
+from inflight.events import StepRecord
 from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.parallel.rank_processes import RankProcess
@@ -116,7 +117,13 @@ def test_killed_rank_ends_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) 
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     (rank,) = made
     assert rank.process_id is not None
-    threading.Timer(0.5, os.kill, (rank.process_id, signal.SIGKILL)).start()
+    process_id = rank.process_id
+
+    def kill(_: StepRecord) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+
+    llm._engine.core.observers.append(kill)
     with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(process \d+\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
     llm.close()

@@ -24,7 +24,8 @@ from inflight.router import Router, start_router
 from inflight.timeline import TimelineQuery, decode_chunk
 from tests.e2e.test_replicas import CASES, PROMPTS, begun, generate, same
 from tests.engine.faulty import BUILD
-from tests.router.replicas import until, until_all_run
+from tests.router.replicas import until_all_run
+from tests.support.waiting import until
 
 WATCHED = ProcessConfig(heartbeat=0.05, silent_after=60.0)
 

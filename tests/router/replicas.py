@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from inflight.router import Router, start_router
 from tests.engine.faulty import BUILD
 from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request
+from tests.support.waiting import until
 
 QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
 
@@ -88,17 +89,23 @@ def process_id(client: Any) -> int:
     return process_id
 
 
+async def lose(router: Router, replica_id: str) -> None:
+    """Kill a replica's process and wait until the router has noticed. No other engine can be there yet."""
+    lost, on_loss = asyncio.Event(), router.replicas._on_loss
+
+    def note(*args: Any) -> None:
+        on_loss(*args)
+        lost.set()
+
+    router.replicas._on_loss = note
+    strike(router, replica_id)
+    await lost.wait()
+    router.replicas._on_loss = on_loss
+
+
 def strike(router: Router, replica_id: str, number: int = signal.SIGKILL) -> None:
     """Send a replica's process a signal."""
     os.kill(process_id(router.replicas.find(replica_id).client), number)
-
-
-async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
-    while True:
-        result = condition()
-        if result if isinstance(result, bool) else await result:
-            return
-        await asyncio.sleep(0.005)
 
 
 async def until_all_run(router: Router) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,11 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.router import Router
-from inflight.router.replica import Replica
 from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
-from tests.router.replicas import answer, processes, read, strike, until, until_all_run
+from tests.router.replicas import answer, lose, processes, read, strike, until_all_run
 from tests.support.requests import make_request
+from tests.support.waiting import until
 
 
 async def open_streams(router: Router, count: int, length: int = 100) -> list[asyncio.Task[list[int]]]:
@@ -40,9 +39,13 @@ async def test_streams_outlive_engines_that_are_killed_one_after_the_other() -> 
     async with processes(3) as router:
         tasks = await open_streams(router, 9)
         for name in ("0", "1", "2"):
-            strike(router, name)
-            await until(lambda name=name: not router.replicas.find(name).available)
-            await until(lambda: all(routed.has_token_here for routed in router._requests.values()))
+            await lose(router, name)
+            await until(
+                lambda: all(
+                    routed.replica is not None and routed.has_token_here
+                    for routed in router._requests.values()
+                )
+            )
         answers = await asyncio.gather(*tasks)
         assert answers == [expected_tokens([SLOW, index], 100) for index in range(9)]
         records = [router._history.get(f"{name}") for name in router._history._records]
@@ -70,8 +73,7 @@ async def test_streams_of_an_unreachable_engine_continue_elsewhere() -> None:
 async def test_with_one_replica_streams_wait_for_its_next_engine() -> None:
     async with processes(1) as router:
         tasks = await open_streams(router, 3)
-        strike(router, "0")
-        await until(lambda: not router.replicas.available)
+        await lose(router, "0")
         with pytest.raises(EngineDeadError, match="no engine can take the request: replica 0 is restarting"):
             await answer(router, [1], 1)
         assert await asyncio.gather(*tasks) == [expected_tokens([SLOW, index], 100) for index in range(3)]
@@ -125,7 +127,10 @@ async def test_scores_and_vectors_are_computed_again() -> None:
         for name in ("0", "1"):
             strike(router, name, signal.SIGSTOP)  # their requests stay there
         reading = [asyncio.create_task(read(router, request)) for request in requests]
-        await asyncio.sleep(0.1)
+        names = [request.request_id for request in requests]
+        await until(
+            lambda: all(name in router._requests and router._requests[name].replica for name in names)
+        )
         for name in ("0", "1"):
             strike(router, name)
         (_, scored), (_, pooled) = await asyncio.gather(*reading)
@@ -159,23 +164,13 @@ async def test_record_of_a_request_spans_its_engines() -> None:
         assert state.record == record
 
 
-async def test_abort_takes_effect_even_if_the_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = asyncio.Event()
+async def test_abort_takes_effect_even_if_the_engine_dies() -> None:
     async with processes(1) as router:
-        on_loss = router.replicas._on_loss
-
-        def keep_out_of_use(replica: Replica, *args: Any) -> None:
-            replica.draining = True  # however quickly its next engine starts, the request has to wait
-            on_loss(replica, *args)
-            lost.set()
-
-        monkeypatch.setattr(router.replicas, "_on_loss", keep_out_of_use)
         await router.add(request := make_request([SLOW, 7], 1000))
         stream = router.stream(request.request_id)
         await anext(stream)
         waiting = asyncio.create_task(last_of(stream))
-        strike(router, "0")
-        await lost.wait()
+        await lose(router, "0")
         state = await router.describe(request.request_id)
         assert state is not None
         assert state.status == "waiting"

@@ -32,9 +32,10 @@ from inflight.router import start as start_module
 from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeSleepSupport
-from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike, until
+from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike
 from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request
+from tests.support.waiting import until
 
 
 async def test_rolling_restart_and_removal_under_load_fail_no_request() -> None:
@@ -171,7 +172,6 @@ async def test_observers_get_the_steps_of_all_replicas_with_their_ids() -> None:
             await answer(router, [7, index], 2)
         await until(lambda: {record.engine_id for record in records} == {"0", "1", "2"})
         stop()
-        await asyncio.sleep(0.05)
         num_told = len(records)
         await asyncio.gather(*(read(router, make_request([index], 3)) for index in range(6)))
         assert len(records) == num_told
@@ -337,7 +337,7 @@ async def test_failed_restart_in_place_is_retried_and_the_replica_stays_listed(
         await until(lambda: all(replica.requests for replica in router.replicas.members))
         script.say("die")
         restarting = asyncio.create_task(router.replicas.restart("1", 0.0))
-        await until(lambda: script.num_starts == 4)  # two at first, one that failed, and one more
+        await until(lambda: script.num_starts >= 4)  # two at first, one that failed, and one more
         assert router.replicas.find("1").state == "restarting"
         assert router.replicas.find("0").available
         script.say("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -183,6 +184,44 @@ def test_policy_that_runs_nothing_is_overruled(caplog: pytest.LogCaptureFixture)
     engine.run()
     assert len(engine.finished) == 3
     assert "lets no request run" in caplog.text
+
+
+def test_policy_that_only_preempts_is_overruled() -> None:
+    class Dwindling(Policy):
+        """Preempts the running requests one by one, and lets none of them go on."""
+
+        def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+            return 0 if request.num_computed else 2
+
+        def yields(self, running: Sequence[Request]) -> Sequence[Request]:
+            return running[1:][-1:]
+
+    engine = FakeEngine(Dwindling, caching=False)
+    requests = [engine.add(make_request([index] * 8, 4)) for index in range(3)]
+    engine.step()
+    assert engine.scheduler.pool.running == requests
+    requests.append(engine.add(make_request([3] * 8, 4)))
+    engine.run()
+    for index, request in enumerate(requests):
+        assert engine.outputs[request.request_id] == expected_tokens([index] * 8, 4)
+
+
+def test_policy_that_changes_its_mind_within_a_step_gets_no_more_memory_than_there_is() -> None:
+    class Fickle(Policy):
+        def __init__(self) -> None:
+            super().__init__(headroom=0)
+            self._answers = itertools.cycle([False, True])
+
+        def allocates_at_once(self) -> bool:
+            return next(self._answers)
+
+    # A window needs less memory as the prompt is computed than all of it at once.
+    engine = FakeEngine(Fickle, num_blocks=24, block_size=1, windows=(None, 2), max_num_batched_tokens=3)
+    prompts = [[1], [2] * 12]
+    requests = [engine.add(make_request(prompt, 4)) for prompt in prompts]
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert engine.outputs[request.request_id] == expected_tokens(prompt, 4, layout=engine.layout)
 
 
 @pytest.mark.parametrize("policy", HOSTILE)

@@ -22,7 +22,7 @@ def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
 
 
 def test_counts_through_chunks_and_decodes() -> None:
-    counts, request = TokenCounts(), holding_blocks([1, 2, 3, 4, 5])
+    counts, request = TokenCounts(100), holding_blocks([1, 2, 3, 4, 5])
     assert counts.schedule(request, 3) == (False, False)
     assert counts_of(request) == (3, 5, 0)
     assert counts.schedule(request, 2) == (True, True)
@@ -34,7 +34,7 @@ def test_counts_through_chunks_and_decodes() -> None:
 
 
 def test_withdrawn_request_has_nothing_in_flight() -> None:
-    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts, request = TokenCounts(100), holding_blocks([1, 2])
     counts.withdraw(request, *counts.schedule(request, 2))
     counts.release(request)
     assert counts_of(request) == (0, 2, 0)
@@ -42,7 +42,7 @@ def test_withdrawn_request_has_nothing_in_flight() -> None:
 
 
 def test_failed_step_returns_to_the_known_tokens() -> None:
-    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts, request = TokenCounts(100), holding_blocks([1, 2])
     counts.schedule(request, 2)
     counts.fail(request)
     assert (request.num_tokens, request.num_in_flight) == (2, 0)
@@ -50,15 +50,23 @@ def test_failed_step_returns_to_the_known_tokens() -> None:
 
 @pytest.mark.parametrize(("num_written", "num_computed"), [(0, 2), (1, 3), (2, 4), (3, 4)])
 def test_accepted_tokens_with_kv_count_as_computed(num_written: int, num_computed: int) -> None:
-    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts, request = TokenCounts(100), holding_blocks([1, 2])
     counts.schedule(request, 2)
     counts.accept(request, 3, num_written)
     assert counts_of(request) == (num_computed, 5, 0), "the last token is never computed yet"
     assert counts.num_resident == num_computed
 
 
+def test_accepted_tokens_stay_within_the_limit_of_resident_tokens() -> None:
+    counts, request = TokenCounts(3), holding_blocks([1, 2])
+    counts.schedule(request, 2)
+    counts.accept(request, 3, 2)
+    assert counts_of(request) == (3, 5, 0), "the other one is computed again"
+    assert counts.num_resident == 3
+
+
 def test_preempted_request_keeps_accepted_tokens_but_no_kv() -> None:
-    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts, request = TokenCounts(100), holding_blocks([1, 2])
     counts.schedule(request, 2)
     counts.release(request)
     request.tables = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import threading
 from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,9 +25,10 @@ from inflight.server.observability.request_log import Tracer
 from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
 from tests.server.faulty import BUILD
+from tests.support.held_steps import HeldSteps, held_steps
+from tests.support.waiting import SECONDS, is_idle, until
 
 T = TypeVar("T")
-SECONDS = 120.0
 
 
 class Backend:
@@ -47,13 +48,16 @@ class Backend:
         assert isinstance(self.engine.client, InprocClient)
         return self.engine.client._core
 
+    def held_steps(self, num_steps: int = 0) -> AbstractContextManager[HeldSteps]:
+        """Hold the engine's steps after the next `num_steps`; it takes calls meanwhile."""
+        assert isinstance(self.engine.client, InprocClient)
+        return held_steps(self.engine.client, num_steps)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(2 * SECONDS)
 
     async def idle(self) -> bool:
-        """No request, every block back."""
-        stats = await self.engine.stats()
-        return stats.num_running == stats.num_waiting == stats.kv.num_used == 0
+        return await is_idle(self.engine)
 
     def close(self) -> None:
         self.run(self.engine.close())
@@ -101,17 +105,8 @@ class Live:
         return found
 
     def wait_until(self, what: str, condition: Any) -> None:
-        """Until the condition, asked in the server's loop, holds."""
-
-        async def wait() -> None:
-            async with asyncio.timeout(SECONDS):
-                while not await _asked(condition):
-                    await asyncio.sleep(0.002)
-
-        try:
-            self.backend.run(wait())
-        except TimeoutError:
-            raise AssertionError(f"never came: {what}") from None
+        """Wait until the condition, which is evaluated in the server's loop, holds."""
+        self.backend.run(until(condition, what))
 
     def wait_until_idle(self) -> None:
         """No request anywhere, every block back."""
@@ -124,11 +119,6 @@ class Live:
     def stop(self) -> None:
         self.backend.loop.call_soon_threadsafe(self.server.stop)
         self.finished.result(SECONDS)
-
-
-async def _asked(condition: Any) -> bool:
-    found = condition()
-    return bool(await found if inspect.isawaitable(found) else found)
 
 
 @contextlib.contextmanager

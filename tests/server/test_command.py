@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from inflight import LLM, SamplingParams, __version__
 from inflight.cli.main import main
 from inflight.server import run as run_module
 from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 BASE_URLS = {
@@ -127,9 +127,8 @@ def has_torch(process_id: int) -> bool:
 
 def worker_of(process: subprocess.Popen[str]) -> int:
     """Return the id of the engine process once it runs."""
-    while not (process_ids := children(process.pid, "inflight.engine.remote.worker")):
-        time.sleep(0.01)
-    (number,) = process_ids
+    number: int
+    (number,) = wait_until(lambda: children(process.pid, "inflight.engine.remote.worker"), "its engine")
     return number
 
 

@@ -6,10 +6,7 @@ import json
 import signal
 import socket
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from inflight.server.run import Server
 from inflight.server.state import TEXT_THREADS
 from tests.e2e.breaking import BreakingRunner
 from tests.server.live import Backend, Live, live_server, stream
+from tests.support.waiting import until_idle
 
 PATH = "/v1/completions"
 POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -34,18 +32,6 @@ def text(llm: LLM) -> str:
     )
 
 
-@contextmanager
-def slow_steps(backend: Backend, seconds: float) -> Iterator[None]:
-    def wait(_: object) -> None:
-        time.sleep(seconds)
-
-    backend.core.observers.append(wait)
-    try:
-        yield
-    finally:
-        backend.core.observers.remove(wait)
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_disconnected_client_frees_its_blocks(
@@ -55,14 +41,16 @@ def test_disconnected_client_frees_its_blocks(
     before = metrics.num_disconnects, metrics.num_freed_blocks
     body = json.dumps({**ENDLESS, "stream": streamed, "n": n, "temperature": 0.7}).encode()
     host, _, port = live.url.removeprefix("http://").partition(":")
-    with slow_steps(backend, 0.002), ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, backend.held_steps(40) as held:
         with socket.create_connection((host, int(port))) as connection:
             head = f"{POST}content-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             live.wait_until("blocks in use", lambda: backend.core.scheduler.pool.usage().num_used >= 2 * n)
             neighbour = threads.submit(live.complete, **GOOD)
+            live.wait_until("a neighbour", lambda: len(live.state.request_log) == 2)
         live.wait_until("its end", lambda: metrics.num_disconnects == before[0] + 1)
         live.wait_until("its blocks", lambda: metrics.num_freed_blocks >= before[1] + 2 * n)
+        held.release()
         assert neighbour.result()["choices"][0]["text"] == text
     live.wait_until_idle()
 
@@ -81,16 +69,15 @@ def test_client_that_does_not_read_stalls_no_one(backend: Backend, text: str) ->
         live.wait_until_idle()
 
 
-def test_slow_reader_gets_every_token(live: Live, llm: LLM) -> None:
+def test_client_that_reads_late_gets_every_token(live: Live, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     whole = llm.generate([5, 6], params)[0].outputs[0].text
     text = ""
     with live.http.stream("POST", PATH, json={**ENDLESS, "max_tokens": 120, "stream": True}) as response:
-        for number, line in enumerate(response.iter_lines()):
+        live.wait_until("its end in the engine", live.backend.idle)
+        for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
-            if number % 20 == 0:
-                time.sleep(0.01)
     assert text == whole
 
 
@@ -118,8 +105,7 @@ def test_failed_step_ends_only_its_requests(streamed: bool, live: Live, backend:
 def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     text = llm.generate([5, 6], params)[0].outputs[0].text
-    with live_server(backend, shutdown_timeout=60.0) as live, ExitStack() as held:
-        held.enter_context(slow_steps(backend, 0.02))  # until the requests below are answered
+    with live_server(backend, shutdown_timeout=60.0) as live, backend.held_steps(5) as held:
         with live.http.stream("POST", PATH, json={**GOOD, "max_tokens": 400, "stream": True}) as response:
             backend.loop.call_soon_threadsafe(live.server.stop)
             live.wait_until("draining", lambda: live.state.draining)
@@ -130,7 +116,7 @@ def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, llm
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"
             assert "retry-after" in refused.headers
-            held.close()
+            held.release()
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == text
@@ -144,20 +130,17 @@ class _Done:
 
 
 def test_streams_that_outlast_the_shutdown_timeout_end_with_an_error(backend: Backend) -> None:
-    with slow_steps(backend, 0.01), live_server(backend, shutdown_timeout=0.1) as live:
-        with live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}) as response:
+    with live_server(backend, shutdown_timeout=0.1) as live:
+        with (
+            backend.held_steps(5),
+            live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}) as response,
+        ):
             backend.loop.call_soon_threadsafe(live.server.stop)
             content = response.read().decode()
         assert json.loads(content.strip().split("\n\n")[-1][6:])["error"]["code"] == "shutting_down"
         live.finished.result(60)
         live.finished = _Done()
-    assert backend.run(_num_used(backend)) == 0
-
-
-async def _num_used(backend: Backend) -> int:
-    while (await backend.engine.stats()).num_running:
-        pass
-    return (await backend.engine.stats()).kv.num_used
+    backend.run(until_idle(backend.engine))
 
 
 # ---- reports of requests ----
@@ -192,7 +175,7 @@ def test_report_of_a_queued_request_names_what_it_waits_for(live: Live, backend:
     rows[:] = rows[:1]
     try:
         with (
-            slow_steps(backend, 0.002),
+            backend.held_steps(5),
             live.http.stream("POST", PATH, json={**ENDLESS, "stream": True, "request_id": "first"}),
             live.http.stream("POST", PATH, json={**GOOD, "stream": True, "request_id": "second"}),
         ):

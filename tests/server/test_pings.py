@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -97,46 +98,68 @@ def test_stream_that_started_with_a_ping_gets_its_error_as_an_event(server: Live
 
 @pytest.mark.parametrize("path", STREAMS)
 def test_whole_answer_has_no_pings(server: Live, scripted: CallingBackend, path: str) -> None:
-    body, _ = STREAMS[path]
+    body, ping = STREAMS[path]
     scripted.say("Because of clouds.")
     scripted.client.num_allowed = 0
-    timer = threading.Timer(0.2, lambda: setattr(scripted.client, "num_allowed", math.inf))
-    timer.start()
-    response = server.post(path, body)
-    timer.join()
+    with ThreadPoolExecutor(1) as threads:
+        whole = threads.submit(server.post, path, body)
+        server.wait_until("the request", lambda: len(server.state.request_log) == 1)
+        with server.http.stream("POST", path, json={**body, "stream": True}) as stream:
+            received = ""
+            for text in stream.iter_text():
+                received += text
+                if received.endswith(2 * ping):  # a stream that began later has had two
+                    scripted.client.num_allowed = math.inf
+        response = whole.result()
     assert response.status_code == 200
     assert "clouds" in json.dumps(response.json())
 
 
-def test_anthropic_client_ignores_pings(server: Live, scripted: CallingBackend) -> None:
+@pytest.fixture
+def after_two_pings(scripted: CallingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of the next stream comes after its second ping."""
+    scripted.say("Because of clouds.")
+    scripted.client.num_allowed, num_sent, send_ping = 0, 0, Pings._send_ping
+
+    async def counting(pings: Pings) -> None:
+        nonlocal num_sent
+        await send_ping(pings)
+        num_sent += 1
+        if num_sent == 2:
+            scripted.client.num_allowed = math.inf
+
+    monkeypatch.setattr(Pings, "_send_ping", counting)
+
+
+@pytest.mark.usefixtures("after_two_pings")
+def test_anthropic_client_ignores_pings(server: Live) -> None:
     import anthropic
 
-    scripted.say("Because of clouds.")
-    scripted.client.num_allowed = 0
-    timer = threading.Timer(0.2, lambda: setattr(scripted.client, "num_allowed", math.inf))
-    timer.start()
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as client:
         question: Any = {"model": server.state.model.label, "max_tokens": 16, "messages": MESSAGES}
         with client.messages.stream(**question) as stream:
             assert stream.get_final_text() == "Because of clouds."
-    timer.join()
 
 
-def test_openai_client_ignores_pings(server: Live, scripted: CallingBackend) -> None:
+@pytest.mark.usefixtures("after_two_pings")
+def test_openai_client_ignores_pings(server: Live) -> None:
     import openai
 
-    scripted.say("Because of clouds.")
-    scripted.client.num_allowed = 0
-    timer = threading.Timer(0.2, lambda: setattr(scripted.client, "num_allowed", math.inf))
-    timer.start()
     messages: Any = MESSAGES
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         chunks = client.chat.completions.create(
             model=server.state.model.label, messages=messages, stream=True
         )
         texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    timer.join()
     assert "".join(texts) == "Because of clouds."
+
+
+async def silence(pings: Pings) -> None:
+    """Have the timer find that nothing was sent for as long as it allows."""
+    pings._sent_at -= pings._seconds
+    pings._timer.cancel()
+    pings._check()
+    await asyncio.sleep(0)  # a ping begins now, if one was due
 
 
 async def test_client_that_does_not_read_gets_one_ping() -> None:
@@ -147,14 +170,17 @@ async def test_client_that_does_not_read_gets_one_ping() -> None:
         num_sent += 1
         await is_read.wait()
 
-    pings = Pings(send, 0.01, lambda send: send({}))
-    await asyncio.sleep(0.1)
+    pings = Pings(send, 1000.0, lambda send: send({}))
+    for _ in range(3):
+        await silence(pings)
     assert num_sent == 1
     is_read.set()
     await pings.settle()
     is_read.clear()
     answering = asyncio.create_task(pings({}))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0)
+    for _ in range(3):
+        await silence(pings)
     assert num_sent == 2, "a ping was sent although the answer is not read"
     is_read.set()
     await answering
@@ -165,11 +191,20 @@ async def test_stream_that_keeps_sending_gets_no_pings() -> None:
     async def send(_: Message) -> None:
         pass
 
-    async def ping(_: Send) -> None:
-        raise AssertionError("the stream is not silent")
+    num_pings = 0
 
-    pings = Pings(send, 0.3, ping)
-    for _ in range(20):
-        await asyncio.sleep(0.03)
+    async def ping(_: Send) -> None:
+        nonlocal num_pings
+        num_pings += 1
+
+    pings = Pings(send, 1000.0, ping)
+    for _ in range(3):
+        pings._sent_at -= 999.0
         await pings({})
+        pings._timer.cancel()
+        pings._check()
+        await asyncio.sleep(0)
+    assert num_pings == 0
+    await silence(pings)
+    assert num_pings == 1
     await pings.stop()

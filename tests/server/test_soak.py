@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from prometheus_client.samples import Sample
 from inflight import LLM
 from inflight.constraints import trial_worker, validator
 from inflight.text import RenderLimits, render_worker
-from tests.server.live import SECONDS, ProcessBackend, live_server
+from tests.server.live import ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
 from tests.support.processes import children
+from tests.support.waiting import SECONDS, until, wait_until
 
 IS_LONG = "INFLIGHT_SOAK" in os.environ
 NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "160"))
@@ -41,7 +43,8 @@ MOST_WORKERS = {
     render_worker.__file__: RenderLimits().max_workers,
     trial_worker.__file__: validator.NUM_WORKERS,
 }
-pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
+HANGS_AFTER = 3600 if IS_LONG else 300  # seconds
+pytestmark = pytest.mark.timeout(HANGS_AFTER)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +80,8 @@ def test_soak_leaves_no_request_task_or_block_behind(questions: list[Question]) 
 
 async def num_tasks_of(server: Any) -> int:
     """Return the number of tasks once the server has no connections."""
-    while server.server_state.connections or server.server_state.tasks:
-        await asyncio.sleep(0.01)
+    state = server.server_state
+    await until(lambda: not state.connections and not state.tasks, "the end of all connections")
     return len(asyncio.all_tasks())
 
 
@@ -111,10 +114,11 @@ class Serving:
         return sum(sample.value for sample in self.samples("inflight:disconnects"))
 
     def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 3 * SECONDS  # a hang has to be found first
-        while self.http.get("/ready").status_code != 200 or self.blocks()["used"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(
+            lambda: self.http.get("/ready").status_code == 200 and not self.blocks()["used"],
+            "an idle server",
+            3 * SECONDS,  # a hang has to be found first
+        )
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +213,12 @@ def test_killed_engines_leave_nothing_behind(
     asyncio.run(run())
     seconds = time.monotonic() - start
     server.wait_until_idle()
-    deadline = time.monotonic() + SECONDS
-    while not (after := Held.by(server)).is_settled(before.num_files):
-        assert time.monotonic() < deadline, f"{before} -> {after}"
-        time.sleep(0.05)
+
+    def settled() -> Held | None:
+        held = Held.by(server)
+        return held if held.is_settled(before.num_files) else None
+
+    after = wait_until(settled, f"an end of what was held besides {before}")
     if IS_LONG:
         with capfd.disabled():
             print_summary(soak, seconds, before, after)
@@ -225,12 +231,15 @@ def test_killed_engines_leave_nothing_behind(
 
 async def disturb(soak: Soak, server: Serving, num_requests: int) -> None:
     """Kill the engine, or have it hang, at even distances."""
+
+    def has_begun(num_requests: int) -> bool:
+        return soak.num_begun >= num_requests
+
     signals = [signal.SIGKILL] * NUM_KILLS + [signal.SIGSTOP] * NUM_HANGS
     random.Random(0).shuffle(signals)
     for number, what in enumerate(signals, 1):
-        while soak.num_begun < number * num_requests // (len(signals) + 1):
-            await asyncio.sleep(0.02)
-        while not (engines := server.engines()):
-            await asyncio.sleep(0.02)
+        num_begun = number * num_requests // (len(signals) + 1)
+        await until(partial(has_begun, num_begun), "requests", HANGS_AFTER)
+        engines = await until(server.engines, "an engine")
         os.kill(engines[0], what)
         soak.seen[what.name] += 1

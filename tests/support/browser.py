@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,8 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from tests.support.missing import missing
+from tests.support.waiting import SECONDS, wait_until
 
-SECONDS = 120.0
 WIDE, NARROW = 1280, 390  # pixels: a desk, a phone
 LOOKS = [(scheme, width) for scheme in ("light", "dark") for width in (WIDE, NARROW)]
 KEYS: dict[str, dict[str, Any]] = {
@@ -90,10 +89,7 @@ class Page:
         return reply["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        ends_at = time.monotonic() + SECONDS
-        while not self._holds(condition):
-            assert time.monotonic() < ends_at, f"never came: {condition}"
-            time.sleep(0.02)
+        wait_until(lambda: self._holds(condition), condition)
 
     def _holds(self, condition: str) -> bool:
         try:
@@ -194,20 +190,19 @@ def browser() -> Iterator[Page]:
 
 
 def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    ends_at = time.monotonic() + SECONDS
-    while not file.exists() or not file.read_text():
+    def text() -> str:
         assert process.poll() is None, "the browser has ended"
-        assert time.monotonic() < ends_at, "the browser does not start"
-        time.sleep(0.05)
-    return int(file.read_text().splitlines()[0])
+        return file.read_text() if file.exists() else ""
+
+    return int(wait_until(text, "the browser's start").splitlines()[0])
 
 
 def _first_tab(port: int) -> str:
     """Its debugging socket, once it is there."""
-    ends_at = time.monotonic() + SECONDS
-    while True:
-        for target in httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=SECONDS).json():
-            if target["type"] == "page":
-                return str(target["webSocketDebuggerUrl"])
-        assert time.monotonic() < ends_at, "the browser has no tab"
-        time.sleep(0.05)
+
+    def tabs() -> list[str]:
+        targets = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=SECONDS).json()
+        return [str(target["webSocketDebuggerUrl"]) for target in targets if target["type"] == "page"]
+
+    tab: str = wait_until(tabs, "the browser's tab")[0]
+    return tab

@@ -240,12 +240,15 @@ def test_worker_ends_with_its_parent(busy: bool) -> None:
     # The worker inherits stderr: the program's pipes close only when it has ended as well.
     source = HOSTILE["nested loops"][0]
     output = run_program(
-        "import os, threading, time; from inflight.text import ChatTemplate, RenderLimits\n"
-        f"t = ChatTemplate({{'default': 'fine', 'tool_use': {source!r}}}, limits=RenderLimits(seconds=1.0))\n"
+        "import os, threading, time; from pathlib import Path; from inflight.text import ChatTemplate, RenderLimits\n"
+        f"t = ChatTemplate({{'default': 'fine', 'tool_use': {source!r}}}, limits=RenderLimits(seconds=5.0))\n"
         "message = {'role': 'user', 'content': ''}\n"
         "t.render([message])\n"
+        "stat = Path(f'/proc/{t._renderer._pool.idle[0]._process.pid}/stat')\n"
+        "ticks = lambda: int(stat.read_text().rpartition(')')[2].split()[11])\n"  # of a processor
+        f"enough = ticks() + {5 * busy}\n"  # by then the worker is inside the loops
         f"threading.Thread(target=lambda: {busy} and t.render([message], tools=[{{}}])).start()\n"
-        f"time.sleep({0.5 * busy})\n"  # by then the worker is inside the loops
+        "while ticks() < enough: time.sleep(0.002)\n"
         "print('gone', flush=True); os._exit(0)"
     )
     assert output == "gone\n"

@@ -17,19 +17,14 @@ from inflight.timeline import Chunk
 from inflight.timeline import stream as stream_module
 from inflight.timeline.chunks import MAX_KNOWN, chunk_json
 from inflight.timeline.stream import ChunkConverter, TimelineStream
+from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request
+from tests.support.waiting import until
 from tests.timeline.cells import Replay, cells_of, chunks_of
 
 
-def client(step_seconds: float = 0.0) -> InprocClient:
+def client() -> InprocClient:
     engine = FakeEngine(num_blocks=400, max_num_seqs=16)
-    collect_step = engine.runner.collect
-
-    def slowly(handle: Any) -> Any:
-        time.sleep(step_seconds)
-        return collect_step(handle)
-
-    engine.runner.collect = slowly  # type: ignore[method-assign]
     engine.core.clock = time.monotonic
     return InprocClient(engine.core, engine.facts)
 
@@ -51,28 +46,29 @@ async def generate(source: EngineClient, num_tokens: int, name: str | None = Non
             pass
 
 
-async def collect(stream: TimelineStream, since: float | None, until: int) -> list[dict[str, Any]]:
-    """Return chunks until this many requests have finished."""
-    read: list[dict[str, Any]] = []
+async def collect(
+    stream: TimelineStream, since: float | None, num_finished: int, read: list[dict[str, Any]]
+) -> None:
+    """Read chunks until this many requests have finished."""
     num_ended = 0
     async with asyncio.timeout(60), contextlib.aclosing(stream.chunks(since, 1.0)) as chunks:
         async for chunk in chunks:
             if chunk is not None:
                 read.append(json.loads(chunk.data))
                 num_ended += sum(event["type"] == "finish" for event in read[-1]["events"])
-            if num_ended >= until:
+            if num_ended >= num_finished:
                 break
-    return read
 
 
 async def test_past_and_present_have_every_step_once() -> None:
     source = client()
     try:
         await generate(source, 50)
-        reading = asyncio.create_task(collect(viewer(source), 0.0, 3))
-        await asyncio.sleep(0.1)
+        read: list[dict[str, Any]] = []
+        reading = asyncio.create_task(collect(viewer(source), 0.0, 3, read))
+        await until(lambda: read, "the past")
         await asyncio.gather(generate(source, 300), generate(source, 200))
-        read = await reading
+        await reading
     finally:
         await source.close()
     numbers = [number for chunk in read for number in chunk["steps"]["step"]]
@@ -83,12 +79,15 @@ async def test_past_and_present_have_every_step_once() -> None:
 
 
 async def test_viewer_without_a_past_learns_who_is_running() -> None:
-    source = client(step_seconds=0.005)
+    source = client()
     try:
-        running = asyncio.create_task(generate(source, 380, "early"))
-        await asyncio.sleep(0.05)
-        read = await collect(viewer(source), None, 1)
-        await running
+        with held_steps(source, 10):
+            running = asyncio.create_task(generate(source, 380, "early"))
+            await until(lambda: source._core._num_steps == 10, "ten steps")
+            read: list[dict[str, Any]] = []
+            reading = asyncio.create_task(collect(viewer(source), None, 1, read))
+            await until(lambda: read, "who is running")
+        await asyncio.gather(running, reading)
     finally:
         await source.close()
     assert [item["id"] for chunk in read for item in chunk["requests"]] == ["early"]
@@ -98,34 +97,37 @@ async def test_viewer_without_a_past_learns_who_is_running() -> None:
 
 async def test_slow_viewer_goes_on_with_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "MAX_PENDING_BYTES", 2000)
-    monkeypatch.setattr(stream_module, "RESUME_SECONDS", 0.02)
     source = client()
     try:
         stream = viewer(source)
         async with contextlib.aclosing(stream.chunks(None, 1.0)) as chunks:
             await anext(chunks)
             await generate(source, 390)
-            await asyncio.sleep(0.2)
+            now = time.monotonic()
+            stream._clock = lambda: now + stream_module.RESUME_SECONDS  # it goes on from here
             for _ in range(3):
                 await generate(source, 390)
             assert len(stream._pending) < 10, "what no one takes is not kept"
             read: list[dict[str, Any]] = []
+            numbers: list[int] = []
             async with asyncio.timeout(60):
-                async for chunk in chunks:
-                    if chunk is None:
-                        break
-                    read.append(json.loads(chunk.data))
+                while not numbers or numbers[-1] < 4 * 390 - 1:
+                    chunk = await anext(chunks)
+                    if chunk is not None:
+                        read.append(json.loads(chunk.data))
+                        numbers += read[-1]["steps"]["step"]
     finally:
         await source.close()
     assert sum(chunk.get("skipped", 0) for chunk in read) > 0
-    numbers = [number for chunk in read for number in chunk["steps"]["step"]]
     assert numbers == sorted(set(numbers))
-    assert numbers[-1] == 4 * 390 - 1
 
 
 async def test_each_replica_has_its_own_lanes() -> None:
+    engines: list[InprocClient] = []
+
     async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
-        return client()
+        engines.append(client())
+        return engines[-1]
 
     router = await Router.start(start, 2)
     try:
@@ -136,10 +138,11 @@ async def test_each_replica_has_its_own_lanes() -> None:
         assert outputs == 320
         only = await past(viewer(router, "1"))
         assert {chunk["replica"] for chunk in only} == {"1"}
-        reading = asyncio.create_task(collect(viewer(router), None, 8))
-        await asyncio.sleep(0.05)
+        live: list[dict[str, Any]] = []
+        reading = asyncio.create_task(collect(viewer(router), None, 8, live))
+        await until(lambda: all(engine._core.recorder.is_watched for engine in engines), "a viewer")
         await asyncio.gather(*(generate(router, 40) for _ in range(8)))
-        live = await reading
+        await reading
         assert {chunk["replica"] for chunk in live if chunk["runs"]} == {"0", "1"}
         memory = await router.read_memory("1")
         assert len(memory.refs) == 4 * 400

@@ -30,6 +30,7 @@ from inflight.vllm_compat.python_api import (
     SAMPLING_RULES,
 )
 from inflight.vllm_compat.rules import IGNORED, CompatRule, CompatRules
+from tests.support.waiting import until
 from tests.vllm_compat.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -395,5 +396,8 @@ async def test_async_llm_has_vllm_methods(monkeypatch: pytest.MonkeyPatch) -> No
     assert await engine.is_sleeping()
     await engine.wake_up()
     engine.shutdown()
-    while not (await engine.health()).error:
-        await asyncio.sleep(0.01)
+
+    async def has_ended() -> bool:
+        return (await engine.health()).error is not None
+
+    await until(has_ended, "the engine's end")

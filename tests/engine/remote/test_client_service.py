@@ -19,6 +19,7 @@ from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
 from inflight.processes.channel import Codec, Message
 from tests.support.requests import FakeEngine, make_request
+from tests.support.waiting import until, until_idle
 
 LONG = 30_000  # tokens: a request that a test must end
 SECRET = bytes(16)
@@ -88,12 +89,6 @@ async def read(client: ProcessClient, request_id: str) -> list[int]:
     return [token async for delta in client.stream(request_id) for token in delta.token_ids]
 
 
-async def until_idle(client: InprocClient) -> None:
-    async with asyncio.timeout(60):
-        while (stats := await client.stats()).num_running or stats.kv.num_used:
-            await asyncio.sleep(0.002)
-
-
 async def test_service_returns_the_results_of_its_client() -> None:
     async with linked() as (client, below, _):
         steps: list[StepRecord] = []
@@ -138,8 +133,7 @@ async def test_request_abandoned_while_being_added_is_aborted() -> None:
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
         await until_idle(below)
-        while link.service.num_requests:
-            await asyncio.sleep(0.002)
+        await until(lambda: not link.service.num_requests)
 
 
 async def test_requests_of_a_dead_process_are_aborted() -> None:
@@ -171,8 +165,11 @@ async def test_statistics_are_sent_without_other_output() -> None:
             pass
         assert (await client.stats()).num_output_tokens == 0
         link.service.send_stats()
-        while (await client.stats()).num_output_tokens != 5:
-            await asyncio.sleep(0)
+
+        async def has_come() -> bool:
+            return (await client.stats()).num_output_tokens == 5
+
+        await until(has_come, "the statistics")
 
 
 async def test_invalid_request_ends_with_its_own_error(

@@ -24,9 +24,10 @@ from inflight.processes import connected_process
 from inflight.processes.channel import ConnectionInfo, EncryptedConnection
 from inflight.processes.child import ChildProcess, ProcessNotStartedError
 from tests.engine.faulty import BUILD, SLOW
-from tests.router.replicas import process_id, until
+from tests.router.replicas import process_id
 from tests.support.processes import exists
 from tests.support.requests import make_request
+from tests.support.waiting import until
 
 ADDRESS = "127.0.0.1"
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
 from inflight.config import ProcessConfig
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
+from inflight.events import StepRecord
 from inflight.execution.parallel import rank_processes, starting
 from inflight.execution.parallel.layout import RankLayout
 from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
@@ -31,6 +31,7 @@ from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS
 from tests.support.processes import children, runs
+from tests.support.waiting import until, wait_until
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
 
@@ -85,7 +86,12 @@ def test_dead_rank_ends_the_engine_with_an_error_that_names_it(
     assert token_ids == expected
     assert shared_memory() - before
     (rank,) = ranks()
-    threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
+
+    def kill(_: StepRecord) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+    llm._engine.core.observers.append(kill)
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
     with pytest.raises(DeviceLostError, match="rank 1 of 2"):
@@ -221,15 +227,15 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
         for stream in streams:
             with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
                 await end(stream)
-    async with asyncio.timeout(60):
-        while not (await engine.health()).healthy:
-            await asyncio.sleep(0.05)
+
+    async def has_state(name: str) -> bool:
+        return (await engine.health()).state == name
+
+    await until(lambda: has_state("running"), "the next engine")
     assert await asyncio.gather(*map(answer, range(len(PROMPTS)))) == expected
     (rank,) = ranks(client.process_id)
     os.kill(rank, signal.SIGKILL)
-    async with asyncio.timeout(WITHIN):
-        while (await engine.health()).state != "dead":
-            await asyncio.sleep(0.05)
+    await until(lambda: has_state("dead"), "its end", WITHIN)
     assert f"rank 1 of 2 (process {rank}) ended by SIGKILL" in str((await engine.health()).error)
     assert not runs(rank)
     await engine.close()
@@ -289,7 +295,4 @@ os.kill(os.getpid(), 9)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     rank = int(done.stdout)
-    until = time.monotonic() + WITHIN
-    while runs(rank) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not runs(rank)
+    wait_until(lambda: not runs(rank), "the rank's end", WITHIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import torch
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.native.library import native_library
+from tests.support.waiting import SECONDS, wait_until
 
 LIBRARY = native_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="ranks on a CPU need the compiled kernels")
@@ -35,6 +35,10 @@ def memories(layout: RankLayout) -> list[RankMemory]:
         RankMemory(LIBRARY, layout, rank, _lost, os.dup(first.descriptor)) for rank in range(1, layout.count)
     ]
     return [first, *others]
+
+
+def content(memory: RankMemory) -> bytes:
+    return bytes(memory._memory._map)
 
 
 def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int = 4096) -> list[Any]:
@@ -91,9 +95,13 @@ def test_a_loss_ends_every_wait() -> None:
     second.when_lost(lambda: calls.remove("a mistake"))  # which raises, and keeps no one waiting
     collective, steps = first.collective(), second.steps()
     assert collective is not None
-    threading.Timer(0.1, second.lose).start()
-    with pytest.raises(LostError, match="-1"):
-        collective.sum(torch.ones(3))
+    nothing = content(second)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collective.sum, torch.ones(3))
+        wait_until(lambda: content(second) != nothing, "what the first has to add")
+        second.lose()
+        with pytest.raises(LostError, match="-1"):
+            waiting.result()
     with pytest.raises(LostError, match="-1"):
         steps.receive(0)
     second.lose()
@@ -101,16 +109,20 @@ def test_a_loss_ends_every_wait() -> None:
 
 
 def test_messages_may_be_larger_than_the_ring() -> None:
-    """The writer waits for the slowest of its readers."""
+    """The writer waits for the slowest of its readers, here for one that begins late."""
     ranks = memories(RankLayout(3, 1, 1, 4096, 0, ()))
     messages = [os.urandom(size) for size in (10, 3 << 20, 0, 1 << 20, 77)]
 
+    has_begun = threading.Event()
+
     def read(rank: int) -> list[bytes]:
         steps = ranks[rank].steps()
+        if rank == 2:
+            assert has_begun.wait(SECONDS)
         received = []
         for _ in messages:
             received.append(bytes(steps.receive(rank - 1)))
-            time.sleep(0.01 * rank)
+            has_begun.set()
         return received
 
     with ThreadPoolExecutor(2) as pool:

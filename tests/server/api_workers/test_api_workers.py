@@ -9,8 +9,7 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,14 +35,6 @@ GOOD = {"prompt": [5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 ENDLESS = {**GOOD, "max_tokens": 2000, "n": 16, "temperature": 1, "stream": True}
 
 
-def until(what: str, condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
-    return value
-
-
 @dataclass
 class TwoWorkers:
     process: subprocess.Popen[str]
@@ -67,7 +58,7 @@ class TwoWorkers:
 
     def to_each(self, key: str = "free-key") -> dict[int, httpx.Client]:
         """A connection to each API worker."""
-        workers = until("two API workers", lambda: len(self.workers) == 2 and self.workers)
+        workers = wait_until(lambda: len(self.workers) == 2 and self.workers, "two API workers")
         clients: dict[int, httpx.Client] = {}
         while set(clients) != set(workers):
             http = self.connect(key)
@@ -156,7 +147,7 @@ def test_limits_of_a_key_hold_across_workers(server: TwoWorkers) -> None:
         next(response.iter_lines())
         assert refusal(second.post("/v1/completions", json=GOOD)) == (429, "concurrency_limit_exceeded")
         assert refusal(second.post("/tokenize", json={"prompt": "x"})) == (429, "concurrency_limit_exceeded")
-    until("the end of it", lambda: second.post("/v1/completions", json=GOOD).status_code == 200)
+    wait_until(lambda: second.post("/v1/completions", json=GOOD).status_code == 200, "the end of it")
     first, second = server.pair("few-key")
     statuses = [http.post("/v1/completions", json=GOOD).status_code for http in (first, second) * 2]
     assert statuses == [200, 200, 200, 429]
@@ -309,9 +300,9 @@ def test_unread_response_counts_against_its_key_in_every_worker(server: TwoWorke
             refused = worker.get(path)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
-    until(
-        "the connection's end",
+    wait_until(
         lambda: second.get(path).json().get("prompt_cache_key") == body["prompt_cache_key"],
+        "the connection's end",
     )
 
 
@@ -335,8 +326,8 @@ def test_sleep_and_wake_up_apply_to_all_workers(server: TwoWorkers) -> None:
         next(response.iter_lines())
         assert second.get("/load").json() == {"server_load": 1}
         assert refusal(second.post("/sleep", headers=admin)) == (409, "engine_busy")
-    until("the end of it", lambda: first.get("/load").json() == {"server_load": 0})
-    until("sleep", lambda: first.post("/sleep", headers=admin).status_code == 200)
+    wait_until(lambda: first.get("/load").json() == {"server_load": 0}, "the end of it")
+    wait_until(lambda: first.post("/sleep", headers=admin).status_code == 200, "sleep")
     for http in (first, second):
         assert http.get("/is_sleeping", headers=admin).json() == {"is_sleeping": True}
         assert http.get("/ready").json()["status"] == "sleeping"
@@ -358,13 +349,13 @@ def test_dead_worker_loses_only_its_own_requests_and_is_restarted(server: TwoWor
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             list(lines)
-    until("an idle engine", lambda: health(second)["num_running"] == 0)
+    wait_until(lambda: health(second)["num_running"] == 0, "an idle engine")
     assert answered(second)["usage"]["completion_tokens"] == 8
-    until("another in its place", lambda: len(server.workers) == 2 and killed not in server.workers)
+    wait_until(lambda: len(server.workers) == 2 and killed not in server.workers, "another in its place")
     for process_id, http in server.to_each("one-key").items():
         assert process_id != killed
         # The process that answered before frees the key's place a moment after its last byte.
-        until("an answer", partial(is_taken, http))
+        wait_until(partial(is_taken, http), "an answer")
     assert other in server.workers
     # What the killed one had counted until about a second before its end is still there.
     assert counts(second, "key_requests", 'key="one"') >= before + 3
@@ -377,7 +368,7 @@ def test_stream_finishes_after_the_signal_and_no_process_is_left(server: TwoWork
         next(lines)
         workers = server.workers
         server.process.send_signal(signal.SIGHUP)  # as SIGTERM, which test_command.py sends
-        until("no one listens", lambda: _refused(server.url))
+        wait_until(lambda: _refused(server.url), "no one listens")
         assert list(lines)[-2] == "data: [DONE]"
     assert server.process.wait(SECONDS) == 0
     assert not [process_id for process_id in workers if Path(f"/proc/{process_id}").exists()]

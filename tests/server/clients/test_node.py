@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from tests.server.clients.node import run_script
 from tests.server.live import Backend, live_server
-from tests.server.test_life import slow_steps
+from tests.support.held_steps import taking_turns
 
 MODEL = "inflight-builtin"
 QUESTION = "Why does it rain?"
@@ -18,9 +19,19 @@ MAX_TOKENS = 24
 CLIENTS = ("openai", "langchain", "ai")
 
 
+@contextmanager
+def streaming(backend: Backend) -> Iterator[None]:
+    """Have the server send tokens as they come: it merges those for which it had no time."""
+    backend.core.observers.append(observer := taking_turns(backend.loop))
+    try:
+        yield
+    finally:
+        backend.core.observers.remove(observer)
+
+
 @pytest.fixture(scope="module")
 def all_results(backend: Backend) -> Iterator[Any]:
-    with live_server(backend, api_key=("secret",)) as live, slow_steps(backend, 0.002):
+    with live_server(backend, api_key=("secret",)) as live, streaming(backend):
         environment = {
             "BASE_URL": f"{live.url}/v1",
             "API_KEY": "secret",

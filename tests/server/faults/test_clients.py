@@ -16,7 +16,6 @@ from tests.server.faults.cases import PATH, Case, ClientView, health, make_case,
 from tests.server.faults.conftest import MAX_QUEUE, NUM_SLOTS
 from tests.server.faulty import crawling
 from tests.server.live import Backend, Live
-from tests.server.test_life import slow_steps
 
 
 def connect(live: Live) -> socket.socket:
@@ -61,6 +60,7 @@ def test_aborts_take_effect_with_the_next_step(
     abort = backend.engine.client.abort
 
     async def recording_abort(request_id: str, reason: str = "abort") -> int:
+        held.release()
         aborting = asyncio.ensure_future(abort(request_id, reason))
         await asyncio.sleep(0)  # it is on its way: before that, the engine may make any number of steps
         num_before[request_id] = len(steps)
@@ -70,12 +70,12 @@ def test_aborts_take_effect_with_the_next_step(
     neighbour = make_case(llm, [9, 9], 300)
     backend.core.observers.append(steps.append)
     try:
-        with slow_steps(backend, 0.02):
+        with backend.held_steps(10) as held:
             view = neighbour.send(threads, live)
             with connect(live) as connection:
                 send(connection, {**neighbour.body, "max_tokens": 2000, "stream": True})
                 wait_for_running(live, 2)
-        assert neighbour.is_correct(view.result())
+            assert neighbour.is_correct(view.result())
     finally:
         backend.core.observers.remove(steps.append)
     ((name, number),) = num_before.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
@@ -21,7 +20,7 @@ from tests.server.faults.cases import (
 )
 from tests.server.faulty import HANG, RAISE, crawling, hold_file, no_engine_starts
 from tests.server.live import Backend, Live, ProcessBackend, live_server
-from tests.server.test_life import slow_steps
+from tests.support.waiting import wait_until
 
 
 def test_killed_engine_ends_its_streams_with_an_error_and_restarts(
@@ -48,8 +47,7 @@ def test_killed_engine_ends_its_streams_with_an_error_and_restarts(
         assert health(server) == (503, "restarting")
         assert server.http.get("/ready").status_code == 503
         assert server.http.get("/metrics").status_code == 200
-    while health(server) != (200, "ok"):
-        time.sleep(0.01)
+    wait_until(lambda: health(server) == (200, "ok"), "the next engine")
     assert process_id(server) != first
     assert quick.is_correct(ClientView(server, quick.body))
     assert slow[0].is_correct(ClientView(server, {**slow[0].body, "stream": True}))
@@ -100,8 +98,7 @@ def test_stopped_engine_process_is_killed_and_restarted(
             assert live.http.get("/v1/requests/stuck").json()["why"] == (
                 "The engine died after its first token, so the timing of this request is unknown."
             )
-            while health(live) != (200, "ok"):
-                time.sleep(0.01)
+            wait_until(lambda: health(live) == (200, "ok"), "the next engine")
             assert quick.is_correct(ClientView(live, quick.body))
             assert live.http.get("/v1/requests/stuck").json()["status"] == "failed"
     finally:
@@ -149,7 +146,7 @@ def test_requests_finish_correctly_when_kv_memory_runs_out(llm: LLM, threads: Th
     small = Backend(num_blocks=14, max_model_len=128, max_num_seqs=8, max_queue=64)
     try:
         with live_server(small) as live:
-            with slow_steps(small, 0.02):  # until all are there
+            with small.held_steps(5):  # until all are there
                 first = threads.submit(ClientView, live, {**cases[0].body, "request_id": "oldest"})
                 wait_for_running(live, 1)
                 futures = [first, *(case.send(threads, live) for case in cases[1:])]

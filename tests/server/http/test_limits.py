@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from inflight.server.observability.request_log import QueuePace
 from tests.server.live import Backend, Live, live_server
-from tests.server.test_life import slow_steps
+from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -87,18 +86,12 @@ def test_body_that_does_not_arrive_times_out(small: Live) -> None:
         assert reply(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def send_slowly(connection: socket.socket) -> None:
-    for _ in range(1000):
-        connection.sendall(b"x")
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("head", ["GET /health", "POST /nothing"])
 def test_body_that_continues_after_its_answer_is_cut_off(head: str, small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(f"{head} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n".encode())
         with pytest.raises(ConnectionError):
-            send_slowly(connection)
+            wait_until(lambda: connection.sendall(b"x"), "the end of the connection")
     small.wait_until("no connection", lambda: len(small.server.server_state.connections) <= 1)
 
 
@@ -349,7 +342,7 @@ def test_full_queue_refuses_at_once(backend: Backend) -> None:
         core.scheduler.pool._free_rows[:] = rows[:1]  # one request runs, one waits, the third is too many
         try:
             with (
-                slow_steps(backend, 0.005),
+                backend.held_steps(5),
                 live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}),
                 live.http.stream("POST", PATH, json={**GOOD, "stream": True}) as waiting,
             ):
@@ -379,7 +372,7 @@ def test_full_queue_refusal_estimates_retry_after(backend: Backend) -> None:
         pace = live.state.request_log.pace
         try:
             with (
-                slow_steps(backend, 0.005),
+                backend.held_steps(5),
                 live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}),
                 live.http.stream("POST", PATH, json={**GOOD, "stream": True}),
             ):
@@ -417,7 +410,7 @@ def test_answers_that_can_run_at_once_need_no_queue_slot(backend: Backend) -> No
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_requests_over_their_time_limit_fail(streamed: bool, backend: Backend) -> None:
-    with slow_steps(backend, 0.05):
+    with backend.held_steps():
         for first, whole, status, code in (
             (0.02, 60.0, 503, "first_token_timeout"),
             (60.0, 0.02, 504, "request_timeout"),
@@ -430,10 +423,10 @@ def test_requests_over_their_time_limit_fail(streamed: bool, backend: Backend) -
 @pytest.mark.parametrize("streamed", [False, True])
 def test_time_limit_within_an_answer_ends_it(streamed: bool, backend: Backend) -> None:
     """On a busy machine a second may be over before a stream has begun."""
-    with slow_steps(backend, 0.05):
-        seconds = iter((1.0, 4.0, 16.0))
-        received = [status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds))]
-        while streamed and received[-1] != 200:
+    seconds = iter((1.0, 4.0, 16.0))
+    received: list[int] = []
+    while not received or (streamed and received[-1] != 200):
+        with backend.held_steps(5):
             received.append(status_in_time(backend, streamed, "request_timeout", 60.0, next(seconds)))
     assert set(received) <= {200, 504}
     assert received[-1] == (200 if streamed else 504)

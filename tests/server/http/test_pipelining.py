@@ -12,7 +12,6 @@ import pytest
 from inflight.server.http.protocol import BoundedProtocol
 from tests.server.http.test_limits import connect, reply
 from tests.server.live import Backend, Live, live_server
-from tests.server.test_life import slow_steps
 
 PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -27,10 +26,9 @@ def _own(backend: Backend) -> Iterator[Live]:
 
 
 @pytest.fixture
-def own(_own: Live, backend: Backend) -> Iterator[Live]:
+def own(_own: Live) -> Iterator[Live]:
     """A server with no other connections."""
-    with slow_steps(backend, 0.002):
-        yield _own
+    yield _own
     _own.wait_until_idle()
     _own.wait_until("no connection", lambda: not _own.server.server_state.connections)
 
@@ -60,7 +58,7 @@ def flood(connection: socket.socket, data: bytes) -> None:
 
 
 def test_flood_of_requests_stays_in_the_socket(own: Live) -> None:
-    with connect(own) as connection:
+    with own.backend.held_steps(5), connect(own) as connection:
         connection.sendall(post(**ENDLESS, request_id="endless"))
         own.wait_until("a start", lambda: len(own.state.request_log) == 1)
         flood(connection, GET * 1000)
@@ -69,8 +67,9 @@ def test_flood_of_requests_stays_in_the_socket(own: Live) -> None:
         own.wait_until("reading on hold", lambda: protocol.flow.read_paused)
         assert len(protocol.pipeline) == 1
         assert len(protocol._held) < 1 << 20
-    # That the client is gone is not seen behind so much.
-    assert httpx.delete(f"{own.url}/v1/requests/endless").status_code == 200
+        connection.close()
+        # That the client is gone is not seen behind so much.
+        assert httpx.delete(f"{own.url}/v1/requests/endless").status_code == 200
 
 
 def test_pipelined_requests_are_answered_in_order(own: Live) -> None:
@@ -110,12 +109,13 @@ def test_body_that_the_app_does_not_read_is_skipped(own: Live) -> None:
 def test_disconnect_is_noticed_behind_pipelined_requests(num_behind: int, streamed: bool, own: Live) -> None:
     metrics = own.state.metrics
     before = metrics.num_disconnects
-    with connect(own) as connection:
-        connection.sendall(post(**ENDLESS, n=3, stream=streamed))
-        own.wait_until("a start", lambda: len(own.state.request_log) == 1)
-        connection.sendall(GET * num_behind)
-        own.wait_until("a request that waits", lambda: protocol_of(own).pipeline)
-    own.wait_until("its end", lambda: metrics.num_disconnects == before + 1)
+    with own.backend.held_steps(5):
+        with connect(own) as connection:
+            connection.sendall(post(**ENDLESS, n=3, stream=streamed))
+            own.wait_until("a start", lambda: len(own.state.request_log) == 1)
+            connection.sendall(GET * num_behind)
+            own.wait_until("a request that waits", lambda: protocol_of(own).pipeline)
+        own.wait_until("its end", lambda: metrics.num_disconnects == before + 1)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,10 @@ def test_disconnect_is_noticed_behind_pipelined_requests(num_behind: int, stream
 )
 def test_refusal_follows_earlier_answers(behind: bytes, status: bytes, own: Live) -> None:
     with connect(own) as connection:
-        connection.sendall(post(prompt=[5, 6], max_tokens=40, ignore_eos=True))
-        own.wait_until("a start", lambda: len(own.state.request_log) == 1)
-        connection.sendall(behind)
+        with own.backend.held_steps(5):
+            connection.sendall(post(prompt=[5, 6], max_tokens=40, ignore_eos=True))
+            own.wait_until("a start", lambda: len(own.state.request_log) == 1)
+            connection.sendall(behind)
         answers = reply(connection).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200"] * (len(answers) - 1) + [status]
     assert json.loads(answers[0].partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 40
@@ -135,9 +136,10 @@ def test_refusal_follows_earlier_answers(behind: bytes, status: bytes, own: Live
 def test_disconnect_is_noticed_behind_invalid_data(own: Live) -> None:
     metrics = own.state.metrics
     before = metrics.num_disconnects
-    with connect(own) as connection:
-        connection.sendall(post(**ENDLESS))
-        own.wait_until("a start", lambda: len(own.state.request_log) == 1)
-        connection.sendall(b"nonsense\r\n\r\n")
-        own.wait_until("reading on hold", lambda: protocol_of(own).flow.read_paused)
-    own.wait_until("its end", lambda: metrics.num_disconnects == before + 1)
+    with own.backend.held_steps(5):
+        with connect(own) as connection:
+            connection.sendall(post(**ENDLESS))
+            own.wait_until("a start", lambda: len(own.state.request_log) == 1)
+            connection.sendall(b"nonsense\r\n\r\n")
+            own.wait_until("reading on hold", lambda: protocol_of(own).flow.read_paused)
+        own.wait_until("its end", lambda: metrics.num_disconnects == before + 1)

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import SECONDS, Backend, Live, live_server
+from tests.server.live import Backend, Live, live_server
+from tests.support.waiting import SECONDS
 
 TLS = Path(__file__).parents[1] / "tls"
 TRUSTED = ssl.create_default_context(cafile=str(TLS / "cert.pem"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from inflight.server.http.limits import MIN_PROGRESS, WriteTimer
 from inflight.server.http.protocol import BoundedProtocol
 from tests.server.live import Backend, Live, live_server
-from tests.server.test_life import slow_steps
 
 
 class _Pipe:
@@ -51,16 +51,17 @@ def impatient(backend: Backend) -> Iterator[Live]:
         yield live
 
 
-def connect(live: Live) -> socket.socket:
-    """Connect with buffers as small as possible."""
+def connect(live: Live, num_others: int = 0) -> socket.socket:
+    """Connect with buffers as small as possible, beside other connections."""
     host, _, port = live.url.removeprefix("http://").partition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((host, int(port)))
-    live.wait_until("a connection", lambda: len(live.server.server_state.connections) == 1)
-    (protocol,) = live.server.server_state.connections
-    assert isinstance(protocol, BoundedProtocol)
-    protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    connections = live.server.server_state.connections
+    live.wait_until("a connection", lambda: len(connections) == 1 + num_others)
+    for protocol in connections:
+        assert isinstance(protocol, BoundedProtocol)
+        protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return connection
 
 
@@ -98,6 +99,11 @@ def test_client_that_does_not_read_its_stream_is_disconnected(impatient: Live) -
 
 def test_slow_answer_is_not_cut_off(impatient: Live, backend: Backend) -> None:
     """Nothing is unread while nothing is sent."""
-    with slow_steps(backend, 0.01):
-        completion = impatient.complete([5, 6], max_tokens=40, ignore_eos=True)
-    assert completion["usage"]["completion_tokens"] == 40
+    with ThreadPoolExecutor(1) as threads, backend.held_steps(5) as held:
+        answer = threads.submit(impatient.complete, [5, 6], max_tokens=40, ignore_eos=True)
+        impatient.wait_until("a start", lambda: len(impatient.state.request_log) == 1)
+        with connect(impatient, 1) as connection:  # one that came later reaches the limit
+            connection.sendall(GET.format("").encode())
+            impatient.wait_until("its end", lambda: len(impatient.server.server_state.connections) == 1)
+        held.release()
+        assert answer.result()["usage"]["completion_tokens"] == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,19 +148,13 @@ def test_raw_response_has_the_request_id(client: openai.OpenAI, text: str) -> No
 
 
 def test_client_timeout_frees_the_request(client: openai.OpenAI, server: Live, backend: Backend) -> None:
-    def slow(_: object) -> None:
-        time.sleep(0.05)
-
-    backend.core.observers.append(slow)
     before = server.state.metrics.num_disconnects
-    try:
+    with backend.held_steps(5):
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=1.0).completions.create(
                 model=MODEL, prompt="x", max_tokens=2000, extra_body={"ignore_eos": True}
             )
-    finally:
-        backend.core.observers.remove(slow)
-    server.wait_until("its end", lambda: server.state.metrics.num_disconnects == before + 1)
+        server.wait_until("its end", lambda: server.state.metrics.num_disconnects == before + 1)
     server.wait_until_idle()
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from inflight import LLM, SamplingParams
 from tests.server.chat_page import ask, is_seen, look, open_chat, wait_for_figures
@@ -16,16 +14,7 @@ QUESTION = "Why does it rain?"
 STORY = "Tell me a story about a fox."
 
 
-@contextmanager
-def slow_steps(backend: Backend) -> Iterator[None]:
-    def slow(_: object) -> None:
-        time.sleep(0.03)
-
-    backend.core.observers.append(slow)
-    try:
-        yield
-    finally:
-        backend.core.observers.remove(slow)
+SOME = 20  # steps: an answer has begun, and is not over
 
 
 def wait_for_text(page: Page) -> None:
@@ -62,7 +51,7 @@ def test_example_question_and_new_chat(page: Page, live: Live, backend: Backend)
     page.click("#empty button")
     wait_for_figures(page)
     assert page.text(".user")
-    with slow_steps(backend):
+    with backend.held_steps(SOME):
         ask(page, STORY)
         wait_for_text(page)
         page.click("#fresh")  # also while an answer comes
@@ -76,8 +65,8 @@ def test_example_question_and_new_chat(page: Page, live: Live, backend: Backend)
 def test_answer_streams_and_can_be_stopped(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
     stops: list[Callable[[], None]] = [lambda: page.click("#stop"), lambda: page.press("Escape")]
-    with slow_steps(backend):
-        for number, stop in enumerate(stops, 1):
+    for number, stop in enumerate(stops, 1):
+        with backend.held_steps(SOME):
             ask(page, STORY)
             wait_for_text(page)
             assert page.run("document.querySelectorAll('.figures').length") == number - 1  # it is not over
@@ -91,7 +80,7 @@ def test_answer_streams_and_can_be_stopped(page: Page, live: Live, backend: Back
 
 def test_message_sent_during_an_answer_is_queued(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
-    with slow_steps(backend):
+    with backend.held_steps(SOME):
         ask(page, STORY)
         wait_for_text(page)
         ask(page, QUESTION)
@@ -110,7 +99,7 @@ def test_message_sent_during_an_answer_is_queued(page: Page, live: Live, backend
         STORY,
         QUESTION,
     ]
-    with slow_steps(backend):
+    with backend.held_steps(SOME):
         ask(page, STORY)
         wait_for_text(page)
         ask(page, QUESTION)
@@ -192,7 +181,7 @@ def test_page_waits_for_an_unreachable_server(page: Page, backend: Backend) -> N
     with live_server(backend) as live:
         open_chat(page, live)
         port = int(live.url.rpartition(":")[2])
-        with slow_steps(backend):
+        with backend.held_steps(SOME):
             ask(page, STORY)
             wait_for_text(page)
             live.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -44,12 +43,14 @@ def send(live: Live, name: str, length: int) -> dict[str, Any]:
 
 
 def staggered(live: Live) -> None:
-    """Run five requests on four slots."""
-    with ThreadPoolExecutor() as pool:
+    """Run five requests on four slots, one after the other but so soon that they overlap."""
+    with ThreadPoolExecutor() as pool, live.backend.held_steps() as held:
         running: list[Future[Any]] = []
         for name, length in LENGTHS.items():
             running.append(pool.submit(send, live, name, length))
             live.wait_until(f"request {name}", lambda name=name: _is_known(live, name))
+            held.allow(2)
+        held.release()
         for one in running:
             one.result()
 
@@ -58,17 +59,10 @@ async def _is_known(live: Live, name: str) -> bool:
     return any(logged.request_id == name and logged.queued for logged in live.state.request_log)
 
 
-def slow(_: object) -> None:
-    """Slow steps down, so that requests sent one after the other overlap."""
-    time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
-def recorded(live: Live, slots: Backend) -> Live:
+def recorded(live: Live) -> Live:
     """A server that has run the five requests."""
-    slots.core.observers.append(slow)
     staggered(live)
-    slots.core.observers.remove(slow)
     return live
 
 
@@ -111,7 +105,8 @@ def test_page_can_be_paused_scrubbed_and_zoomed(page: Page, recorded: Live) -> N
 
 def test_cells_can_be_explored_by_keyboard(page: Page, recorded: Live) -> None:
     open_timeline(page, recorded)
-    page.run("document.querySelector('#lanes').focus()")
+    # It takes the focus once it is drawn.
+    page.wait_for("(document.querySelector('#lanes').focus(), document.activeElement.id === 'lanes')")
     page.press("ArrowRight")
     page.wait_for("document.querySelector('#detail').innerText.includes('slot 0')")
     step = int(re.search(r"Step ([\d,]+)", page.text("#detail"))[1].replace(",", ""))  # type: ignore[index]
@@ -136,18 +131,17 @@ def test_slowest_request_is_followed_and_explained(page: Page, recorded: Live) -
 
 
 def test_waiting_request_is_listed_with_its_reason(page: Page, live: Live, slots: Backend) -> None:
-    slots.core.observers.append(slow)
-    try:
-        with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
+        with slots.held_steps() as held:
             running = [pool.submit(send, live, f"busy-{index}", 100) for index in range(NUM_SLOTS + 1)]
+            live.wait_until("all", lambda: slots.core.scheduler.pool.num_waiting == NUM_SLOTS + 1)
+            held.allow(5)
             page.open(f"{live.url}/requests")
             page.wait_for(
                 "document.querySelector('#request-lists')?.innerText.includes('Waiting for a slot')"
             )
-            for one in running:
-                one.result()
-    finally:
-        slots.core.observers.remove(slow)
+        for one in running:
+            one.result()
     page.wait_for("document.querySelectorAll('#request-lists section:last-child tr').length > 4")
     look(page, "requests")
 

@@ -35,15 +35,6 @@ def server(backend: PooledBackend) -> Iterator[Live]:
         live.wait_until_idle()
 
 
-@contextlib.contextmanager
-def slow_steps(backend: PooledBackend, seconds: float = 0.1) -> Iterator[None]:
-    backend.runner.step_seconds = seconds
-    try:
-        yield
-    finally:
-        backend.runner.step_seconds = 0.0
-
-
 def refused(live: Live, path: str, body: Any, **options: Any) -> tuple[int, str | None, str | None]:
     response = live.post(path, body, **options)
     error = response.json()["error"]
@@ -157,14 +148,12 @@ def test_many_documents_pass_through_a_short_queue(server: Live) -> None:
 
 
 def test_full_queue_rejects_with_retry_after(server: Live, backend: PooledBackend) -> None:
-    with slow_steps(backend), later(server, EMBED, {"input": MANY}) as first:
+    with backend.held_steps() as held, later(server, EMBED, {"input": MANY}) as first:
         server.wait_until("a full queue", lambda: _is_full(server))
-        # Between two steps there is a place for a moment, until the first one's next text has it.
-        while (response := server.post(EMBED, {"input": "a"})).status_code == 200:
-            pass
+        response = server.post(EMBED, {"input": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
         assert int(response.headers["retry-after"]) >= 1
-        backend.runner.step_seconds = 0.0
+        held.release()
         assert first().status_code == 200
 
 
@@ -192,7 +181,7 @@ def later(live: Live, path: str, body: Any) -> Iterator[Any]:
 def test_disconnected_client_frees_all_texts(server: Live, backend: PooledBackend) -> None:
     num_before = server.state.metrics.num_disconnects
     num_texts = server.state.metrics.num_texts["embed"]
-    with slow_steps(backend):
+    with backend.held_steps():
         with connect(server) as connection:
             content = json.dumps({"input": MANY}).encode()
             head = f"POST {EMBED} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -204,7 +193,7 @@ def test_disconnected_client_frees_all_texts(server: Live, backend: PooledBacken
 
 
 def test_request_can_be_cancelled_by_id(server: Live, backend: PooledBackend) -> None:
-    with slow_steps(backend), later(server, EMBED, {"input": MANY, "request_id": "mine"}) as answer:
+    with backend.held_steps(), later(server, EMBED, {"input": MANY, "request_id": "mine"}) as answer:
         server.wait_until("a full queue", lambda: _is_full(server))
         assert refused(server, EMBED, {"input": "a", "request_id": "mine"})[1] == "request_id_in_use"
         report = server.http.get("/v1/requests/mine").json()
@@ -219,7 +208,7 @@ def test_request_can_be_cancelled_by_id(server: Live, backend: PooledBackend) ->
 
 
 def test_first_token_timeout_applies_to_the_first_result(backend: PooledBackend) -> None:
-    with live_server(backend, first_token_timeout=0.05) as live, slow_steps(backend, 0.5):
+    with live_server(backend, first_token_timeout=0.05) as live, backend.held_steps():
         response = live.post(EMBED, {"input": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "first_token_timeout")
         assert "no result was computed" in response.json()["error"]["message"]
