@@ -13,7 +13,7 @@ from typing import Any
 
 from inflight.constraints.schema import check_schema, rewritten
 from inflight.errors import ParameterError
-from inflight.structured_outputs import PARAM, StructuredOutputs
+from inflight.structured_outputs import PARAM
 
 CONTENT = "content"  # the rule of the text outside of calls and reasoning, if that is constrained
 
@@ -101,14 +101,6 @@ class AnswerRules:
 
     def whole_schemas(self, loosened: Collection[str]) -> dict[str, Any]:
         return {name: schema.whole(name in loosened) for name, schema in self.schemas.items()}
-
-    @property
-    def user_content(self) -> StructuredOutputs | None:
-        if self.content is None:
-            return None
-        kind, text = self.content
-        field_value: Any = {kind: text}
-        return StructuredOutputs(**field_value)
 
 
 def _moved(schema: Any, pointer: str) -> Any:

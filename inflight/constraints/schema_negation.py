@@ -207,6 +207,9 @@ def _outside_pattern(pattern: Any, pointer: str) -> list[Any]:
     if match is None:
         raise UnsupportedKeywordError("pattern", pointer, " here, unless it is ^ and a literal")
     text = re.sub(r"\\(.)", r"\1", match[1])
+    if len(text) > MAX_WORD_CHARACTERS:
+        reason = f" here with a literal of {len(text)} characters: at most {MAX_WORD_CHARACTERS} are allowed"
+        raise UnsupportedKeywordError("pattern", pointer, reason)
     if not text and not match[2]:
         return []
     outside = _pattern_outside({text}) if match[2] else _pattern_without_prefix(text)
@@ -228,11 +231,9 @@ def _pattern_outside(words: set[str]) -> str:
 
 def _pattern_without_prefix(prefix: str) -> str:
     """Return a pattern for all texts that do not begin with a prefix."""
-    pattern = ""
-    for character in reversed(prefix):
-        rest = f"|{_escaped(character)}{pattern}" if pattern else ""
-        pattern = f"(?:[^{_escaped(character)}]{_ANY_TEXT}{rest})?"
-    return pattern
+    characters = ["", *map(_escaped, prefix)]
+    ways = (f"{equal}(?:[^{character}]{_ANY_TEXT}" for equal, character in itertools.pairwise(characters))
+    return "|".join(ways) + ")?" * len(prefix)
 
 
 def _escaped(character: str) -> str:
