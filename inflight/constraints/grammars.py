@@ -193,9 +193,12 @@ def _structural_tag(text: str, special_tokens: Collection[str], one_of: bool) ->
         r"TEXT: /(.|\n)*/",
     ]
     bodies: list[list[str]] = [[] for _ in triggers]
+    indices = {trigger: index for index, trigger in reversed([*enumerate(triggers)])}
+    lengths = set(map(len, triggers))
     for structure in structures:
         begin = structure["begin"]
-        index = next((i for i, trigger in enumerate(triggers) if begin.startswith(trigger)), None)
+        starts = (begin[:length] for length in lengths)
+        index = min((indices[start] for start in starts if start in indices), default=None)
         if index is None:
             raise ParameterError(
                 f"{PARAM}.structural_tag: the structure {begin!r} begins with no trigger", param=PARAM
