@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from inflight.constraints.schema import check_schema, rewritten
@@ -72,7 +72,8 @@ class AnswerRules:
 
     def text(self) -> str:
         """Serialize the rules for `StructuredOutputs.answer`."""
-        schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
+        names = [each.name for each in fields(RuleSchema)]
+        schemas = {key: [getattr(schema, name) for name in names] for key, schema in self.schemas.items()}
         data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
         return json.dumps({**data, "grammars": self.grammars}, separators=(",", ":"))
 
