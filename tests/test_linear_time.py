@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -276,19 +276,15 @@ def test_outputs_are_parsed_in_linear_time(output: Recorded) -> None:
     """Beginnings of an output, over and over again, so that each has an end that never comes."""
     length = len(output.text)
     for end in sorted({length // 6, length // 3, length // 2, 4 * length // 5, length - 1}):
-        piece = output.text[: max(end, 1)]
-        check_linear(
-            lambda text: parser(output).parse(text), lambda n, piece=piece: piece * (n // len(piece)), 4000
-        )
-    for ending in ("", " ", "{", '"', "<"):
-        beginning = output.text[: length // 2]
-        check_linear(
-            lambda text: in_characters(output, text),
-            lambda n, text=beginning, ending=ending: (
-                text + ending * n if ending else text * (n // len(text) + 1)
-            ),
-            1500,
-        )
+        check_linear(lambda text: parser(output).parse(text), repeated(output.text[: max(end, 1)]), 4000)
+    beginning = output.text[: length // 2]
+    check_linear(partial(in_characters, output), repeated(beginning), 1500)
+    for ending in (" ", "{", '"', "<"):
+        check_linear(partial(in_characters, output), repeated(ending, beginning), 1500)
+
+
+def repeated(piece: str, beginning: str = "") -> Callable[[int], str]:
+    return lambda number: beginning + piece * (number // len(piece))
 
 
 def decode_input(text: str) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from inflight.constraints.attempts import Draft
 
-Rejection = tuple[str, str | None, str]  # what a ParameterError says: its message, parameter and code
+Rejection = tuple[str, str | None, str | None]  # what a ParameterError says: its message, parameter and code
 
 STEPS = 8
 NICENESS = 5  # on a busy machine, about a third of the CPU time that the server and a CPU engine get

@@ -119,12 +119,12 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
     # A sequence that ends in another banned sequence is redundant: the shorter one always applies first. The endings
     # are a tree of tokens from the last one on, with None where a sequence begins.
     endings: dict[int | None, Any] = {}
-    for ids in sorted(sequences, key=len):
+    for sequence in sorted(sequences, key=len):
         node = endings
-        for token_id in reversed(ids):
+        for token_id in reversed(sequence):
             node = node.setdefault(token_id, {})
             if None in node:
-                sequences[ids] = True
+                sequences[sequence] = True
                 break
         node[None] = {}
-    return tuple(ids for ids, is_redundant in sequences.items() if not is_redundant)
+    return tuple(sequence for sequence, is_redundant in sequences.items() if not is_redundant)
