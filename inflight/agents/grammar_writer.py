@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from inflight.agents.values import bare_text_to_json, resolve_reference, schema_types
 from inflight.constraints import AnswerRules, RuleSchema, bare_input, is_annotation, json_quoted, literal
 from inflight.errors import ParameterError, shown
+from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH
 from inflight.text import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
@@ -105,6 +106,7 @@ class GrammarWriter:
     _schemas: dict[str, RuleSchema] = field(default_factory=dict)
     _content: tuple[str, str] | None = None
     _grammars: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _num_repeated: int = 0  # characters of definitions
 
     def finish(self, start: str) -> AnswerRules:
         """Return all rules, with `start` as the expression for a whole answer."""
@@ -147,6 +149,17 @@ class GrammarWriter:
     def schema(self, name: str, schema: RuleSchema) -> str:
         self._schemas[name] = schema
         return name
+
+    def definitions(self, tool: Tool) -> dict[str, Any]:
+        """Return the definitions of a tool's schema, which the schema of each of its parameters repeats.
+
+        Nothing is returned once the grammar is too long anyway: a thousand parameters could repeat 100 KB.
+        """
+        if self._num_repeated > MAX_CONSTRAINT_LENGTH:
+            return {}
+        definitions = {name: tool.schema[name] for name in DEFINITIONS if name in tool.schema}
+        self._num_repeated += len(json.dumps(definitions))
+        return definitions
 
     def user_content(self, kind: str, text: str) -> str:
         """Return an expression for content that the user constrained with a regex or a grammar."""
@@ -329,12 +342,10 @@ def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
             reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
             schema = {}
             break
-    definitions = {name: tool.schema[name] for name in DEFINITIONS if name in tool.schema}
     types = sorted(schema_types(schema))
     loose: Any = {"type": types} if types else True
-    return writer.schema(
-        parameter.rule, RuleSchema({**schema, **definitions}, tool.param, tool.strict, loose)
-    )
+    whole = {**schema, **writer.definitions(tool)}
+    return writer.schema(parameter.rule, RuleSchema(whole, tool.param, tool.strict, loose))
 
 
 def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: tuple[str, ...] = ()) -> str:

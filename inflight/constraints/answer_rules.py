@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from inflight.constraints.schema import check_schema, rewritten
 from inflight.errors import ParameterError
-from inflight.structured_outputs import PARAM, StructuredOutputs
+from inflight.structured_outputs import PARAM
 
 CONTENT = "content"  # the rule of the text outside of calls and reasoning, if that is constrained
 
@@ -72,7 +72,8 @@ class AnswerRules:
 
     def text(self) -> str:
         """Serialize the rules for `StructuredOutputs.answer`."""
-        schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
+        names = [each.name for each in fields(RuleSchema)]
+        schemas = {key: [getattr(schema, name) for name in names] for key, schema in self.schemas.items()}
         data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
         return json.dumps({**data, "grammars": self.grammars}, separators=(",", ":"))
 
@@ -101,14 +102,6 @@ class AnswerRules:
 
     def whole_schemas(self, loosened: Collection[str]) -> dict[str, Any]:
         return {name: schema.whole(name in loosened) for name, schema in self.schemas.items()}
-
-    @property
-    def user_content(self) -> StructuredOutputs | None:
-        if self.content is None:
-            return None
-        kind, text = self.content
-        field_value: Any = {kind: text}
-        return StructuredOutputs(**field_value)
 
 
 def _moved(schema: Any, pointer: str) -> Any:

@@ -1,34 +1,25 @@
-"""Compiles constraints to grammars in this process, once per constraint, after `validator.py` has tried them.
-
-`first_success` decides which grammars are attempted for a constraint and turns llguidance's errors into messages about
-what the user wrote. The validator's sandboxed process and the engine both use it, so they attempt the same grammars and
-reach the same outcome.
-"""
+"""Compiles constraints to grammars in this process, once per constraint, after `validator.py` has tried them."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
-from inflight.constraints.answer_rules import AnswerRules
-from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar, with_options
+from inflight.constraints.attempts import Draft, first_success
 from inflight.constraints.matcher import Lexer, Matcher, is_lexer_full
 from inflight.constraints.native_matcher import NativeState, NativeTokenizer, native_functions
-from inflight.constraints.schema_document import UnsupportedKeywordError
-from inflight.constraints.schema_rewriting import as_written
 from inflight.constraints.trial_worker import first_error
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
 from inflight.processes.fair_threads import FairThreads
-from inflight.structured_outputs import PARAM, StructuredOutputs
+from inflight.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -158,9 +149,10 @@ class GrammarCompiler:
             self.compile(StructuredOutputs(choice=["a"]))
 
     def _compile(self, is_large: bool, constraint: StructuredOutputs) -> Grammar:
-        return first_success(constraint, self._special_texts, partial(self._attempt, is_large))
+        return first_success(constraint, partial(self._attempt, is_large))
 
-    def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
+    def _attempt(self, is_large: bool, draft: Draft) -> Grammar | str:
+        grammar = draft.lark(self._special_texts)
         _ = self._tokenizer, self._native_tokenizer  # built now, as that would count as compiling
         start = time.perf_counter()
         state = self._state(is_large, grammar)
@@ -316,167 +308,3 @@ def result_of(future: Future[T]) -> T:
     if isinstance(error, ParameterError):
         raise ParameterError(*error.args, param=error.param, code=error.code)
     return future.result()
-
-
-# ---- attempts to compile ----
-
-
-# Returns the compiled grammar, or why it cannot be used. Raises AttemptDiedError.
-Attempt = Callable[[str], T | str]
-
-
-class AttemptDiedError(Exception):
-    """A grammar exceeded a limit of the process that attempted it. The message says which."""
-
-
-class BudgetSpentError(AttemptDiedError):
-    """All attempts of one request together have taken too long."""
-
-
-def first_success(constraint: StructuredOutputs, special_texts: Collection[str], attempt: Attempt[T]) -> T:
-    """Attempt the grammars of a constraint until one compiles.
-
-    Raises ParameterError if the constraint is invalid, not supported or too complex.
-    """
-    name, param = f"{PARAM}.{constraint.kind}", PARAM
-    try:
-        if constraint.kind == "answer":
-            answer = AnswerRules.read(constraint.text)
-            name, param = answer.name, answer.param
-            return _attempt_answer(answer, special_texts, attempt)
-        outcome = _attempt_one_of(partial(lark_grammar, constraint, special_texts), attempt)
-        return _checked(name, param, outcome)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except UnsupportedKeywordError as error:
-        reason = f"the keyword {error.keyword!r}, at {error.pointer}, is not supported{error.reason}"
-    except AttemptDiedError as error:
-        reason = str(error)
-    raise ParameterError(f"{name} is too complex: {reason}", param=param, code="constraint_too_complex")
-
-
-def _attempt_answer(answer: AnswerRules, special_texts: Collection[str], attempt: Attempt[T]) -> T:
-    """Reject strict schemas that cannot be used, and loosen the others."""
-    loosened = answer.unsupported()
-    outcome = _attempt_one_of(partial(answer_lark, answer, loosened, special_texts), attempt)
-    if isinstance(outcome, str):
-        try:
-            unusable = _unusable(answer, loosened, attempt)
-        except BudgetSpentError as error:
-            raise _rejection_as_a_whole(answer, outcome) from error
-        if unusable:
-            make = partial(answer_lark, answer, loosened | unusable, special_texts)
-            outcome = _attempt_one_of(make, attempt)
-    return _checked(answer.name, answer.param, outcome)
-
-
-def _unusable(answer: AnswerRules, loosened: frozenset[str], attempt: Attempt[T]) -> frozenset[str]:
-    """Return the schemas that do not even compile alone.
-
-    Raises ParameterError if one of these is strict, or if a user's grammar does not compile alone.
-    """
-    for param, lark in answer.grammars.values():
-        _checked(param, param, attempt(with_options(lark)))
-    names = set()
-    for name, whole in answer.whole_schemas(loosened).items():
-        outcome = _attempt_one_of(partial(_rule_alone, whole), attempt)
-        schema = answer.schemas[name]
-        if isinstance(outcome, str):
-            if schema.strict:
-                raise _rejection(schema.param, schema.param, outcome)
-            names.add(name)
-    return frozenset(names)
-
-
-def _rule_alone(schema: Any, one_of: bool) -> str:
-    return f"start: {json_rule(schema, one_of=one_of)}"
-
-
-def _attempt_one_of(make_grammar: Callable[[bool], str], attempt: Attempt[T]) -> T | str:
-    """Attempt a grammar, and again with exclusive alternatives if llguidance finds that those of oneOf overlap."""
-    outcome = attempt(make_grammar(False))
-    if isinstance(outcome, str) and _OVERLAP in outcome:
-        with contextlib.suppress(UnsupportedKeywordError):
-            exclusive = attempt(make_grammar(True))
-            return outcome if isinstance(exclusive, str) else exclusive
-    return outcome
-
-
-def _checked(name: str, param: str, outcome: T | str) -> T:
-    if isinstance(outcome, str):
-        raise _rejection(name, param, outcome)
-    return outcome
-
-
-def _rejection_as_a_whole(answer: AnswerRules, message: str) -> ParameterError:
-    """Return the error for schemas that cannot be used together, if there was no time to try each alone."""
-    rejection = _rejection(answer.name, answer.param, message)
-    return ParameterError(
-        f"{rejection}; which of the {len(answer.schemas)} schemas is to blame could not be determined in time",
-        param=rejection.param,
-        code=rejection.code,
-    )
-
-
-# ---- llguidance's messages ----
-
-MAX_MESSAGE = 400  # characters
-# Characters that are read at each end of a message. It quotes all that a user wrote, and the patterns below take
-# quadratic time.
-MAX_READ = 2000
-_OVERLAP = "oneOf constraints are not supported"
-
-# Patterns and their replacements. All that match are applied, in this order.
-_REPLACEMENTS = [
-    (r"invalid regex \".*?\" \(in regex\): (?=regex parse error|lookarounds)", ""),
-    (r"\s\^+ error: ", ": "),
-    (
-        r"lookarounds not supported yet; \w+ in regex",
-        "word boundaries and other look-around are not supported:",
-    ),
-    (r"; following special tokens are available: .*", ""),
-    (r"NoExtensionBias", "a rule refers to itself before it matches any text, so nothing can match it"),
-    (
-        r"oneOf constraints are not supported\. Enable 'coerce_one_of' .*",
-        "alternatives of oneOf overlap, and it cannot be decided token by token whether exactly one matches: use anyOf",
-    ),
-]
-_TOO_COMPLEX = [
-    (r".*fuel exhausted.*", "it takes too many steps to compile"),
-    (r".*Current row has \d+ items; max is \d+.*", "too many alternatives are possible at one point"),
-    (r"Unable to determine if regex is empty.*", "its patterns and lengths are too hard to satisfy at once"),
-    (r".*(?:step|lexer|parser|items?|states?).*(?:limit|too many).*", "it has too many states"),
-    (r"(?!Token range).*too (?:many|large|complex|deep).*", r"\g<0>"),
-]
-
-
-def _rejection(name: str, param: str, message: str) -> ParameterError:
-    """Return the error for a message of llguidance, without the grammar around it that the user never saw."""
-    text = message.split("<non-verbose/>")[0]
-    text = text.split("failed to compile JSON schema: ", 1)[-1]
-    text = _shortened(re.split(r"\n[ \t]++\d++ \| ", text, maxsplit=1)[0], 2 * MAX_READ)
-    text = as_written(re.sub(r"^at \d+\(\d+\): ", "", " ".join(text.split())))
-    unsupported = re.search(r"Unimplemented keys: \[(.*)\]", text)
-    if unsupported:
-        keywords = unsupported[1].replace('"', "'")
-        return ParameterError(
-            f"{name}: the keyword {keywords} is not supported", param=param, code="unsupported_keyword"
-        )
-    for pattern, replacement in _TOO_COMPLEX:
-        match = re.fullmatch(pattern, text, re.IGNORECASE)
-        if match:
-            reason = _shortened(match.expand(replacement), MAX_MESSAGE)
-            return ParameterError(
-                f"{name} is too complex: {reason}", param=param, code="constraint_too_complex"
-            )
-    for pattern, replacement in _REPLACEMENTS:
-        text = re.sub(pattern, replacement, text)
-    return ParameterError(
-        f"{name} cannot be used: {_shortened(text, MAX_MESSAGE)}", param=param, code="invalid_constraint"
-    )
-
-
-def _shortened(text: str, length: int) -> str:
-    """Cut out the middle of a long text: the reason is often at its end."""
-    half = length // 2
-    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"

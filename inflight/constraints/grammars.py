@@ -11,7 +11,7 @@ from inflight.constraints.answer_rules import CONTENT, AnswerRules
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.constraints.schema_rewriting import exact_schema
 from inflight.errors import ParameterError, clipped
-from inflight.structured_outputs import PARAM, StructuredOutputs
+from inflight.structured_outputs import PARAM
 
 # Allow any token that fits, instead of only the tokenizer's own spelling of a text that must follow: the model knows
 # best how it spells, and computing a mask need not tokenize.
@@ -41,8 +41,8 @@ MAX_GBNF = 8_000_000
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
-def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str], one_of: bool = False) -> str:
-    """Return the grammar of a constraint, with the alternatives of oneOf made exclusive if `one_of` is set.
+def lark_grammar(kind: str, text: str, special_tokens: Collection[str], one_of: bool = False) -> str:
+    """Return the grammar of a constraint. `one_of`: make the alternatives of oneOf exclusive.
 
     Raises ParameterError; most mistakes surface when the grammar is compiled.
     """
@@ -55,7 +55,7 @@ def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str],
         "grammar": lambda text: _user_grammar(text, one_of),
         "structural_tag": lambda text: _structural_tag(text, special_tokens, one_of),
     }
-    return with_options(makers[constraint.kind](constraint.text))
+    return with_options(makers[kind](text))
 
 
 def answer_lark(
@@ -68,8 +68,8 @@ def answer_lark(
         rules.append(f"{name}: {json_rule(schema, whitespace, one_of=one_of)}")
     grammar = "\n".join([*rules, _OPTIONS])
     parts = {name: with_options(lark) for name, (_, lark) in answer.grammars.items()}
-    if answer.user_content is not None:
-        parts[CONTENT] = lark_grammar(answer.user_content, special_tokens, one_of)
+    if answer.content is not None:
+        parts[CONTENT] = lark_grammar(*answer.content, special_tokens, one_of)
     if not parts:
         return grammar
     named = [{"name": name, "lark_grammar": lark} for name, lark in parts.items()]
@@ -193,9 +193,12 @@ def _structural_tag(text: str, special_tokens: Collection[str], one_of: bool) ->
         r"TEXT: /(.|\n)*/",
     ]
     bodies: list[list[str]] = [[] for _ in triggers]
+    indices = {trigger: index for index, trigger in reversed([*enumerate(triggers)])}
+    lengths = set(map(len, triggers))
     for structure in structures:
         begin = structure["begin"]
-        index = next((i for i, trigger in enumerate(triggers) if begin.startswith(trigger)), None)
+        starts = (begin[:length] for length in lengths)
+        index = min((indices[start] for start in starts if start in indices), default=None)
         if index is None:
             raise ParameterError(
                 f"{PARAM}.structural_tag: the structure {begin!r} begins with no trigger", param=PARAM

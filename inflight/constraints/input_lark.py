@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inflight.errors import clipped
+
 # Characters that JSON writes as a backslash and a letter. Other control characters are never generated.
 _ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 _PLAIN = r'[^"\\\x00-\x1F]'
@@ -36,24 +38,27 @@ _COMMON = {
     "SQL_COMMENT": r"--[^\n]*",
 }
 _STRING = r'"(?:\\.|[^"\\\n])*+"i?'
+_COMMENT = r"//[^\n]*|\#[^\n]*"
+# One that is not closed is found where it begins, so that it is not read again from each quote or slash in it.
 _TOKEN = re.compile(
-    rf"""(?P<comment>//[^\n]*|\#[^\n]*)
+    rf"""(?P<comment>{_COMMENT})
     | (?P<range>{_STRING}\s*+\.\.\s*+{_STRING})
     | (?P<string>{_STRING})
     | /(?P<regex>(?:\\.|[^/\\\n])++)/(?P<flags>[a-z]*)
     | (?P<import>%import\s++common\.(?P<common>\w++)(?:\s*+->\s*+(?P<alias>\w++))?)
-    | (?P<unsupported>%json\b|%regex\b|%lark\b|%llguidance\b|<[^>\s]*>|~(?!\s*\d))""",
+    | (?P<unsupported>%json\b|%regex\b|%lark\b|%llguidance\b|<[^>\s]*+>?|~(?!\s*\d))
+    | (?P<unclosed>["/])""",
     re.VERBOSE,
 )
-_RULE = re.compile(r"^[ \t]*+[?!]*+([a-z_]\w*+)(\[[^\]]*\])?[ \t]*+:", re.MULTILINE)
-_STATEMENT = re.compile(r"^[ \t]*+(?:[?!]*+\w++(?:\[[^\]]*\])?[ \t]*+:|%)", re.MULTILINE)
-# A reference to a rule, or a string or regex that may contain what looks like one.
-_REFERENCE = re.compile(rf"{_STRING}|/(?:\\.|[^/\\\n])++/|(?<!\w)(?P<name>[a-z_]\w*+)")
+_RULE = re.compile(r"^[ \t]*+[?!]*+([a-z_]\w*+)(\[[^\[\]]*+\])?[ \t]*+:", re.MULTILINE)
+_STATEMENT = re.compile(r"^[ \t]*+(?:[?!]*+\w++(?:\[[^\[\]]*+\])?[ \t]*+:|%)", re.MULTILINE)
+# A reference to a rule, or a comment, string or regex that may contain what looks like one.
+_REFERENCE = re.compile(rf"{_COMMENT}|{_STRING}|/(?:\\.|[^/\\\n])++/|(?<!\w)(?P<name>[a-z_]\w*+)")
 _ALIAS = re.compile(r"->[ \t]*+\w++[ \t]*+(?=\||\n|\Z)")
 _GROUP = re.compile(r"\?(?:P?<\w+>|(?P<flags>[a-z]*)(?:-(?P<off>[a-z]*))?(?P<end>[:)]))")
 _CODE_POINT = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{([0-9A-Fa-f]{1,8})\}")
 _SET_OPERATION = re.compile(r"\[|&&|--|~~|\|\|")
-_PROPERTY = re.compile(r"[pP](?:\{[^}]*\}|.)")
+_PROPERTY = re.compile(r"[pP](?:\{[^}]{0,64}\}|.)")  # no property name is longer
 
 
 def json_quoted(grammar: str) -> str:
@@ -82,13 +87,7 @@ def _with_terminals(grammar: str, never: str = "") -> str:
     if "%ignore" in grammar:  # applies between terminals, and not inside them
         return grammar
     rules = [_Rule.read(grammar, head) for head in _RULE.finditer(grammar)]
-    terminals: dict[str, str] = {}
-    num_known = -1
-    while len(terminals) > num_known:
-        num_known = len(terminals)
-        for rule in rules:
-            if not rule.has_attributes and rule.references() <= terminals.keys():
-                terminals.setdefault(rule.name, f"TERMINAL_{len(terminals)}")
+    terminals = {name: f"TERMINAL_{index}" for index, name in enumerate(_finite_rules(rules))}
 
     def renamed(match: re.Match[str]) -> str:
         return terminals.get(match["name"] or "", match[0])
@@ -104,6 +103,29 @@ def _with_terminals(grammar: str, never: str = "") -> str:
         limits = f" & ~/(?s:.*)({never})(?s:.*)/" if never else ""
         parts.append(f"\nstart: INPUT\nINPUT: {terminals['start']}{limits}\n")
     return "".join([*parts, grammar[at:]])
+
+
+def _finite_rules(rules: list[_Rule]) -> dict[str, None]:
+    """Return the names of the rules that can become terminals, each after those that it refers to."""
+    names: dict[str, None] = {}
+    num_missing: list[int] = []  # of each rule: references to rules that are not known to be finite
+    referring: dict[str, list[int]] = {}  # the rules that refer to a name
+    for index, rule in enumerate(rules):
+        references = rule.references()
+        num_missing.append(len(references))
+        for name in references:
+            referring.setdefault(name, []).append(index)
+    ready = [index for index, missing in enumerate(num_missing) if not missing]
+    while ready:
+        rule = rules[ready.pop()]
+        if rule.has_attributes or rule.name in names:
+            continue
+        names[rule.name] = None
+        for index in referring.get(rule.name, ()):
+            num_missing[index] -= 1
+            if not num_missing[index]:
+                ready.append(index)
+    return names
 
 
 @dataclass(slots=True)
@@ -129,8 +151,10 @@ class _Rule:
 
 
 def _rewritten(token: re.Match[str]) -> str:
+    if token["unclosed"] is not None:
+        raise ValueError(f"a string or a regex is not closed: {clipped(token.string[token.start() :], 100)}")
     if token["unsupported"] is not None:
-        raise ValueError(f"{token[0]} is not supported in the grammar of a tool's input")
+        raise ValueError(f"{clipped(token[0], 100)} is not supported in the grammar of a tool's input")
     if token["range"] is not None:
         first, last = (_value(text) for text in re.findall(_STRING, token["range"]))
         return f"/{_class(f'[{re.escape(first)}-{re.escape(last)}]')}/"

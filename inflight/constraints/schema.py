@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,7 +22,7 @@ from inflight.constraints.schema_document import (
     has_no_effect,
 )
 from inflight.constraints.schema_logic import REPLACED, expand
-from inflight.errors import ParameterError
+from inflight.errors import ParameterError, clipped
 from inflight.structured_outputs import PARAM
 
 MAX_OPTIONAL = 500  # properties of one object: any of them may be next, and the grammar must consider all
@@ -215,7 +216,7 @@ def _keywords(schema: Any, pointer: str) -> Iterator[tuple[str, str, dict[str, A
         inner_pointer = f"{pointer}/{keyword}"
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             for name, inner in value.items():
-                yield from _keywords(inner, f"{inner_pointer}/{name}")
+                yield from _keywords(inner, f"{inner_pointer}/{clipped(name, 100)}")
         elif keyword in SCHEMA_LISTS and isinstance(value, list):
             for index, inner in enumerate(value):
                 yield from _keywords(inner, f"{inner_pointer}/{index}")
@@ -262,65 +263,105 @@ def _endless_part(schema: Any) -> str | None:
 
     A part is finite if everything that its values must contain is finite. All are endless until proven finite.
     """
-    parts = dict(_parts(schema, "#"))
-    finite: set[str] = set()
-    pointers = list(parts)
+    parts = _parts(schema)
+    targets = {id(part.schema): _target(schema, part.schema.get("$ref")) for part in parts.values()}
+    finite: set[int] = set()
+
+    def holds(inner: Any) -> bool:
+        return id(inner) in finite or id(inner) not in parts
+
+    identities = list(parts)
     for _ in range(MAX_PASSES):
         num_finite = len(finite)
-        pointers.reverse()  # references lead both ways
-        finite.update(pointer for pointer in pointers if _is_finite(parts[pointer], pointer, parts, finite))
+        identities.reverse()  # references lead both ways
+        finite.update(
+            identity
+            for identity in identities
+            if holds(targets[identity]) and _is_finite(parts[identity].schema, holds)
+        )
         if len(finite) == num_finite:
-            return next((pointer for pointer in parts if pointer not in finite), None)
+            endless = next((part for identity, part in parts.items() if identity not in finite), None)
+            return None if endless is None else endless.pointer()
     return None
 
 
-def _is_finite(
-    part: dict[str, Any], pointer: str, parts: dict[str, dict[str, Any]], finite: set[str]
-) -> bool:
-    def holds(at: str) -> bool:
-        return at not in parts or at in finite
-
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#") and not holds(unquote(reference)):
-        return False
-    if not all(holds(f"{pointer}/allOf/{index}") for index in range(_length(part.get("allOf")))):
+def _is_finite(schema: dict[str, Any], holds: Callable[[Any], bool]) -> bool:
+    """Return whether a part is finite, apart from what it refers to. `holds` says so of the parts in it."""
+    if not all(map(holds, _items(schema.get("allOf")))):
         return False
     for keyword in ("anyOf", "oneOf"):
-        num_branches = _length(part.get(keyword))
-        if num_branches and not any(holds(f"{pointer}/{keyword}/{index}") for index in range(num_branches)):
+        branches = _items(schema.get(keyword))
+        if branches and not any(map(holds, branches)):
             return False
-    return all(map(holds, _required_parts(part, pointer)))
+    return all(map(holds, _required_parts(schema)))
 
 
-def _required_parts(part: dict[str, Any], pointer: str) -> Iterator[str]:
-    """Yield pointers to the schemas of values that must be present. Values of another type need not have any."""
-    if part.get("type") == "object" and isinstance(part.get("required"), list):
-        for name in part["required"]:
-            yield f"{pointer}/properties/{_escaped(str(name))}"
-    least = part.get("minItems")
-    if part.get("type") == "array" and isinstance(least, int):
-        num_first = _length(part.get("prefixItems"))
-        yield from (f"{pointer}/prefixItems/{index}" for index in range(min(least, num_first)))
-        if least > num_first:
-            yield f"{pointer}/items"
+def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of values that must be present. Values of another type need not have any."""
+    properties = schema.get("properties")
+    if schema.get("type") == "object" and isinstance(properties, dict):
+        yield from (properties.get(name) for name in _items(schema.get("required")) if isinstance(name, str))
+    least = schema.get("minItems")
+    if schema.get("type") == "array" and isinstance(least, int):
+        first = _items(schema.get("prefixItems"))
+        yield from first[:least]
+        if least > len(first):
+            yield schema.get("items")
 
 
-def _parts(schema: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects in a schema except constants, with the pointer that a reference to them has."""
-    if isinstance(schema, dict):
-        yield pointer, schema
-        has_names = pointer.rpartition("/")[2] in NAMED_SCHEMAS  # the keys are names, not keywords
-        for name, inner in schema.items():
-            if name not in DATA_KEYWORDS or has_names:
-                yield from _parts(inner, f"{pointer}/{_escaped(name)}")
-    elif isinstance(schema, list):
-        for index, inner in enumerate(schema):
-            yield from _parts(inner, f"{pointer}/{index}")
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An object in a schema, and how to reach it from the one that contains it."""
+
+    schema: dict[str, Any]
+    owner: _Part | None
+    path: str
+
+    def pointer(self) -> str:
+        return "#" if self.owner is None else f"{self.owner.pointer()}/{self.path}"
+
+
+def _parts(schema: Any) -> dict[int, _Part]:
+    """Return all objects in a schema except constants by their identity, outer ones first."""
+    parts: dict[int, _Part] = {}
+    # Values that are still to be visited, the next one last: each with its owner and path, and whether its keys are
+    # names rather than keywords.
+    waiting: list[tuple[Any, _Part | None, str, bool]] = [(schema, None, "", False)]
+    while waiting:
+        value, owner, path, has_names = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(value[i], owner, f"{path}/{i}", False) for i in reversed(range(len(value)))]
+        elif isinstance(value, dict) and id(value) not in parts:
+            part = parts[id(value)] = _Part(value, owner, path)
+            waiting += [
+                (inner, part, _escaped(name), name in NAMED_SCHEMAS)
+                for name, inner in reversed(value.items())
+                if name not in DATA_KEYWORDS or has_names
+            ]
+    return parts
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """Return what a JSON pointer refers to, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    value = root
+    for name in unquote(reference).split("/")[1:]:
+        if isinstance(value, list):
+            is_index = name.isdecimal() and len(name) < 10 and int(name) < len(value)
+            value = value[int(name)] if is_index else None
+        else:
+            value = value.get(_unescaped(name)) if isinstance(value, dict) else None
+    return value
 
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
+def _unescaped(name: str) -> str:
+    return name.replace("~1", "/").replace("~0", "~")
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -17,6 +17,7 @@ from math import comb
 from typing import Any
 
 from inflight.constraints.schema_document import (
+    MAX_COST,
     NAMED_SCHEMAS,
     SCHEMA_KEYWORDS,
     SCHEMA_LISTS,
@@ -31,6 +32,7 @@ from inflight.constraints.schema_document import (
     type_of,
 )
 from inflight.constraints.schema_negation import MAX_CASES, MAX_POSITIONS, Negation
+from inflight.errors import clipped
 
 # Keywords that `expand` replaces.
 REPLACED = {
@@ -115,7 +117,10 @@ class _Expansion:
 
     def _expand_value(self, keyword: str, value: Any, pointer: str) -> Any:
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            return {name: self.expand(inner, f"{pointer}/{keyword}/{name}") for name, inner in value.items()}
+            return {
+                name: self.expand(inner, f"{pointer}/{keyword}/{clipped(name, 100)}")
+                for name, inner in value.items()
+            }
         if keyword in SCHEMA_LISTS and isinstance(value, list):
             return [self.expand(inner, f"{pointer}/{keyword}/{i}") for i, inner in enumerate(value)]
         return self.expand(value, f"{pointer}/{keyword}") if keyword in SCHEMA_KEYWORDS else value
@@ -281,6 +286,8 @@ class _Expansion:
 
     def _exclusive(self, branches: list[Any], pointer: str) -> Any:
         """Return a schema that exactly one of the branches matches, or None if that cannot be expressed."""
+        if len(branches) ** 2 > MAX_COST:  # each branch stands beside the negations of all others
+            return None
         try:
             negated = [self._negation.of(branch, pointer) for branch in branches]
         except UnsupportedKeywordError:
@@ -342,6 +349,7 @@ class _Expansion:
             others = list(others)
             if len(cases) * len(others) > MAX_CASES:
                 raise UnsupportedKeywordError(keyword, pointer, ": its schema has too many cases")
+            self._document.spend(sum(len(case.names) for case in cases) // 64, pointer)  # they are copied
             return [case.and_(other) for case in cases for other in others]
 
         def combine(alternatives: Iterable[_Evaluated]) -> None:

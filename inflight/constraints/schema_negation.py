@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from inflight.constraints.schema_document import (
@@ -56,13 +57,17 @@ class Negation:
             raise UnsupportedKeywordError("not", pointer, ": it must be a schema")
         negations: list[Any] = []
         for keyword, value in schema.items():
-            negations += self._of_keyword(keyword, integral(keyword, value), schema, pointer)
-        if len(negations) > MAX_CASES:
-            raise UnsupportedKeywordError("not", pointer, ": it has too many cases")
+            cases = self._of_keyword(keyword, integral(keyword, value), schema, pointer)
+            negations += itertools.islice(cases, MAX_CASES + 1)
+            if len(negations) > MAX_CASES:
+                raise UnsupportedKeywordError("not", pointer, ": it has too many cases")
         return negations
 
-    def _of_keyword(self, keyword: str, value: Any, schema: dict[str, Any], pointer: str) -> list[Any]:
-        """Return the negations of one keyword. Values that other keywords exclude may be missing."""
+    def _of_keyword(self, keyword: str, value: Any, schema: dict[str, Any], pointer: str) -> Iterable[Any]:
+        """Return the negations of one keyword, lazily where each of many parts has some.
+
+        Values that other keywords exclude may be missing.
+        """
         negate = self.cases
         if (
             self._document.is_annotation(keyword)
@@ -80,17 +85,17 @@ class Negation:
             case "pattern":
                 return _outside_pattern(value, pointer)
             case "required":
-                return [{"type": "object", "properties": {name: False}} for name in value]
+                return ({"type": "object", "properties": {name: False}} for name in value)
             case "properties":
-                return [
+                return (
                     {"type": "object", "properties": {name: any_of(negated)}, "required": [name]}
                     for name, inner in value.items()
                     if (negated := negate(inner, pointer))
-                ]
+                )
             case "prefixItems":
-                return [
+                return (
                     item for i, inner in enumerate(value) for item in _with_item(i, negate(inner, pointer))
-                ]
+                )
             case "items" if not isinstance(value, list):
                 first = len(schema.get("prefixItems", ()))
                 if value is False:
@@ -104,12 +109,13 @@ class Negation:
                     )
                 return [{"type": "array", "items": any_of(negate(value, pointer))}]
             case "allOf":
-                return [each for inner in value for each in negate(inner, pointer)]
+                return (each for inner in value for each in negate(inner, pointer))
             case "anyOf":
                 return [all_of([any_of(negate(inner, pointer)) for inner in value])]
             case "oneOf":
                 none = all_of([any_of(negate(inner, pointer)) for inner in value])
-                return [none, *(all_of(list(pair)) for pair in itertools.combinations(value, 2))]
+                pairs = itertools.combinations(value, 2)
+                return itertools.chain([none], (all_of(list(pair)) for pair in pairs))
             case "not":
                 return [value]
             case "if":
@@ -120,11 +126,11 @@ class Negation:
                 ]
                 return [all_of(met), all_of(unmet)]
             case "dependentRequired":
-                return [
+                return (
                     {"type": "object", "required": [name], "properties": {needed: False}}
                     for name, names in value.items()
                     for needed in names
-                ]
+                )
             case "$ref":
                 negations: list[Any] = self._document.follow(
                     value, pointer, lambda part: negate(part, pointer)
@@ -207,6 +213,9 @@ def _outside_pattern(pattern: Any, pointer: str) -> list[Any]:
     if match is None:
         raise UnsupportedKeywordError("pattern", pointer, " here, unless it is ^ and a literal")
     text = re.sub(r"\\(.)", r"\1", match[1])
+    if len(text) > MAX_WORD_CHARACTERS:
+        reason = f" here with a literal of {len(text)} characters: at most {MAX_WORD_CHARACTERS} are allowed"
+        raise UnsupportedKeywordError("pattern", pointer, reason)
     if not text and not match[2]:
         return []
     outside = _pattern_outside({text}) if match[2] else _pattern_without_prefix(text)
@@ -228,11 +237,9 @@ def _pattern_outside(words: set[str]) -> str:
 
 def _pattern_without_prefix(prefix: str) -> str:
     """Return a pattern for all texts that do not begin with a prefix."""
-    pattern = ""
-    for character in reversed(prefix):
-        rest = f"|{_escaped(character)}{pattern}" if pattern else ""
-        pattern = f"(?:[^{_escaped(character)}]{_ANY_TEXT}{rest})?"
-    return pattern
+    characters = ["", *map(_escaped, prefix)]
+    ways = (f"{equal}(?:[^{character}]{_ANY_TEXT}" for equal, character in itertools.pairwise(characters))
+    return "|".join(ways) + ")?" * len(prefix)
 
 
 def _escaped(character: str) -> str:

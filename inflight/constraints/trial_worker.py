@@ -1,24 +1,29 @@
 """The sandboxed process that tries grammars, run as a script by `validator.py`.
 
-It compiles a grammar and takes its first steps with the model's own vocabulary, and with less memory, time and stack
-than the engine that compiles the grammar afterwards. A grammar that needs more ends only this process. The vocabulary's
-module is loaded by its path, since importing the package would import much more.
+It writes and compiles a grammar and takes its first steps with the model's own vocabulary, and with less memory, time
+and stack than the engine that does the same afterwards. A grammar that needs more ends only this process.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from inflight.errors import ParameterError
 from inflight.processes.sandbox_worker import isolate, serve
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+    from inflight.constraints.attempts import Draft
+
+Rejection = tuple[str, str | None, str | None]  # what a ParameterError says: its message, parameter and code
 
 STEPS = 8
 NICENESS = 5  # on a busy machine, about a third of the CPU time that the server and a CPU engine get
@@ -29,25 +34,30 @@ def main() -> None:
     memory, stack, vocabulary = map(int, sys.argv[1:])
     os.nice(NICENESS)
     isolate()
+    _replace_package()
+    from inflight.constraints.attempts import Draft
+    from inflight.constraints.vocabulary import Vocabulary
+
     with open(vocabulary, "rb") as file:
-        tokenizer = read_tokenizer(file.read())
+        tokens = Vocabulary.unpacked(file.read())
+    tokenizer, special_texts = tokens.tokenizer(), tokens.special_texts()
+    del tokens
     resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
-    def answer(request: dict[str, Any]) -> str:
+    def answer(request: dict[str, Any]) -> str | Rejection:
         limit_memory(memory)
-        return attempt(tokenizer, **request)
+        try:
+            return attempt(tokenizer, special_texts, Draft(**request["draft"]), request["limits"])
+        except MemoryError:
+            os.abort()
 
     serve(answer, signal.ITIMER_PROF)  # limits CPU time
 
 
-def read_tokenizer(data: bytes) -> LLTokenizer:
-    spec = importlib.util.spec_from_file_location("vocabulary", Path(__file__).with_name("vocabulary.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["vocabulary"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    tokenizer: LLTokenizer = module.Vocabulary.unpacked(data).tokenizer()
-    return tokenizer
+def _replace_package() -> None:
+    """Let the package's modules be imported without all that the package imports, NumPy for example."""
+    package = sys.modules["inflight.constraints"] = ModuleType("inflight.constraints")
+    package.__path__ = [str(Path(__file__).parent)]
 
 
 def limit_memory(memory: int) -> None:
@@ -59,10 +69,16 @@ def limit_memory(memory: int) -> None:
         return
 
 
-def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str:
+def attempt(
+    tokenizer: LLTokenizer, special_texts: Collection[str], draft: Draft, limits: dict[str, Any]
+) -> str | Rejection:
     """Return why a grammar cannot be used, or an empty string if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
+    try:
+        grammar = draft.lark(special_texts)
+    except ParameterError as error:
+        return str(error), error.param, error.code
     state = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
     return first_error(state, tokenizer.eos_token)
 

@@ -23,21 +23,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 
 from inflight.constraints import trial_worker
-from inflight.constraints.compiler import (
-    LIMITS,
+from inflight.constraints.attempts import (
     Attempt,
     AttemptDiedError,
     BudgetSpentError,
-    GrammarCompiler,
-    OutcomeCache,
+    Draft,
     first_success,
-    result_of,
 )
+from inflight.constraints.compiler import LIMITS, GrammarCompiler, OutcomeCache, result_of
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import GrammarWorkerError, ParameterError
 from inflight.processes.fair_threads import FairThreads
@@ -78,8 +76,7 @@ class GrammarValidator:
         self, make_vocabulary: Callable[[], Vocabulary], compiler: GrammarCompiler | None = None
     ) -> None:
         self.compiler = compiler
-        self._vocabulary = cache(make_vocabulary)
-        self._trials = GrammarTrials(self._vocabulary)
+        self._trials = GrammarTrials(make_vocabulary)
         self._cache: OutcomeCache[bool] = OutcomeCache(MAX_CACHED)
         self._lock = threading.Lock()
         self._shared: dict[tuple[str, str, str], _SharedTrial] = {}  # with at least one waiting request
@@ -162,7 +159,7 @@ class GrammarValidator:
             outcome = Future()
             try:
                 self._check_installed()
-                outcome.set_result(first_success(constraint, self._special_texts, attempt))
+                outcome.set_result(first_success(constraint, attempt))
             except ParameterError as error:
                 outcome.set_exception(error)
             self._cache.put(constraint, outcome)
@@ -176,10 +173,6 @@ class GrammarValidator:
                 param=PARAM,
                 code="constraints_unavailable",
             )
-
-    @cached_property
-    def _special_texts(self) -> frozenset[str]:
-        return self._vocabulary().special_texts()
 
 
 async def _done(future: Future[bool]) -> None:
@@ -239,7 +232,7 @@ class GrammarTrials:
         try:
             worker.wait_until_ready()
             budget = TrialBudget()
-            return work(lambda grammar: trial.attempt(worker, grammar, budget) or True)
+            return work(lambda draft: trial.attempt(worker, draft, budget) or True)
         finally:
             trial.needs_replacement = not worker.is_usable
             self._pool.put_back(worker)
@@ -273,18 +266,21 @@ class Trial:
         self.is_cancelled = False
         self.needs_replacement = False  # its process was lost
 
-    def attempt(self, process: _TrialProcess, grammar: str, budget: TrialBudget) -> str:
-        """Return why a grammar cannot be used, or an empty string if it can."""
+    def attempt(self, process: _TrialProcess, draft: Draft, budget: TrialBudget) -> str:
+        """Return why a grammar cannot be used, or an empty string if it can. Raises ParameterError."""
         cpu_seconds, wall_seconds = budget.next_attempt()
         with self._lock:
             if self.is_cancelled:
                 raise GrammarWorkerError("the trial was cancelled")
             self._process = process
-        error, seconds_used = process.attempt(grammar, cpu_seconds, wall_seconds)
+        error, seconds_used = process.attempt(draft, cpu_seconds, wall_seconds)
         with self._lock:
             self._process = None
         budget.spend(seconds_used)
-        return error
+        if isinstance(error, str):
+            return error
+        message, param, code = error
+        raise ParameterError(message, param=param, code=code)
 
     def cancel(self) -> None:
         """Abandon the trial and interrupt what is being compiled."""
@@ -356,12 +352,14 @@ class _TrialProcess(SandboxWorker):
             self.kill()
             raise GrammarWorkerError(f"the process that tries grammars ended with {self.wait()}") from None
 
-    def attempt(self, grammar: str, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:
+    def attempt(
+        self, draft: Draft, cpu_seconds: float, wall_seconds: float
+    ) -> tuple[str | trial_worker.Rejection, float]:
         """Return why a grammar cannot be used, empty if it can, and the CPU time that the attempt took.
 
         Raises AttemptDiedError, or GrammarWorkerError if the grammar is not to blame.
         """
-        request = pack({"grammar": grammar, "limits": LIMITS, "seconds": cpu_seconds})
+        request = pack({"draft": asdict(draft), "limits": LIMITS, "seconds": cpu_seconds})
         try:
             return self.call(request, wall_seconds)
         except TimeoutError:

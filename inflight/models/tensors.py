@@ -436,14 +436,15 @@ def fill(
     """Copy every tensor to its place, file by file. Those that are converted go to `device` first."""
     total = sum(stored[name].num_bytes for name in placements)
     done = 0
-    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+    names: dict[Path, list[str]] = {}
+    for name, tensor in stored.items():
+        names.setdefault(tensor.file, []).append(name)
+    for file, names_in_file in names.items():
         with open_tensors(file) as tensors:
-            for name, tensor in stored.items():
-                if tensor.file != file or name not in placements:
-                    continue
-                placement, read = placements[name], tensors.get_tensor(tensor.name)
+            for name in filter(placements.__contains__, names_in_file):
+                placement, read = placements[name], tensors.get_tensor(stored[name].name)
                 placement.store(read.to(device) if placement.on_device else read, 0)
-                done += tensor.num_bytes
+                done += stored[name].num_bytes
                 if progress is not None:
                     progress(done, total)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from inflight.errors import ParameterError
 from inflight.text.tokenizer import Tokenizer
@@ -114,11 +115,16 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
             raise ParameterError(
                 f"bad_words contains {word!r}: this tokenizer has no tokens for it", param="bad_words"
             )
-    sequences = dict.fromkeys(tuple(ids) for ids in encoded if ids)
-    lengths = {len(ids) for ids in sequences}
-    # A sequence that ends in another banned sequence is redundant: the shorter one always applies first.
-    return tuple(
-        ids
-        for ids in sequences
-        if not any(ids[-length:] in sequences for length in lengths if length < len(ids))
-    )
+    sequences = dict.fromkeys((tuple(ids) for ids in encoded if ids), False)  # whether each is redundant
+    # A sequence that ends in another banned sequence is redundant: the shorter one always applies first. The endings
+    # are a tree of tokens from the last one on, with None where a sequence begins.
+    endings: dict[int | None, Any] = {}
+    for sequence in sorted(sequences, key=len):
+        node = endings
+        for token_id in reversed(sequence):
+            node = node.setdefault(token_id, {})
+            if None in node:
+                sequences[sequence] = True
+                break
+        node[None] = {}
+    return tuple(sequence for sequence, is_redundant in sequences.items() if not is_redundant)

@@ -14,13 +14,15 @@ from typing import Any
 
 import tokenizers
 
-from inflight.errors import InflightError, ModelError, PromptError, clipped
+from inflight.errors import InflightError, ModelError, PromptError, clipped, shown
 from inflight.gguf_file import GgufFile, is_gguf
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
 from inflight.text.chat_template import ChatTemplateSource, read_chat_template, read_template_option
 from inflight.text.detokenizer import ByteDecoder
 from inflight.text.gguf_tokenizer import read_gguf_tokenizer
 
+# The characters of all pieces of special tokens, which `special_prefixes` and `special_suffixes` hold.
+MAX_SPECIAL_PIECES = 1 << 26
 # The names of special tokens in templates and configurations.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -119,6 +121,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_ids: frozenset[int] = frozenset(added)  # tokens that stand for one text, special or not
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        if sum(len(text) ** 2 for text in self.special_spellings) > MAX_SPECIAL_PIECES:
+            raise ModelError(f"the special tokens are too long: {shown(self.special_spellings[0])}")
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         # A post-processor that adds tokens takes precedence; otherwise the flags of the configuration apply.

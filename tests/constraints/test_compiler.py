@@ -26,6 +26,7 @@ OBJECT = {"type": "object"}
     ("schema", "keyword"),
     [
         ({"not": {"format": "email"}}, "format"),
+        ({"not": {"pattern": "^" + "a" * 501}}, "pattern"),
         ({"if": {"multipleOf": 2}, "then": {"minimum": 3}}, "multipleOf"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "contains": {"pattern": "a"}, "maxContains": 1}, "pattern"),

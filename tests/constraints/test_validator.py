@@ -24,7 +24,7 @@ from inflight.constraints import (
     trial_worker,
 )
 from inflight.constraints import validator as validator_module
-from inflight.constraints.compiler import BudgetSpentError
+from inflight.constraints.attempts import BudgetSpentError, Draft
 from inflight.constraints.validator import (
     ATTEMPT_SECONDS,
     NUM_WORKERS,
@@ -78,7 +78,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "negations": {"json": {"not": {"anyOf": [{"not": nested("contains", 12)}] * 60}}},
     "cases": {"json": nested_cases(6)},
     "long constants": {"json": nested("contains", 4, {"const": "a" * 100_000})},
-    # These once took minutes to parse in Python, with the GIL held.
+    # These once took minutes in Python, with the GIL held.
+    "negated prefix": {"json": {"not": {"type": "string", "pattern": "^" + "a" * 130_000}}},
+    "negated literal": {"json": {"not": {"type": "string", "pattern": f"^{'a' * 130_000}$"}}},
     "words that refusals have": {"regex": "state " * 20_000 + "("},
     "names without an end": {"json": {"type": "string", "pattern": "\\p{" * 40_000}},
     "texts without an end": {"grammar": "start: %json {} " + '"\\' * 60_000},
@@ -109,6 +111,30 @@ def test_trial_and_compiler_agree() -> None:
         assert len(messages) == 1
     for seed in range(20):
         validator().validate(StructuredOutputs(json=schema(random.Random(seed))))
+
+
+@pytest.mark.parametrize("fields", [{"json": {"not": {"const": "a"}}}, {"grammar": 'root ::= "a"'}])
+def test_grammars_are_written_in_the_sandbox_alone(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a grammar was written in this process")
+
+    monkeypatch.setattr(Draft, "lark", fail)
+    with closing(GrammarValidator(vocabulary)) as own:
+        own.validate(StructuredOutputs(**fields))
+
+
+def test_writing_a_grammar_counts_against_the_time_of_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validator_module, "ATTEMPT_SECONDS", 0.02)
+    slow = "\n".join(
+        ["root ::= r0", *(f'r{i} ::= "{"a" * 70}" r{i + 1}' for i in range(290)), 'r290 ::= "b"']
+    )
+    with (
+        closing(GrammarValidator(vocabulary)) as own,
+        pytest.raises(ParameterError, match=r"takes more than 0.02 second"),
+    ):
+        own.validate(StructuredOutputs(grammar=slow))
 
 
 def workers() -> set[int]:
@@ -200,11 +226,11 @@ class StubProcess:
 
     def wait_until_ready(self) -> None: ...
 
-    def attempt(self, grammar: str, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:  # noqa: ARG002
+    def attempt(self, draft: Draft, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:  # noqa: ARG002
         StubProcess.num_attempts += 1
         if cpu_seconds < 0.6:
             raise BudgetSpentError("killed by the timer")
-        return "it is WRONG" if "WRONG" in grammar else "", 0.6
+        return "it is WRONG" if "WRONG" in draft.text else "", 0.6
 
     def interrupt(self) -> None: ...
 

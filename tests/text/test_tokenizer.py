@@ -287,3 +287,10 @@ def test_plain_texts_never_contain_special_tokens(name: str) -> None:
     for ids in tok.encode_plain([*spelled, *SENTENCES]):
         assert not set(ids) & (tok.special_ids - unknown)
     assert tok.encode_plain(SENTENCES) == tok.encode_batch(SENTENCES, False)
+
+
+def test_long_special_token_is_rejected_before_its_pieces_are_kept() -> None:
+    raw = byte_level_backend()
+    raw.add_special_tokens([tokenizers.AddedToken("a" * 100_000, special=True)])
+    with pytest.raises(ModelError, match="special tokens are too long"):
+        Tokenizer(raw)

@@ -131,6 +131,8 @@ def _wrong_choice(problem: str, reason: str) -> ApiError:
 
 
 _BEFORE_INPUT = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_MAX_BEFORE_INPUT = 1024  # characters; white space is allowed there, and models could write it for ever
+_MAX_INCOMPLETE = len(r"\ud83d\ude4")
 _WHOLE_CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 _HALF_PAIR = re.compile(r"\\u[dD][89abAB]..\Z")
 
@@ -140,20 +142,25 @@ class InputDecoder:
 
     def __init__(self) -> None:
         self._is_inside = False
+        self._is_over = False
         self._rest = ""  # JSON that is not decoded yet
         self._pieces: list[str] = []
 
     def feed(self, text: str) -> str:
         """Return the text that is complete with this JSON."""
+        if self._is_over:
+            return ""
         self._rest += text
         if not self._is_inside:
             start = _BEFORE_INPUT.match(self._rest)
             if start is None:
+                self._is_over = len(self._rest) > _MAX_BEFORE_INPUT
                 return ""
             self._is_inside, self._rest = True, self._rest[start.end() :]
         match = _WHOLE_CHARACTERS.match(self._rest)
         whole = _HALF_PAIR.sub("", match[0] if match else "")
         self._rest = self._rest[len(whole) :]
+        self._is_over = len(self._rest) > _MAX_INCOMPLETE  # the string has ended, or is invalid
         self._pieces.append(_text_of(f'"{whole}"'))
         return self._pieces[-1]
 
