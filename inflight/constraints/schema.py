@@ -310,29 +310,29 @@ def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Subschema:
     """An object in a schema, and how to reach it from the one that contains it."""
 
     schema: dict[str, Any]
-    owner: _Part | None
+    owner: _Subschema | None
     path: str
 
     def pointer(self) -> str:
         return "#" if self.owner is None else f"{self.owner.pointer()}/{self.path}"
 
 
-def _parts(schema: Any) -> dict[int, _Part]:
+def _parts(schema: Any) -> dict[int, _Subschema]:
     """Return all objects in a schema except constants by their identity, outer ones first."""
-    parts: dict[int, _Part] = {}
+    parts: dict[int, _Subschema] = {}
     # Values that are still to be visited, the next one last: each with its owner and path, and whether its keys are
     # names rather than keywords.
-    waiting: list[tuple[Any, _Part | None, str, bool]] = [(schema, None, "", False)]
+    waiting: list[tuple[Any, _Subschema | None, str, bool]] = [(schema, None, "", False)]
     while waiting:
         value, owner, path, has_names = waiting.pop()
         if isinstance(value, list):
             waiting += [(value[i], owner, f"{path}/{i}", False) for i in reversed(range(len(value)))]
         elif isinstance(value, dict) and id(value) not in parts:
-            part = parts[id(value)] = _Part(value, owner, path)
+            part = parts[id(value)] = _Subschema(value, owner, path)
             waiting += [
                 (inner, part, _escaped(name), name in NAMED_SCHEMAS)
                 for name, inner in reversed(value.items())

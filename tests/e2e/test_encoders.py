@@ -240,7 +240,7 @@ def test_rejected_text_fails_the_whole_call(folder: Path) -> None:
     assert stats.num_steps > 0
     assert not llm._engine.core.has_work
     outputs = llm.embed(fine, use_tqdm=False)
-    assert [output.request_id for output in outputs] == [str(index) for index in range(301, 601)]
+    assert len({output.request_id for output in outputs}) == len(fine)
     assert np.linalg.norm(outputs[-1].outputs.embedding) == pytest.approx(1)
 
 

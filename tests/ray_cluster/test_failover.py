@@ -83,8 +83,8 @@ def actors(cluster: Any) -> dict[int, int]:
 async def disturbed(engine: AsyncEngine, router: Router, disturb: Callable[[], None]) -> list[RequestOutput]:
     """Return the outputs of requests that run on both replicas while `disturb` is called."""
     running = asyncio.create_task(generate(engine))
+    await until(lambda: all(len(replica.requests) >= 3 for replica in router.replicas.members))
     await begun(router)
-    assert all(replica.requests for replica in router.replicas.members)
     await asyncio.to_thread(disturb)
     return await running
 
