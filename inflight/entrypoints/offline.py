@@ -75,6 +75,10 @@ class OfflineEngine(Protocol):
     def description(self) -> str:
         """The device, for the user."""
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether it belongs to the process that forked this one."""
+
     def compute(self, run: OfflineRun, show: bool) -> None:
         """Run all requests, with a progress bar if `show`. After an exception, none of them is left running."""
 
@@ -158,6 +162,10 @@ class LocalEngine:
     def description(self) -> str:
         return self._loaded.platform.describe()
 
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
+
     def compute(self, run: OfflineRun, show: bool) -> None:
         if threading.current_thread() is self._thread:
             raise EngineError("an observer cannot run requests: the engine's thread would wait for itself")
@@ -191,7 +199,7 @@ class LocalEngine:
     def close(self) -> None:
         if threading.current_thread() is self._thread:
             raise EngineError("an observer cannot close the engine that it observes")
-        if os.getpid() != self._process:  # it belongs to the process that forked this one
+        if self.is_forked:
             return
         outcome: Outcome = SimpleQueue()
         if not self._is_closed:
@@ -214,8 +222,8 @@ class LocalEngine:
         return result
 
     def _submit(self, operation: Operation) -> None:
-        if os.getpid() != self._process:
-            raise EngineError("this LLM was created before a fork: create it in the process that uses it")
+        if self.is_forked:
+            raise forked()
         if self._is_closed:
             raise _closed()
         self._operations.put(operation)
@@ -340,6 +348,10 @@ def _serve(operations: SimpleQueue[Operation | None], engine: weakref.ref[LocalE
         del stepping
 
 
+def forked() -> EngineError:
+    return EngineError("this LLM was created before a fork: create it in the process that uses it")
+
+
 def _end_thread(operations: SimpleQueue[Operation | None], thread: threading.Thread) -> None:
     operations.put(None)
     if thread is not threading.current_thread():
@@ -420,6 +432,7 @@ class ReplicatedEngine:
         self._stops: dict[StepObserver, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process = os.getpid()
         try:
             self._router = self._wait_for(start_router(config, options, progress=progress))
         except BaseException:
@@ -445,6 +458,9 @@ class ReplicatedEngine:
         if threading.current_thread() is self._thread:
             work.close()
             raise EngineError("an observer cannot ask replicas: their router's thread would wait for itself")
+        if self.is_forked:  # before the lock, which another thread may have had
+            work.close()
+            raise forked()
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -454,6 +470,10 @@ class ReplicatedEngine:
     @property
     def description(self) -> str:
         return f"{len(self._router.replicas.members)} replicas: {self._router.facts.device}"
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def compute(self, run: OfflineRun, show: bool) -> None:
         with REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
@@ -521,6 +541,8 @@ class ReplicatedEngine:
         self._wait_for(unwatch())
 
     def close(self) -> None:
+        if self.is_forked:
+            return
         with self._lock:
             if self._is_closed:
                 return
