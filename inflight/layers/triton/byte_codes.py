@@ -161,19 +161,19 @@ def multiply_bytes(
 
 @triton.jit
 def multiply_byte_pairs(
-    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, num_rows, is_live, K,
+    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Multiply pairs: see `multiply_plain_pairs`. With QUANTIZE, inputs are quantized and have scales, or they are
     quantized here, BLOCK_K features at a time; else weights are converted."""
-    k = tl.arange(0, BLOCK_K)
     rows = weight + (expert * num_rows + row) * K
     num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
     place = expert * num_groups * num_rows + row
     x_scale_rows = x_scales
     if x_scales is not None:
         x_scale_rows = x_scales + x_row * num_groups
+    k = tl.arange(0, BLOCK_K)
     ROWS: tl.constexpr = BLOCK_N if WEIGHTS_LEFT else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if WEIGHTS_LEFT else BLOCK_N
     K_AXIS: tl.constexpr = 0 if WEIGHTS_LEFT else 1  # of features

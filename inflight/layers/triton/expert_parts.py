@@ -34,7 +34,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def multiply_plain_pairs(
-    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, num_rows, is_live, K,
+    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
@@ -43,9 +43,8 @@ def multiply_plain_pairs(
 
     Functions with the same parameters multiply quantized weights. `x_rows` [BLOCK_M] are pointers to the features of
     the pairs, which are in rows `x_row` of the inputs, and `row` [BLOCK_N] the weight rows of the expert. `x_scales`
-    are those of quantized inputs [rows, groups], or None.
+    are those of quantized inputs [rows, groups], or None. `k` is 0 to BLOCK_K - 1.
     """
-    k = tl.arange(0, BLOCK_K)
     rows = weight + (expert * num_rows + row) * K
     if WEIGHTS_LEFT:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

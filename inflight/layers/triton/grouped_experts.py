@@ -77,6 +77,7 @@ def _grouped_kernel(
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
+    k = tl.arange(0, BLOCK_K)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, num_rows - 1)
     m = tl.arange(0, BLOCK_M)
@@ -102,8 +103,8 @@ def _grouped_kernel(
             x_row = at
         x_rows = x + x_row * K
         acc = MULTIPLY(
-            x_rows, x_scales, x_row, weight, scales, zeros, expert, row, num_rows, is_live, K, GROUP, EVEN_K, BLOCK_M,
-            BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION, QUANTIZE,
+            x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K, GROUP, EVEN_K,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION, QUANTIZE,
         )  # fmt: skip
         if factors is not None:
             scale = tl.load(factors + pair // TOP_K, mask=is_live, other=0.0)

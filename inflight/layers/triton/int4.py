@@ -23,6 +23,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Two words, and 128 plus the zero point twice -> two bfloat16 of each of the four codes, less the zero point, and
 # possibly scaled. A code in the mantissa of 128.0 is 128 + code; the difference is exact.
 _PLACE = """
+    {
     .reg .b32 t0, t1, t2, t3;
     shr.b32 t1, $4, 4;
     shr.b32 t2, $4, 8;
@@ -32,17 +33,11 @@ _PLACE = """
     lop3.b32 t2, t2, 0x000F000F, 0x43004300, 0xEA;
     lop3.b32 t3, t3, 0x000F000F, 0x43004300, 0xEA;
 """
-_SUBTRACT = "sub.bf16x2 {to}{i}, t{i}, $5;\n"
-_WORDS_TO_BF16 = tl.constexpr(
-    "{" + _PLACE + "".join(_SUBTRACT.format(to="$", i=code) for code in range(4)) + "}"
-)
-_WORDS_TO_SCALED_BF16 = tl.constexpr(
-    "{"
-    + _PLACE
-    + "".join(_SUBTRACT.format(to="t", i=code) for code in range(4))
-    + "".join(f"mul.bf16x2 ${code}, t{code}, $6;\n" for code in range(4))
-    + "}"
-)
+_SUBTRACT = "".join(f"    sub.bf16x2 {{0}}{code}, t{code}, $5;\n" for code in range(4))
+_SCALE = "".join(f"    mul.bf16x2 ${code}, t{code}, $6;\n" for code in range(4))
+_END = "    }\n    "
+_WORDS_TO_BF16 = tl.constexpr(_PLACE + _SUBTRACT.format("$") + _END)
+_WORDS_TO_SCALED_BF16 = tl.constexpr(_PLACE + _SUBTRACT.format("t") + _SCALE + _END)
 
 
 @triton.jit
@@ -144,7 +139,7 @@ def int4_product(weights, features, scales, PRECISION: tl.constexpr):
 
 @triton.jit
 def multiply_int4_pairs(
-    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, num_rows, is_live, K,
+    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip

@@ -111,7 +111,7 @@ def mxfp4_values(words, scales, dtype: tl.constexpr):
 
 @triton.jit
 def multiply_mxfp4_pairs(
-    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, num_rows, is_live, K,
+    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +128,8 @@ def multiply_mxfp4_pairs(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])
-        scales = tl.load(scale_rows + tile * num_rows)[:, None]
-        weights = mxfp4_values(words, scales, x_rows.dtype.element_ty)
+        tile_scales = tl.load(scale_rows + tile * num_rows)[:, None]
+        weights = mxfp4_values(words, tile_scales, x_rows.dtype.element_ty)
         live = (k < K - tile * 128)[:, None] & is_live[None, :]
         features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=live, other=0.0)
         halves = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))

@@ -146,10 +146,9 @@ def _byte_sums(
 
 @triton.jit
 def _multiply_plain_rows(
-    x, weight, rows, token, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
+    x, weight, rows, token, k, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
 ):  # fmt: skip
     """Return the products of plain rows and of those after them with one token: gate and up [BLOCK_N]."""
-    k = tl.arange(0, BLOCK_K)
     gate = tl.zeros([BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
@@ -268,12 +267,13 @@ def _gate_up_kernel(
         tile, pair = tl.program_id(0), tl.program_id(1)
     token = (pair // TOP_K).to(tl.int64)
     n = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), inner - 1)
+    k = tl.arange(0, BLOCK_K)
     wait_then_launch_dependents(PDL)
     expert = tl.load(ids + pair)
     if expert < num_experts:
         rows = expert.to(tl.int64) * (2 * inner) + 2 * n
         if CODES == PLAIN:
-            gate, up = _multiply_plain_rows(x, weight, rows, token, K, BLOCK_N, BLOCK_K, EVEN_K)
+            gate, up = _multiply_plain_rows(x, weight, rows, token, k, K, BLOCK_N, BLOCK_K, EVEN_K)
         else:
             S: tl.constexpr = SPLIT if SPLIT != 0 else 1
             part = tl.arange(0, S)
