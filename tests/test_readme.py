@@ -1,4 +1,4 @@
-"""The examples of README.md, and the policy in docs/server.md, do what they show. In outputs, `...` stands for any text."""
+"""The examples of README.md, and the policy in docs/server.md, print what they show. `...` stands for any text."""
 
 from __future__ import annotations
 
