@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.clients.node import run_script
+from tests.server.clients.more.node import run_script
 from tests.server.live import Backend, live_server
 from tests.support.held_steps import taking_turns
 
