@@ -1,6 +1,6 @@
 """Names of vLLM's Python API: arguments of `LLM` and its methods, the methods, and fields of `SamplingParams`.
 
-docs/from-vllm.md documents the same tables, and tests/vllm_compat/test_python.py checks that both agree.
+`python -m tools.from_vllm_page` writes them into docs/from-vllm.md.
 """
 
 from __future__ import annotations
