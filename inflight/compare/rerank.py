@@ -27,7 +27,6 @@ from inflight.compare.workload import Arrival
 from inflight.errors import EngineError, ParameterError
 from inflight.events import StepRecord
 from inflight.execution.encoder_runner import TextRunner
-from inflight.frontend import RequestContext
 from inflight.loading import LoadedEngine
 from inflight.request import Request
 
@@ -183,7 +182,7 @@ def compare_reranking(
     runs = []
     for strategy in strategies:
         requests = [
-            with_origin(processor.request(str(index), text, RequestContext()), index, info.title)
+            with_origin(processor.request(str(index), text), index, info.title)
             for index, (text, info) in enumerate(zip(texts, infos, strict=True))
         ]
         advance = None if progress is None else lambda count, name=strategy: progress(name, count)

@@ -37,6 +37,7 @@ from inflight.frontend import (
 )
 from inflight.loading import load_engine
 from inflight.outputs import RequestOutput
+from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.vllm_compat.python_api import LLM_METHODS
 
@@ -108,7 +109,7 @@ class LLM(ScoringMethods):
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
             prompt, priority, tenant = rows[index]
-            return self._frontend.prepare(request_id, prompt, params, priority, tenant)
+            return self._frontend.prepare(request_id, prompt, params, RequestContext(priority, tenant))
 
         return self._run(self._prepare(items, sampling_params, prepare), use_tqdm)
 
