@@ -11,7 +11,7 @@ import torch
 
 from inflight import LLM, SamplingParams
 from inflight.events import StepRecord
-from inflight.layers.kernels import ExpertRouting, Residual
+from inflight.layers.kernels import ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_experts import expected_output, random_weights
 
@@ -42,7 +42,7 @@ def test_experts_match_float64_in_all_sizes_of_steps(
     x = x.to(dtype)
     norm = torch.ones(HIDDEN)
     expected = expected_output(weights, x, norm)
-    experts = TritonKernels(dtype, "cuda").experts(HIDDEN, INNER, ROUTING, dtype, "silu")
+    experts = TritonKernels(dtype, "cuda").experts(ExpertsShape(HIDDEN, INNER, ROUTING, dtype, "silu"))
     weights.load(experts)
     live = torch.zeros(num_tokens, dtype=torch.int32, device="cuda")
     live[num_tokens // 2 + 1 :: 3] = -1
@@ -58,7 +58,9 @@ def test_experts_match_float64_in_all_sizes_of_steps(
 def test_token_that_is_not_a_number_leaves_the_others_alone(num_tokens: int) -> None:
     torch.manual_seed(0)
     weights = random_weights(ROUTING, HIDDEN, INNER, torch.bfloat16)
-    experts = TritonKernels(torch.bfloat16, "cuda").experts(HIDDEN, INNER, ROUTING, torch.bfloat16, "silu")
+    experts = TritonKernels(torch.bfloat16, "cuda").experts(
+        ExpertsShape(HIDDEN, INNER, ROUTING, torch.bfloat16, "silu")
+    )
     weights.load(experts)
     x, norm = torch.randn(num_tokens, HIDDEN).bfloat16().cuda(), torch.ones(HIDDEN).cuda()
     expected = experts.add_to(Residual(x.clone(), norm), 1e-6, norm).x
