@@ -53,11 +53,11 @@ def _distinct(result: Any, allowed: Sequence[Request]) -> Sequence[Request]:
 
 def _yielding(result: Any, running: Sequence[Request]) -> Sequence[Request]:
     """The request that arrived first always stays, so that at least one makes progress."""
-    result = list(islice(result, len(running) + 1))
-    if not result:
-        return result
+    chosen = list(islice(result, len(running) + 1))
+    if not chosen:
+        return chosen
     first = min(running, key=_arrival, default=None)
-    return _distinct(result, [request for request in running if request is not first])
+    return _distinct(chosen, [request for request in running if request is not first])
 
 
 def _leaving(result: Any, _: Request, running: Sequence[Request]) -> bool:
