@@ -28,18 +28,15 @@ from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors, failure
 from inflight.execution.runner import StageLinks
 from inflight.execution.sampling.triton import (
-    RankTokens,
     SamplingWorkspace,
     TritonSamplingRows,
     read_logprobs,
-    sample_by_ranks,
     sample_tokens,
     score_all,
 )
 from inflight.kv.snapshots import PROMPT_INTERVAL
 from inflight.layers.recurrent import allocate_states
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
@@ -151,11 +148,6 @@ class GpuRunner:
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         self.sampling_workspace = SamplingWorkspace.allocate(max_rows, sampled_vocab_size, device)
-        shard = decoder.shard
-        self._vocabulary: RankTokens | None = None
-        if shard.collective is not None:
-            assert isinstance(shard.collective, GatheringCollective)
-            self._vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
         planners = _planners(decoder, kv_shape, max_rows)
         used = [planner for planner in dict.fromkeys(planners) if planner is not None]
         # Where kinds of layers differ, those sizes that all of them have a tile for.
@@ -225,8 +217,8 @@ class GpuRunner:
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
         handle = GpuStepHandle(len(batch), entries, prompt_logprobs, vectors)
         finish = partial(self._finish, handle, shape, counts, masks)
-        # Ranks sample together, and the others do not know when this one reads its results.
-        if masks is None or self._vocabulary is not None:
+        # Ranks gather logits together, and the others do not know when this one reads its results.
+        if masks is None or self.decoder.shard.collective is not None:
             finish()
         else:
             self._unfinished = handle, finish
@@ -286,12 +278,8 @@ class GpuRunner:
 
     def _sample(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
-        logits = self.decoder.own_logits(hidden[samples.tokens] if shape.scores else hidden)
-        state, tokens, workspace = self.sampling, self.rows.tokens, self.sampling_workspace
-        if self._vocabulary is None:
-            sample_tokens(logits, samples.batch, state, tokens, workspace)
-        else:
-            sample_by_ranks(logits, self._vocabulary, samples.batch, state, tokens, workspace)
+        logits = self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden)
+        sample_tokens(logits, samples.batch, self.sampling, self.rows.tokens, self.sampling_workspace)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, PendingLogprobs]]:
         """Score the prompt tokens that this step predicts. hidden [T, hidden_size]"""

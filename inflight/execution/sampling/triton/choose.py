@@ -25,9 +25,7 @@ from inflight.execution.sampling.triton.gumbel import (
     gumbel_scores,
     ids_of_chunk,
     noise_key,
-    settled_by_candidates,
 )
-from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -79,7 +77,6 @@ def choose_kernel(
     group_tops,  # [S, num_groups]
     group_list,  # [S, num_groups] int32: scratch
     candidates,  # [S, 4 * CANDIDATES] int32: scratch
-    rank_candidates,  # of all ranks, or None; rows that they settle have nothing in the five buffers above
     tokens,  # [max_rows, max_len] int32, rows tokens_stride apart
     out_ids,  # [S] int32
     out_bad,  # [S]
@@ -94,7 +91,6 @@ def choose_kernel(
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups per iteration
     CANDIDATES: tl.constexpr,
-    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -104,19 +100,13 @@ def choose_kernel(
         return
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)
     chunks = tl.arange(0, CHUNKS)
-    num_written = num_chunks
-    if rank_candidates is not None:
-        num_written = tl.where(settled_by_candidates(table, row), 0, num_chunks)
-    exists = chunks < num_written
+    exists = chunks < num_chunks
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
     ids = tl.load(chunk_ids + place, mask=exists, other=NO_TOKEN)
     tops = tl.load(chunk_tops + place, mask=exists, other=-float("inf"))
     top = tl.max(tops, 0)
     _, token_id = best_of(scores, ids)
-    if rank_candidates is not None:
-        if settled_by_candidates(table, row):
-            token_id, top = best_winner(rank_candidates, entry, RANKS)
     bad = tl.abs(top) == float("inf")
 
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
@@ -136,17 +126,10 @@ def choose_kernel(
         usable = (groups < num_groups) & (greatest * inverse_temperature >= floor)
         keys = tl.where(usable, key_of(greatest), LEAST_KEY)
         if (k > 0) & (k <= FEW):
-            if rank_candidates is None:
-                listed, few = space
-                few_keys, few_ids, count = sorted_top(
-                    x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
-                )
-            else:
-                num_logprobs, _few = list_sizes(table, row)
-                few_keys, few_ids, count = best_listed(
-                    rank_candidates, entry, LISTS + 2 * num_logprobs, k, candidates + entry * 4 * CANDIDATES,
-                    RANKS, CANDIDATES,
-                )  # fmt: skip
+            listed, few = space
+            few_keys, few_ids, count = sorted_top(
+                x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
+            )
             token_id = _sample_few(
                 few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
             )
