@@ -126,13 +126,10 @@ def choose_kernel(
         usable = (groups < num_groups) & (greatest * inverse_temperature >= floor)
         keys = tl.where(usable, key_of(greatest), LEAST_KEY)
         if (k > 0) & (k <= FEW):
-            listed, few = space
-            few_keys, few_ids, count = sorted_top(
-                x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
-            )
             token_id = _sample_few(
-                few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
-            )
+                x, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
+                GROUPS, GROUP, TILE, CANDIDATES,
+            )  # fmt: skip
         else:
             whole_mass = 0.0
             if p < 1 and k == 0 and log_p == -float("inf"):
@@ -146,23 +143,42 @@ def choose_kernel(
     tl.store(out_ids + entry, token_id)
     not_finite = (top == float("inf")) | ((flags & ADJUSTS) == 0)
     tl.store(out_bad + entry, tl.where(bad, tl.where(not_finite, _IS_NOT_FINITE, _HAS_NO_TOKEN), 0))
-    at = tokens + row.to(tl.int64) * tokens_stride
-    tl.store(at + length, token_id)
-    # Update the state that the row's next step reads.
+    _append(
+        token_id,
+        row,
+        length,
+        flags,
+        table,
+        tokens + row.to(tl.int64) * tokens_stride,
+        forbidden,
+        seen,
+        vocab_size,
+    )
+
+
+@triton.jit
+def _append(token_id, row, length, flags, table, tokens, forbidden, seen, vocab_size):
+    """Append the token to the row's own, and update the state that its next step reads."""
+    tl.store(tokens + length, token_id)
     if flags & PENALTIES:
         known = seen + row.to(tl.int64) * padded(vocab_size) + token_id
         times_seen = tl.load(known).to(tl.int32)
         tl.debug_barrier()  # wait until all threads have read it
         tl.store(known, tl.where((times_seen & COUNT) < COUNT, times_seen + 1, times_seen).to(tl.int16))
     if flags & FORBID:
-        update_forbidden(row, length + 1, table, at, forbidden, vocab_size)
+        update_forbidden(row, length + 1, table, tokens, forbidden, vocab_size)
 
 
 @triton.jit
 def _sample_few(
-    keys, ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES: tl.constexpr
-):
-    """Return the Gumbel-max winner among the top k that min_p and then top_p allow. Keys and ids [CANDIDATES]."""
+    logits, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Return the Gumbel-max winner among the top k, sorted, that min_p and then top_p allow."""
+    group_list, candidates = space
+    keys, ids, count = sorted_top(
+        logits, vocab_size, group_list, candidates, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
+    )
     c = tl.arange(0, CANDIDATES)
     x = value_of(keys)
     allowed = (c < count) & (x * inverse_temperature >= floor)
