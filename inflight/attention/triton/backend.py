@@ -72,7 +72,7 @@ class TritonAttention:
             for _ in shape.slots
         ]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (2, layer.num_kv_heads, size, layer.head_dim))
+        return KVCache.divide(slots, shape, lambda layer: (2, layer.num_heads, size, layer.key_dim))
 
     def fuse(self, layers: Sequence[PlainLayer]) -> None:  # noqa: ARG002
         return None  # a captured graph has no host work between layers

@@ -138,7 +138,11 @@ class Decoder:
         layers = [shard.attention(layer) for layer in kv_layers.values()]
         kept = [
             LayerKV(
-                layer.num_kv_heads, layer.head_dim, self._shorter_window(layer.window), layer.quantized_kv
+                layer.num_kv_heads,
+                layer.head_dim,
+                layer.head_dim,
+                self._shorter_window(layer.window),
+                layer.quantized_kv,
             )
             for layer in layers
         ]

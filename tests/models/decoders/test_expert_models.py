@@ -16,14 +16,9 @@ from torch import Tensor
 
 from inflight.errors import ModelError, WeightsError
 from inflight.layers import kernels
-from inflight.layers.kernels import (
-    CLAMPED_SILU,
-    ExpertRouting,
-    Residual,
-    TorchKernels,
-    choose_experts,
-)
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels, choose_experts
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import ExpertsMlp
 from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, shard_of
