@@ -12,6 +12,7 @@ from inflight.timeline.chunks import (
     Chunk,
     PackedRuns,
     RecordedRequest,
+    SlotRun,
     TimelineEvent,
     encode_chunk,
     remember,
@@ -80,21 +81,33 @@ class ChunkBuilder:
         for info in infos:
             self.requests[info.number] = info
 
-    def add_run(self, run: OpenRun, end_step: int, outputs: int | None) -> None:
-        part = run.until(end_step, outputs).after(self.first_step)
-        if part is not None:
-            self.runs.append(part)
-            self.requests[run.info.number] = run.info
+    def add_run(self, run: OpenRun, end_step: int, outputs: int | None = None) -> None:
+        self._add_run(self.runs, self.requests, run, end_step, outputs)
+
+    def _add_run(
+        self,
+        runs: PackedRuns,
+        requests: dict[int, RecordedRequest],
+        run: OpenRun,
+        end_step: int,
+        outputs: int | None,
+    ) -> None:
+        numbers: Sequence[int] = run.numbers(end_step, outputs)
+        counts: Sequence[int] = run.counts
+        if run.first_step < self.first_step:
+            part = SlotRun._make((*numbers, counts)).after(self.first_step)
+            if part is None:
+                return
+            *numbers, counts = part
+        runs.append(numbers, counts)
+        requests[run.info.number] = run.info
 
     def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RecordedRequest] = ()) -> bytes:
         """Return what is here so far, with the runs that are still open and more descriptions."""
         runs, requests = self.runs.copy(), self.requests.copy()
         end_step = self.first_step + len(self.steps)
         for run in open_runs:
-            part = run.until(end_step).after(self.first_step)
-            if part is not None:
-                runs.append(part)
-                requests[run.info.number] = run.info
+            self._add_run(runs, requests, run, end_step, None)
         requests |= {info.number: info for info in more}
         if self._known is not None:
             requests = {number: info for number, info in requests.items() if number not in self._known}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
@@ -209,16 +209,17 @@ class PackedRuns:
     def __init__(self, runs: Iterable[SlotRun] = ()) -> None:
         self._numbers = array("q")
         self.counts: dict[int, Sequence[int]] = {}  # as in `Chunk.run_counts`
-        for run in runs:
-            self.append(run)
+        for *numbers, counts in runs:
+            self.append(numbers, counts)
 
     def __len__(self) -> int:
         return len(self._numbers) // RUN_LENGTH
 
-    def append(self, run: SlotRun) -> None:
-        if run.counts:
-            self.counts[len(self)] = run.counts
-        self._numbers.extend(cast("tuple[int, ...]", run[:RUN_LENGTH]))
+    def append(self, numbers: Sequence[int], counts: Sequence[int]) -> None:
+        """Add a run: its numbers, and its counts."""
+        if counts:
+            self.counts[len(self)] = counts
+        self._numbers.extend(numbers)
 
     def copy(self) -> PackedRuns:
         copy = PackedRuns()
