@@ -47,6 +47,9 @@ class SlotKind(enum.IntEnum):
     DECODE = 0
     PREFILL = 1
     HELD = 2  # it belongs to a request that has all its tokens
+    PADDING = (
+        3  # positions after the end of a text, computed for nothing: only pictures of comparisons show it
+    )
 
 
 class SlotRun(NamedTuple):
