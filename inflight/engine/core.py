@@ -240,7 +240,7 @@ class EngineCore:
         device_began_at = self._device_began_at(launched)
         self._step_times.observe(batch, now - device_began_at)
         self.scheduler.token_budget.observe(
-            batch.num_tokens, now - device_began_at, batch.num_tokens > len(batch)
+            batch.num_tokens, now - device_began_at, batch.num_prompt_tokens > 0
         )
         self._collected_at = now
         deltas = self.scheduler.update(launched.step, sampled, now)
@@ -409,4 +409,4 @@ def _size(batch: Batch) -> tuple[bool, int]:
     """Return the size class: whether the batch has prompts, and its tokens to within about a third."""
     tokens = batch.num_tokens
     octave = tokens.bit_length()
-    return tokens > len(batch), 2 * octave + (tokens >> max(octave - 2, 0) & 1)
+    return batch.num_prompt_tokens > 0, 2 * octave + (tokens >> max(octave - 2, 0) & 1)
