@@ -252,7 +252,7 @@ class EngineCore:
         self._num_output_tokens += num_outputs
         pool, updated_at = self.scheduler.pool, self.clock()
         times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
-        if self.recorder.takes_experts:
+        if self._expert_loads.has_experts and self.recorder.takes_experts:
             self._expert_loads.update(now, not self.has_work)
             self._record(self.recorder.add_experts, batch.step, self._expert_loads.take())
         several = outputs.count(1) < num_outputs

@@ -15,8 +15,15 @@ from collections.abc import Sequence
 from inflight.events import Delta, ExpertUsage
 from inflight.request import Request
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
-from inflight.timeline.chunk_builder import ChunkBuilder, ChunkLimits, RecordedTimes
-from inflight.timeline.chunks import RecordedRequest, TimelineEvent, TimelinePage, TimelineQuery
+from inflight.timeline.chunks import (
+    ChunkBuilder,
+    ChunkLimits,
+    RecordedRequest,
+    RecordedTimes,
+    TimelineEvent,
+    TimelinePage,
+    TimelineQuery,
+)
 from inflight.timeline.open_runs import OpenRun, OpenRuns
 
 MAX_BYTES = 64 << 20  # of the ring
