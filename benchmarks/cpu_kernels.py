@@ -21,8 +21,9 @@ from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampl
 from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
 from inflight.kv.layout import LayerKV
-from inflight.layers.kernels import Kernels, Linear, TorchKernels
+from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import Library, native_library
 
 NUM_LAYERS = 28
@@ -109,7 +110,7 @@ def measure_linear(
 def measure_attention(name: str, backend: HeadAttention, context: int, repeats: int) -> AttentionResult:
     batch, num_heads, num_kv_heads, head_dim, block_size = 16, 16, 8, 128, 16
     num_blocks = -(-context // block_size)
-    shape = KVShape.of([LayerKV(num_kv_heads, head_dim)] * 4, block_size, torch.float32)
+    shape = KVShape.of([LayerKV(num_kv_heads, head_dim, head_dim)] * 4, block_size, torch.float32)
     caches = backend.allocate(shape, batch * num_blocks, torch.device("cpu")).layers
     for cache in caches:
         cache.fill_(0.01)

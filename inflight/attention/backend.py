@@ -117,7 +117,7 @@ class KVCache:
                 kind = torch.int8 if layer.quantized == "int8" else torch.uint8
                 codes = part[:, :num_codes].view(kind).view(num_blocks, *block_shape(layer))
                 words = part[:, num_codes:].view(torch.int32)
-                layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_kv_heads, block_size)))
+                layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_heads, block_size)))
             else:
                 layers.append(part.view(shape.dtype).view(len(part), *block_shape(layer)))
         return cls(slots, layers)

@@ -163,7 +163,7 @@ class CpuAttention:
         # Not initialised, so a large cache takes memory only as its blocks are written.
         slots = [torch.empty(num_blocks, shape.values_per_part, dtype=shape.slot_dtype) for _ in shape.slots]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (layer.num_kv_heads, 2, layer.head_dim, size))
+        return KVCache.divide(slots, shape, lambda layer: (layer.num_heads, 2, layer.key_dim, size))
 
     def attend(
         self,
@@ -249,7 +249,7 @@ class TorchCpuAttention:
             for _ in shape.slots
         ]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (2, size, layer.num_kv_heads, layer.head_dim))
+        return KVCache.divide(slots, shape, lambda layer: (2, size, layer.num_heads, layer.key_dim))
 
     def attend(
         self,

@@ -10,7 +10,6 @@ Adjacent cells of the same kind and request are merged into one span. An axis ma
 
 from __future__ import annotations
 
-import enum
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
-from inflight.events import SlotRecord
+from inflight.timeline import SlotKind
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,20 +30,13 @@ R = TypeVar("R", bound="RequestInfo")
 CUT = 1.5  # a strategy that takes this many times as long as all others is not shown to its end
 
 
-class SpanKind(enum.StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    HELD = "held"  # the request has all its tokens, but its slot has not been released
-    PADDING = "padding"  # positions after the end of a text, computed for nothing
-
-
 @dataclass(slots=True)
 class Span:
     """Steps [first, last) of one request in one slot."""
 
     slot: int
     request: int  # index in the workload
-    kind: SpanKind
+    kind: SlotKind
     first: int
     last: int
     num_tokens: int  # tokens produced here that the answer keeps
@@ -96,7 +88,7 @@ class Timeline:
                 [step, round(begin, 5)] for step, begin in enumerate(self.begins) if begin > earlier[step]
             ],
             "spans": [
-                [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
+                [span.slot, span.request, span.kind.name.lower(), span.first, span.last, span.num_tokens]
                 for span in self.spans
             ],
         }
@@ -105,30 +97,15 @@ class Timeline:
 def lay_out(run: StrategyRun) -> Timeline:
     """Build the timeline of a measured run."""
     index = {request.request_id: number for number, request in enumerate(run.requests)}
-    totals = {r.request_id: r.num_prompt_tokens + len(r.token_ids) for r in run.requests}
-    owners: dict[int, int] = {}  # slot -> the last request that was in it
     open_spans: dict[int, Span] = {}
     spans: list[Span] = []
-    held: frozenset[int] = frozenset()  # slots of finished requests after the previous step
-    for number, step in enumerate(run.steps):
-        for slot in step.slots:
-            owners[slot.row] = index[slot.request_id]
-            kind, num_kept = _classify(slot, totals[slot.request_id])
-            _extend(spans, open_spans, Span(slot.row, owners[slot.row], kind, number, number + 1, num_kept))
-        for row in sorted(held - {slot.row for slot in step.slots}):
-            _extend(spans, open_spans, Span(row, owners[row], SpanKind.HELD, number, number + 1, 0))
-        held = frozenset(step.idle_rows)
+    for number, step in enumerate(run.recording.steps):
+        for cell in step.slots:
+            request = index[cell.request.request_id]
+            span = Span(cell.slot, request, cell.kind, number, number + 1, cell.num_outputs)
+            _extend(spans, open_spans, span)
     spans.sort(key=lambda span: (span.slot, span.first))
-    return Timeline(run.strategy, run.num_slots, run.begins, run.ends, spans)
-
-
-def _classify(slot: SlotRecord, total: int) -> tuple[SpanKind, int]:
-    """Return what a slot did in a step and how many of the resulting tokens the answer keeps."""
-    produced = slot.start + slot.num_tokens  # position of the sampled token, if one was sampled
-    if slot.samples and produced >= total:  # in flight when the request ended, so the token was dropped
-        return SpanKind.HELD, 0
-    decodes = slot.decodes and slot.num_tokens == 1
-    return (SpanKind.DECODE if decodes else SpanKind.PREFILL), int(slot.samples)
+    return Timeline(run.strategy, run.num_slots, run.recording.begins, run.recording.ends, spans)
 
 
 def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:
@@ -204,7 +181,7 @@ def ticks(limit: float, most: int = 12) -> list[float]:
 
 
 class LegendEntry(NamedTuple):
-    kind: SpanKind | None  # None: an empty slot
+    kind: SlotKind | None  # None: an empty slot
     text: str  # for pictures
     short_text: str  # for terminals; "" leaves the entry out
 

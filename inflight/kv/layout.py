@@ -102,10 +102,11 @@ def _max_tokens(layout: KVLayout, num_blocks: int, chunk: int) -> int:
 class LayerKV:
     """The memory that an attention layer needs for each token, and how long it keeps the token."""
 
-    num_kv_heads: int
-    head_dim: int
+    num_heads: int  # each has scales of its own if it is quantized
+    key_dim: int  # values of one head's key
+    value_dim: int  # and of its value; 0: values are made from the keys
     window: int | None = None  # a token is needed by the next window - 1 tokens; None: by all
-    # "fp8" or "int8": values take one byte, and each head's key and value have scales. None: they are kept as computed.
+    # "fp8" or "int8": keys and values take one byte per number, beside scales. None: they are kept as computed.
     quantized: str | None = None
 
     @property
@@ -115,7 +116,7 @@ class LayerKV:
     @property
     def size(self) -> int:
         """The number of values per token."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_heads * (self.key_dim + self.value_dim)
 
     def value_bytes(self, width: int) -> int:
         """Return the bytes of a token's values, if those that are not quantized have `width` bytes."""
@@ -123,7 +124,7 @@ class LayerKV:
 
     def block_bytes(self, block_size: int, width: int) -> int:
         """Return the bytes of a block, scales included."""
-        scales = SCALE_BYTES * self.num_kv_heads if self.is_quantized else 0
+        scales = SCALE_BYTES * self.num_heads if self.is_quantized else 0
         return block_size * (self.value_bytes(width) + scales)
 
 
@@ -138,10 +139,13 @@ class KVPlace:
 
 def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlace], tuple[int | None, ...]]:
     """Return the place of each layer, and the window of each table. Values have `width` bytes if not quantized."""
-    kinds: dict[tuple[bool, int, int, int, int], list[int]] = {}  # those that keep all tokens come first
+    kinds: dict[
+        tuple[bool, int, int, int, int, int], list[int]
+    ] = {}  # layers that keep all tokens come first
     for index, layer in enumerate(layers):
         size = layer.value_bytes(width)  # no scales: two quantized layers fit in place of a plain one
-        kind = layer.window is not None, layer.window or 0, size, layer.num_kv_heads, layer.head_dim
+        heads = layer.num_heads, layer.key_dim, layer.value_dim
+        kind = layer.window is not None, layer.window or 0, size, *heads
         kinds.setdefault(kind, []).append(index)
     largest = max((layer.value_bytes(width) for layer in layers), default=0)
     ordered = [(kind[1] or None, largest // kind[2], kinds[kind]) for kind in sorted(kinds)]

@@ -73,7 +73,7 @@ class Scene:
         """Return each request's attention output, [length, num_heads, head_dim]. The cache starts as NaN. `others` are
         layers that share its memory."""
         heads = self.heads
-        layers = [LayerKV(heads.num_kv_heads, heads.head_dim, quantized=quantized), *others]
+        layers = [LayerKV(heads.num_kv_heads, heads.head_dim, heads.head_dim, quantized=quantized), *others]
         shape = KVShape.of(layers, self.block_size, torch.float32)
         cache = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers[0]
         if isinstance(cache, QuantizedKV):

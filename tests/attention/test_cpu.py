@@ -90,7 +90,7 @@ def test_bits_with_sinks_and_soft_caps_do_not_depend_on_the_schedule(window: int
 def test_blocks_of_a_layer_may_be_apart(backend: HeadAttention) -> None:
     """Layers with smaller heads than others take only part of each block."""
     scene = Scene(Heads(), block_size=4, lengths=[9, 21])
-    others = [LayerKV(2, 40), LayerKV(2, 40), LayerKV(2, 16)]
+    others = [LayerKV(2, 40, 40), LayerKV(2, 40, 40), LayerKV(2, 16, 16)]
     expected = torch.cat(scene.run(ReferenceAttention(), scene.whole()))
     actual = torch.cat(scene.run(backend, scene.chunks(6), others=others))
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
@@ -219,7 +219,7 @@ def test_bits_with_an_int8_cache_do_not_depend_on_the_schedule(
 
 def test_quantized_and_plain_layers_share_blocks(backend: HeadAttention) -> None:
     scene = Scene(Heads(), block_size=4, lengths=[9, 21])
-    others = [LayerKV(2, 40), LayerKV(2, 16, quantized="int8")]
+    others = [LayerKV(2, 40, 40), LayerKV(2, 16, 16, quantized="int8")]
     expected = torch.cat(rounded(scene).run(ReferenceAttention(), scene.whole()))
     actual = torch.cat(scene.run(backend, scene.chunks(6), others=others, quantized="int8"))
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
@@ -280,7 +280,7 @@ def test_one_call_has_the_bits_of_single_operations(
     q_norm, k_norm, v_norm = (torch.randn(32) if name in norms else None for name in "qkv")
     cos_sin = None if rotary_dim is None else torch.randn(100, rotary_dim)
     layer = replace(scene.layer(), q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, cos_sin=cos_sin)
-    shape = KVShape.of([LayerKV(2, 32, quantized=quantized)], 16, torch.float32)
+    shape = KVShape.of([LayerKV(2, 32, 32, quantized=quantized)], 16, torch.float32)
     composed, fused = ComposedAttention(kernels, heads), NativeAttention(kernels, heads)
     caches = [backend.allocate(shape, scene.num_blocks, torch.device("cpu")) for backend in (composed, fused)]
     for cache in caches:
@@ -302,7 +302,7 @@ def test_one_call_has_the_bits_of_single_operations(
 
 def test_wrong_preparation_is_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
-    shape = KVShape.of([LayerKV(2, 16)], 16, torch.float32)
+    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
     (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
     layer, inputs, qkv = scene.layer(), scene.inputs(scene.whole()[0]), torch.zeros(4, 8 * 16)
     attend = native().attend_projected
@@ -318,7 +318,7 @@ def test_wrong_preparation_is_rejected() -> None:
 
 def test_wrong_shapes_are_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
-    shape = KVShape.of([LayerKV(2, 16)], 16, torch.float32)
+    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
     (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
     layer = scene.layer()
     query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
@@ -329,7 +329,7 @@ def test_wrong_shapes_are_rejected() -> None:
         native().attend(query, key, key, layer, cache, replace(inputs, rows=inputs.rows.long()))
     with pytest.raises(ConfigError, match="sinks are"):
         native().attend(query, key, key, replace(layer, sinks=torch.zeros(3)), cache, inputs)
-    shape = KVShape.of([LayerKV(2, 16, quantized="int8")], 16, torch.float32)
+    shape = KVShape.of([LayerKV(2, 16, 16, quantized="int8")], 16, torch.float32)
     (quantized,) = native().allocate(shape, 4, torch.device("cpu")).layers
     with pytest.raises(ConfigError, match=r"scales torch.int32 \[4, 2, 8\] do not match"):
         native().attend(query, key, key, layer, replace(quantized, scales=quantized.scales[:, :, :8]), inputs)
@@ -339,10 +339,10 @@ def test_wrong_shapes_are_rejected() -> None:
 
 
 def test_cpu_cache_must_be_float32() -> None:
-    shape = KVShape.of([LayerKV(2, 16)], 16, torch.bfloat16)
+    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.bfloat16)
     with pytest.raises(ConfigError, match="float32"):
         native().allocate(shape, 4, torch.device("cpu"))
-    shape = KVShape.of([LayerKV(2, 16, quantized="fp8")], 16, torch.float32)
+    shape = KVShape.of([LayerKV(2, 16, 16, quantized="fp8")], 16, torch.float32)
     with pytest.raises(ConfigError, match="the KV cache is fp8 on a CPU: it must be float32 or int8"):
         native().allocate(shape, 4, torch.device("cpu"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TableStep, TritonAttention, TritonStep
+from inflight.attention.triton.backend import TableInputs, TritonAttention, TritonInputs
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
 from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning, choose
 from inflight.kv.layout import LayerKV
@@ -67,7 +67,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
     workspace = scene.workspace()
-    table = TableStep(
+    table = TableInputs(
         tuning=tuning,
         slot_mapping=slot_mapping,
         block_tables=tables,
@@ -76,7 +76,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),
     )
-    step = TritonStep(positions, slot_mapping, (table,), short_context=False, workspace=workspace)
+    step = TritonInputs(positions, slot_mapping, (table,), short_context=False, workspace=workspace)
     out = TritonAttention(torch.float32, DEVICES).attend(qkv, shape.layer(window), cache, step)
     expected = scene.expected(window)
     got = out[: len(expected)].view(expected.shape).double().cpu()
@@ -86,7 +86,9 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
 
 
 def test_cache_has_the_bytes_of_its_shape() -> None:
-    shape = KVShape.of([LayerKV(num_kv_heads=2, head_dim=64)] * 3, block_size=8, dtype=torch.float16)
+    shape = KVShape.of(
+        [LayerKV(num_heads=2, key_dim=64, value_dim=64)] * 3, block_size=8, dtype=torch.float16
+    )
     caches = TritonAttention(torch.float16, DEVICES).allocate(shape, 5, DEVICES).layers
     assert [list(cache.shape) for cache in caches] == [[5, 2, 2, 8, 64]] * 3
     assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block
@@ -116,7 +118,7 @@ def test_quantized_decodes_begin_with_blocks_under_every_plan(
 
 
 def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
-    layers = [LayerKV(2, 64, quantized="fp8"), LayerKV(2, 64), LayerKV(2, 64, quantized="fp8")]
+    layers = [LayerKV(2, 64, 64, quantized="fp8"), LayerKV(2, 64, 64), LayerKV(2, 64, 64, quantized="fp8")]
     shape = KVShape.of(layers, block_size=8, dtype=torch.bfloat16)
     cache = TritonAttention(torch.bfloat16, torch.device("cpu")).allocate(shape, 5, torch.device("cpu"))
     assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block

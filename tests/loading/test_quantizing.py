@@ -257,7 +257,7 @@ def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
         for kind in ("auto", "fp8")
     )
     ratio = plain.shares[0].kv(1) / quantized.shares[0].kv(1)
-    head_dim = quantized.shares[0].kv_shape.layers[0].head_dim
+    head_dim = quantized.shares[0].kv_shape.layers[0].key_dim
     assert ratio == pytest.approx(2 * head_dim / (head_dim + 2))
     assert quantized.num_blocks / plain.num_blocks == pytest.approx(ratio, rel=1e-3)
     with pytest.raises(ConfigError, match="on a CPU it must be 'auto' or 'int8'"):

@@ -32,7 +32,8 @@ from inflight.kv.budget import (
     blocks_for_memory,
     gpu_kv_memory,
 )
-from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.encoders.encoder import PoolingEncoder
@@ -161,10 +162,8 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     runner = make_runner()
-    for shape in runner.buckets.largest():
-        runner.warm_up(shape)
+    runner.prepare(runner.buckets.largest())
     runner.warm_up_scoring()
-    runner.warm_up_pooling(runner.buckets.max_entries)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     runner.close()

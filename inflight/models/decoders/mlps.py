@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.layers.formats import Scheme
-from inflight.layers.kernels import Experts, Kernels, Linear, Residual
+from inflight.layers.kernels import Experts, ExpertsShape, Kernels, Linear, Residual
 from inflight.models.decoders.spec import (
     EXPERTS_DOWN,
     EXPERTS_GATE_UP,
@@ -131,17 +131,19 @@ class ExpertsMlp:
         self._held = shard.part(len(experts)) if spec.expert_parallel else experts
         self._inner = range(mlp.inner) if spec.expert_parallel else shard.part(mlp.inner)
         self.experts: Experts = kernels.experts(
-            hidden,
-            len(self._inner),
-            mlp.routing,
-            dtype,
-            mlp.activation,
-            mlp.bias,
-            mlp.limit,
+            ExpertsShape(
+                hidden,
+                len(self._inner),
+                mlp.routing,
+                dtype,
+                mlp.activation,
+                mlp.bias,
+                mlp.limit,
+                self._held,
+                scheme_of(*EXPERTS_GATE_UP),
+                scheme_of(EXPERTS_DOWN),
+            ),
             shard.collective,
-            self._held,
-            scheme_of(*EXPERTS_GATE_UP),
-            scheme_of(EXPERTS_DOWN),
         )
         self.in_norm = empty_norm(True, hidden, device)
         self.shared_gate_up: Linear | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,9 @@ from torch import Tensor
 
 from inflight.errors import ModelError, WeightsError
 from inflight.layers import kernels
-from inflight.layers.kernels import (
-    CLAMPED_SILU,
-    ExpertRouting,
-    Residual,
-    TorchKernels,
-    choose_experts,
-)
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels, choose_experts
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import ExpertsMlp
 from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, shard_of
@@ -351,6 +346,9 @@ class CountingSum:
     def sum(self, x: Tensor) -> Tensor:
         self.num_sums += 1
         return x
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:  # noqa: ARG002
+        raise AssertionError("nothing is gathered here")
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "glm4-moe"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Residual, TorchKernels
+from inflight.layers.kernels import Residual
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Layer
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import DenseMlp
