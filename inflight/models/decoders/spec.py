@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
-from inflight.layers.formats.gguf import common_scheme
+from inflight.layers.formats.schemes import common_scheme
 from inflight.layers.kernels import ExpertRouting
 from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
