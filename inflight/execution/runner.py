@@ -16,7 +16,7 @@ from inflight.constraints import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, VocabularyPart, cpu_sampler
+from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, cpu_sampler
 from inflight.execution.step import (
     HostStep,
     Ints,
@@ -29,7 +29,6 @@ from inflight.execution.step import (
 )
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import Shard
 from inflight.scheduling import Batch, Sampled
 from inflight.scheduling.batch import Capture
 
@@ -263,9 +262,7 @@ class ModelRunner:
         self.decoder = decoder
         self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len, links)
         self.rows = self.forward.rows
-        part = _vocabulary_part(decoder.shard)
-        self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size, part)
-        self._logits = decoder.logits if part is None else decoder.own_logits
+        self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
         # The compiled sampler has its own threads.
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
@@ -284,10 +281,10 @@ class ModelRunner:
         states = self.forward.run(batch, inputs)
         for piece, hidden in states.scored:
             targets = self.rows.tokens[piece.row, piece.targets].long()
-            logprobs = self.sampler.score_prompt(self._logits(hidden), targets, piece.num_logprobs)
+            logprobs = self.sampler.score_prompt(self.decoder.logits(hidden), targets, piece.num_logprobs)
             handle.prompt_logprobs.setdefault(piece.entry, []).append(logprobs)
         if rows and self.decoder.generates:
-            logits = self._logits(states.samples)
+            logits = self.decoder.logits(states.samples)
             if masks is not None:
                 self.constrained.finish(masks)
                 if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
@@ -303,7 +300,7 @@ class ModelRunner:
     def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> SampledTensors:
         """Sample one token for every entry that has caught up, and write it to its row for the next step.
 
-        logits [S, vocab_size], or of this rank's part of the vocabulary.
+        logits [S, vocab_size].
         """
         with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
             sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
@@ -316,11 +313,3 @@ class ModelRunner:
     def close(self) -> None:
         self.constrained.close()
         self.forward.close()
-
-
-def _vocabulary_part(shard: Shard) -> VocabularyPart | None:
-    """Return the part of the vocabulary whose logits this rank has; None if it has all of them."""
-    collective = shard.collective
-    if not isinstance(collective, SharedCollective):
-        return None
-    return VocabularyPart(shard.vocab, max(shard.vocab_sizes), collective.call)

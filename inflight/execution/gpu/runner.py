@@ -21,12 +21,10 @@ from inflight.execution.gpu.sampling import DeviceSampling
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.runner import StageLinks
-from inflight.execution.sampling.triton import RankTokens
 from inflight.execution.step import HostStep, StepResult, host_step
 from inflight.kv.snapshots import PROMPT_INTERVAL
 from inflight.layers.recurrent import allocate_states
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
@@ -94,11 +92,7 @@ class GpuRunner:
         self.sampling: DeviceSampling | None = None
         self.scores: PromptScores | None = None
         if self.samples:
-            vocabulary = None
-            if shard.collective is not None:
-                assert isinstance(shard.collective, GatheringCollective)
-                vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
-            self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars, vocabulary)
+            self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars)
             self.scores = PromptScores(decoder, self.rows, self.sampling.workspace)
         self.parts = self.step_parts()
         self._begin, self._fill, self._results = (
@@ -153,7 +147,7 @@ class GpuRunner:
         results = [results(step, layout.on_device, hidden) for results in self._results]
         handle = GpuStepHandle(len(batch), [result for result in results if result is not None])
         finish = partial(self._finish, handle, step, shape, masks)
-        # Ranks sample together, and the others do not know when this one reads its results.
+        # Ranks gather logits together, and the others do not know when this one reads its results.
         if masks is None or self.decoder.shard.collective is not None:
             finish()
         else:
@@ -241,7 +235,7 @@ class GpuRunner:
     def _sample(self, shape: StepShape, hidden: Tensor) -> None:
         assert self.sampling is not None
         sections = self.upload.layout(shape).on_device
-        logits = self.decoder.own_logits(hidden[sections["sample_tokens"]] if shape.scores else hidden)
+        logits = self.decoder.logits(hidden[sections["sample_tokens"]] if shape.scores else hidden)
         self.sampling.sample(logits, shape, sections)
 
     def collect(self, handle: GpuStepHandle) -> Sampled:

@@ -20,12 +20,10 @@ from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.sampling.triton import (
     MAX_LOGPROBS,
     LogprobBuffers,
-    RankTokens,
     SamplingBatch,
     SamplingWorkspace,
     TritonSamplingRows,
     read_logprobs,
-    sample_by_ranks,
     sample_tokens,
 )
 from inflight.execution.step import HostStep, Ints, failure
@@ -83,16 +81,8 @@ class PendingSamples:
 class DeviceSampling(StepPart):
     """Samples a token for each sample of a step, inside its graph."""
 
-    def __init__(
-        self,
-        rows: DeviceRows,
-        vocab_size: int,
-        grammars: GrammarCompiler | None,
-        vocabulary: RankTokens | None,
-    ) -> None:
-        """`vocabulary`: the part of it whose logits this rank has; None: all of it."""
+    def __init__(self, rows: DeviceRows, vocab_size: int, grammars: GrammarCompiler | None) -> None:
         self._rows = rows
-        self.vocabulary = vocabulary
         max_rows, device = len(rows.tokens), rows.device
         self.state = TritonSamplingRows(max_rows, vocab_size, device)
         self.constrained = ConstrainedRows(self.state, grammars, partial(_use_device, device))
@@ -131,17 +121,14 @@ class DeviceSampling(StepPart):
         return self.constrained.start(step.sampling_rows.tolist() if self.constrained.any else [])
 
     def sample(self, logits: Tensor, shape: StepShape, sections: dict[str, Tensor]) -> None:
-        """Enqueue the choice of a token for each row of logits [S, vocab_size], or of this rank's part of them."""
+        """Enqueue the choice of a token for each row of logits [S, vocab_size]."""
         logprobs = LogprobBuffers(
             sections["logprob_counts"], sections["logprob_places"], sections["logprob_width"], self._logprobs
         )
         ids, bad = self._results(shape)
         batch = SamplingBatch(sections["sample_rows"], sections["sample_lengths"], ids, bad, logprobs)
         tokens = self._rows.tokens
-        if self.vocabulary is None:
-            sample_tokens(logits, batch, self.state, tokens, self.workspace)
-        else:
-            sample_by_ranks(logits, self.vocabulary, batch, self.state, tokens, self.workspace)
+        sample_tokens(logits, batch, self.state, tokens, self.workspace)
 
     def fetch(self, step: HostStep, shape: StepShape, masks: StepMasks | None) -> PendingSamples:
         """Start copying the results of the last step to host memory."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from inflight import LLM, SamplingParams
@@ -175,27 +174,31 @@ class AllTokens:
 
     capturable = False
 
+    def __init__(self) -> None:
+        self.num_gathers = 0
+
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         assert widths == [x.shape[1]]
-        assert num_needed is not None
-        return x.masked_fill(num_needed[:, None] == 0, torch.nan)
+        self.num_gathers += 1
+        return x.clone()
 
 
-def test_rank_samples_from_the_candidates_of_all_ranks(
+def test_rank_samples_from_gathered_logits(
     folder: Path, interpreted: InterpretedPlatform, on_the_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = GpuRunner.__init__
+    create, collective = GpuRunner.__init__, AllTokens()
 
     def join(self: GpuRunner, decoder: Decoder, *args: Any, **options: Any) -> None:
-        decoder.shard = replace(decoder.shard, collective=AllTokens())
+        decoder.shard = replace(decoder.shard, collective=collective)
         create(self, decoder, *args, **options)
 
     monkeypatch.setattr(GpuRunner, "__init__", join)
     assert answers(folder, greedy()) == on_the_cpu
     assert interpreted.runners
+    assert collective.num_gathers > 0
 
 
 def test_prompt_logprobs_match_the_cpu(
