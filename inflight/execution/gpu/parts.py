@@ -72,10 +72,10 @@ def merged_sections(parts: Sequence[StepPart], shape: StepShape) -> dict[str, Se
     """Return the sections of all parts. Every part may read those of others, so their names must differ."""
     sections: dict[str, Section] = {}
     for part in parts:
-        own = part.sections(shape)
-        if not sections.keys().isdisjoint(own):
-            raise EngineError(f"{type(part).__name__} declares sections of another part: {sorted(own)}")
-        sections |= own
+        declared = part.sections(shape)
+        if clash := sections.keys() & declared.keys():
+            raise EngineError(f"{type(part).__name__} declares sections of another part: {sorted(clash)}")
+        sections |= declared
     return sections
 
 

@@ -118,7 +118,8 @@ class GpuRunner:
         self._received = torch.zeros(num_received, spec.hidden_size, dtype=dtype, device=device)
 
     def step_parts(self) -> list[StepPart]:
-        """Return the parts of a step, in the order in which they are opened."""
+        """Return the parts of a step, in the order in which they are opened: `rows` gathers the tokens, so a part that
+        changes them comes before it."""
         vectors = PromptVectors(self.decoder) if self.decoder.shard.is_last else None
         parts = self.rows, self.attention, self.states, self.sampling, self.scores, vectors
         return [part for part in parts if part is not None]
@@ -144,8 +145,8 @@ class GpuRunner:
             self._last_hidden = hidden = self.forward_steps.run(shape)
         if self.links is not None and not self.decoder.shard.is_last:
             self.links.hand_over(hidden[: step.num_tokens])
-        results = [results(step, layout.on_device, hidden) for results in self._results]
-        handle = GpuStepHandle(len(batch), [result for result in results if result is not None])
+        pending = [results(step, layout.on_device, hidden) for results in self._results]
+        handle = GpuStepHandle(len(batch), [result for result in pending if result is not None])
         finish = partial(self._finish, handle, step, shape, masks)
         # Ranks gather logits together, and the others do not know when this one reads its results.
         if masks is None or self.decoder.shard.collective is not None:
@@ -162,7 +163,7 @@ class GpuRunner:
         self.rows.extend(batch.tables)
 
     def _send(self, step: HostStep) -> tuple[StepShape, Layout]:
-        """Upload a step and return its shape."""
+        """Upload a step and return its shape, with the layout of that."""
         for begin in self._begin:
             begin(step)
         shape = self.buckets.shape_of(step)

@@ -15,6 +15,7 @@ from torch import Tensor
 from inflight import LLM
 from inflight.errors import EngineError
 from inflight.execution.gpu.parts import PackedUpload, Section, StepPart, merged_sections, put
+from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints, StepResult
@@ -147,10 +148,11 @@ def test_steps_of_padding_have_the_padding_of_the_part(folder: Path, parts: list
 def test_two_parts_cannot_declare_the_same_section() -> None:
     class Other(StepPart):
         def sections(self, shape: StepShape) -> dict[str, Section]:  # noqa: ARG002
-            return {"numbers": Section(3)}
+            return {"numbers": Section(3), "positions": Section(1)}
 
-    with pytest.raises(EngineError, match=r"Other declares sections of another part: \['numbers'\]"):
-        merged_sections([Other(), Other()], StepShape(1, 1, 0, 1, prefix=False))
+    rows = DeviceRows(max_rows=1, max_len=4, block_size=4, device=DEVICE)
+    with pytest.raises(EngineError, match=r"Other declares sections of another part: \['positions'\]"):
+        merged_sections([rows, Other()], StepShape(1, 1, 0, 1, prefix=False))
 
 
 def test_sections_are_aligned_and_begin_with_their_padding() -> None:
