@@ -15,7 +15,7 @@ from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoders.heads import Encode
-from inflight.models.decoders.spec import AttentionSpec, DecoderSpec
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
@@ -137,11 +137,12 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
             )
         return spec
     mixers = [
-        replace(mixer, quantized_kv=cache.kv_cache_dtype)
-        if isinstance(mixer, AttentionSpec)
-        and str(index) not in skipped
-        and not (mixer.window is not None and "sliding_window" in skipped)
-        else mixer
+        mixer
+        if mixer is None
+        or mixer.kv is None
+        or str(index) in skipped
+        or (mixer.kv.window is not None and "sliding_window" in skipped)
+        else mixer.with_quantized_kv(cache.kv_cache_dtype)
         for index, mixer in enumerate(spec.mixers)
     ]
     return replace(spec, mixers=tuple(mixers))

@@ -37,15 +37,8 @@ from inflight.models.decoders.footprint import (
     rank_shares,
 )
 from inflight.models.decoders.heads import plan_decoder
-from inflight.models.decoders.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    DeltaNetSpec,
-    DenseMlpSpec,
-    Shard,
-    shard_of,
-    whole_shard,
-)
+from inflight.models.decoders.mlps import DenseMlpSpec
+from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of, whole_shard
 from inflight.models.decoders.weights import placements
 from inflight.models.encoders.families import encoder_architecture
 
@@ -164,13 +157,8 @@ def _buffers(shard: Shard, rows: int, context: int, layout: KVLayout) -> int:
     # For each token of the vocabulary: the adjusted logit in float32, a count in 16 bits, two bits of masks, and a 64th
     # of four numbers.
     sampling = int(rows * shard.whole.vocab_size * (4 + 2 + 1 / 4 + 4 * 4 / 64))
-    # Partial results in float32: of split decodes, and of each part that a shared prefix is split into.
-    partials = (
-        4 * rows * (2 + max(1, PROCESSORS // layer.num_kv_heads)) * layer.query_size
-        for layer in shard.spec.mixers
-        if isinstance(layer, AttentionSpec)
-    )
-    return LINEAR_WORKSPACE + tokens + sampling + max(partials, default=0)
+    decoding = max((mixer.decode_values(PROCESSORS) for mixer in shard.spec.mixers if mixer), default=0)
+    return LINEAR_WORKSPACE + tokens + sampling + 4 * rows * decoding
 
 
 def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: torch.dtype) -> int:
@@ -181,12 +169,12 @@ def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: t
     pieces = max_pieces(shape.num_tokens, shape.num_chunks, captures)
     parts = [4 * rows * spec.vocab_size]
     for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True)):
-        features = mlp.step_features(spec.hidden_size) // shard.size
-        for kind in (mixer.step_features, features):
-            parts.append(width * shape.num_tokens * (2 * spec.hidden_size + kind))
-        if isinstance(mixer, DeltaNetSpec):
-            net = mixer.shape  # whose states before each piece are kept
-            parts[-2] += width * pieces * net.num_value_heads * net.key_dim * net.value_dim
+        hidden = 2 * shape.num_tokens * spec.hidden_size
+        if mixer is not None:
+            parts.append(width * (hidden + mixer.step_values(shape.num_tokens, pieces)))
+        if mlp is not None:
+            features = mlp.step_values(spec.hidden_size) // shard.size
+            parts.append(width * (hidden + shape.num_tokens * features))
         scheme = spec.scheme(index, "mlp.gate_up")
         if isinstance(mlp, DenseMlpSpec) and _is_converted(scheme):
             # Its weights are dequantized for the product, before the result is gated.

@@ -23,6 +23,7 @@ from inflight.models.checkpoint import fingerprint, open_checkpoint
 from inflight.models.decoders.families import decoder_spec
 from tests.models.running import load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
+from tests.support.specs import attentions
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a batch is a set of requests. " * 8
 
@@ -211,7 +212,7 @@ def test_keys_and_values_of_layers_are_quantized_unless_skipped(tmp_path: Path) 
 
     def quantized(*skipped: str, dtype: str = "fp8") -> list[str | None]:
         cache = CacheConfig(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)
-        return [layer.quantized_kv for layer in quantized_kv_spec(spec, cache).attentions]
+        return [layer.quantized_kv for layer in attentions(quantized_kv_spec(spec, cache))]
 
     assert quantized(dtype="auto") == [None, None, None]
     assert quantized() == ["fp8", "fp8", "fp8"]

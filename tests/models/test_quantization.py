@@ -165,7 +165,7 @@ def test_int8_is_held_and_multiplied_on_a_gpu(
     write, config = CASES[case]
     folder = rewrite(original, tmp_path / "quantized", {"_proj": write}, config)
     decoder = on_gpu(folder)
-    down = decoder.layers[0].mlp.down  # type: ignore[attr-defined]
+    down = decoder.layers[0].mlp.down  # type: ignore[union-attr]
     assert isinstance(down, QuantizedTritonLinear)
     assert isinstance(down.weight, QuantizedWeight)
     assert down.weight.codes.dtype == torch.int8
@@ -186,7 +186,7 @@ def test_rank_holds_its_part_of_quantized_weights(case: str, rank: int, tmp_path
         backend = ComposedAttention(kernels, TorchCpuAttention())
         decoder = load_decoder(checkpoint, kernels, backend, torch.float32, CPU, shard=shard)
         attention, mlp = decoder.layers[1].mixer, decoder.layers[1].mlp
-        linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)  # type: ignore[attr-defined]
+        linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)  # type: ignore[union-attr]
         weights = [linear(torch.eye(linear.in_features)) for linear in linears]
         if path == quantized and not kept:
             first = weights
@@ -275,7 +275,7 @@ def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: P
     write, config = CASES[case]
     quantized = rewrite(split_experts(tmp_path), tmp_path / "quantized", {"_proj": write}, config)
     decoder = on_gpu(quantized)
-    experts = decoder.layers[0].mlp.experts  # type: ignore[attr-defined]
+    experts = decoder.layers[0].mlp.experts  # type: ignore[union-attr]
     assert isinstance(experts, TritonExperts)
     assert experts.down.weight.dtype == (
         torch.int8 if "int8" in case else torch.int16

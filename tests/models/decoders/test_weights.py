@@ -18,11 +18,12 @@ from inflight.layers.kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.spec import ExpertsMlpSpec
+from inflight.models.decoders.mlps import ExpertsMlpSpec
 from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.tensors import LinearRows, fill_random
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.specs import attentions
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_dummy_weights_are_reproducible_and_complete(family: str) -> None:
 
 def test_dummy_norms_are_one_whatever_their_offset() -> None:
     decoder = dummy("gemma3", seed=0)
-    norm = decoder.layers[0].mixer.in_norm
+    norm = decoder.layers[0].in_norm
     assert norm is not None
     assert torch.equal(norm, torch.ones(64))
     assert torch.equal(decoder.final_norm, torch.ones(64))
@@ -190,7 +191,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     hidden = spec.hidden_size
     expected += sum(3 * mlp.routing.num_experts * mlp.inner * hidden for mlp in experts)
-    for layer in spec.attentions:
+    for layer in attentions(spec):
         expected -= layer.kv_size * hidden * layer.values_are_keys  # placed as keys
         expected += (layer.query_size + 2 * layer.kv_size) * layer.qkv_bias + hidden * layer.output_bias
     for mlp in experts:
