@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.dummy import spelling, write_checkpoint
+from benchmarks.offline import decode_ms
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskBatch, MaskFiller, Matcher, Vocabulary
-from inflight.events import StepRecord
 from inflight.execution.constrained_rows import ConstrainedRows, MaskTimes
 from inflight.execution.sampling.interface import host_masks
 from inflight.frontend.input_processor import vocabulary_of
@@ -278,16 +278,9 @@ def _decode_ms(llm: LLM, asked: StructuredOutputs | None, num_rows: int) -> floa
         )
         for row in range(num_rows)
     ]
-    ends: list[float] = []
-
-    def observe(record: StepRecord) -> None:
-        if len(record.slots) == num_rows and not record.admitted_ids:
-            ends.append(record.finished_at)
-
-    llm.observe(observe)
-    llm.generate([[5, 6, 7, 8]] * num_rows, params, use_tqdm=False)
-    llm.unobserve(observe)
-    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(ends))
+    with llm.recorded() as steps:
+        llm.generate([[5, 6, 7, 8]] * num_rows, params, use_tqdm=False)
+    return decode_ms(steps, num_rows)
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampl
 from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
 from inflight.kv.layout import LayerKV
-from inflight.layers.kernels import Kernels, Linear, TorchKernels
+from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import Library, native_library
 
 NUM_LAYERS = 28

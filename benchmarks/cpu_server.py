@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.offline import decode_ms, observe, run
+from benchmarks.offline import decode_ms, recorded, run
 from benchmarks.report import Progress, show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import Workload, steady
@@ -114,7 +114,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             rate = prefill.num_input / run(llm, prefill, 0.0)
             note("prefill_tok_s", rate, transformers_prefill(model, prefill))
             for batch, work in decodes.items():
-                mine = decode_ms(observe(llm, work, 0.0), batch)
+                mine = decode_ms(recorded(llm, work, 0.0), batch)
                 note(f"decode_{batch}_ms", mine, transformers_decode(model, work))
     result: dict[str, Any] = {}
     for name, values in ours.items():

@@ -21,10 +21,10 @@ from inflight.compare.measure import compute_figures, measure
 from inflight.compare.timeline import ticks
 from inflight.compare.workload import Workload, build_jobs
 from inflight.config import EngineConfig
-from inflight.events import StepRecord
 from inflight.loading import LoadedEngine, load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (1600, 256, 64, 16)
@@ -59,21 +59,23 @@ def chunks(engine: LoadedEngine) -> list[dict[str, Any]]:
     rows = []
     for chunk in CHUNKS:
         core = engine.use(policy="continuous", max_num_seqs=16, max_num_batched_tokens=chunk)
-        records: list[StepRecord] = []
-        core.observers.append(records.append)
+        core.record()
         for index in range(8):
             core.add(_request(engine, f"reader-{index}", _prompt(index, 8), 200))
         for _ in range(40):
             core.step()
-        begun = len(records)
+        begun = core.stats().num_steps
         long = _request(engine, "long", _prompt(99, LONG_PROMPT), 1)
         core.add(long)
         while core.has_work:
             core.step()
-        reading = [
-            record for record in records[begun - 1 :] if any(s.request_id == "reader-0" for s in record.slots)
+        steps = list(recorded_steps(read_chunks(core.read_timeline, TimelineQuery(0.0))))
+        ends = [
+            step.times.finished_at
+            for step in steps[begun - 1 :]
+            if any(slot.request.request_id == "reader-0" for slot in step.slots)
         ]
-        gaps = [(later.finished_at - earlier.finished_at) * 1e3 for earlier, later in pairwise(reading)]
+        gaps = [(later - earlier) * 1e3 for earlier, later in pairwise(ends)]
         assert long.record.first_token_at is not None
         rows.append(
             {

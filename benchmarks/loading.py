@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading import load_engine
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder

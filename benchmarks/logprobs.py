@@ -110,7 +110,7 @@ def deltas_of(runner: CannedRunner, num_requests: int) -> list[Delta]:
 def over_the_wire(deltas: list[Delta], num_steps: int) -> None:
     codec = Codec[FromEngine](bytes(SECRET_LENGTH), FromEngine)
     for _ in range(num_steps):
-        message = StepOutputs([], [], list(enumerate(deltas)))
+        message = StepOutputs(deltas=list(enumerate(deltas)))
         assert codec.decode(bytes(codec.encode(message))) is not None
 
 

@@ -36,7 +36,7 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import Workload, agents, ragged, steady
 from inflight import LLM, SamplingParams
-from inflight.events import StepRecord
+from inflight.timeline import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,11 @@ GPU = Sizes(256, 100, 1024, 268, 64, 8268, (16, 8192), (64, 10_000, 64, 200), (1
 CPU = Sizes(16, 32, 128, 64, 64, 512, (2, 512), (8, 512, 16, 32), (1, 8, 16), (1, 4))
 
 
-def observe(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> list[StepRecord]:
-    """What the steps of the workload did. Writing it down takes time: not for measuring the whole."""
-    records: list[StepRecord] = []
-    llm.observe(records.append)
-    run(llm, work, temperature, hits)
-    llm.unobserve(records.append)
-    return records
+def recorded(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> list[RecordedStep]:
+    """Return what the steps of the workload did."""
+    with llm.recorded() as steps:
+        run(llm, work, temperature, hits)
+    return steps
 
 
 def run(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> float:
@@ -92,12 +90,12 @@ def run(llm: LLM, work: Workload, temperature: float, hits: bool = False) -> flo
     return seconds
 
 
-def decode_ms(records: list[StepRecord], batch: int) -> float:
+def decode_ms(steps: list[RecordedStep], batch: int) -> float:
     """Median time between the ends of consecutive steps in which `batch` requests decode."""
-    pure = [len(record.slots) == batch and all(slot.decodes for slot in record.slots) for record in records]
+    pure = [step.all_decode(batch) for step in steps]
     gaps = [
-        later.finished_at - earlier.finished_at
-        for index, (earlier, later) in enumerate(pairwise(records))
+        later.times.finished_at - earlier.times.finished_at
+        for index, (earlier, later) in enumerate(pairwise(steps))
         if pure[index] and pure[index + 1]
     ]
     if not gaps:
@@ -107,7 +105,7 @@ def decode_ms(records: list[StepRecord], batch: int) -> float:
 
 def measure_ragged(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
     work = ragged(sizes.requests, sizes.low, sizes.high, llm.vocab_size)
-    records = observe(llm, work, options.temperature)  # and a warm-up
+    steps = recorded(llm, work, options.temperature)  # and a warm-up
     speeds = [work.num_output / run(llm, work, options.temperature) for _ in range(options.repeat)]
     return {
         "workload": "ragged",
@@ -117,9 +115,9 @@ def measure_ragged(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
         "tokens_out": work.num_output,
         "output_tokens_per_s": statistics.median(speeds),
         "runs": speeds,
-        "steps": len(records),
-        "preemptions": sum(len(record.preempted) for record in records),
-        "kv_waste": statistics.fmean(record.kv.waste for record in records),
+        "steps": len(steps),
+        "preemptions": sum(event.type == "preempt" for step in steps for event in step.events),
+        "kv_waste": statistics.fmean(step.kv_waste for step in steps),
     }
 
 
@@ -129,7 +127,7 @@ def measure_decode(
     work = steady(batch, prompt, sizes.decode_output, llm.vocab_size)
     if options.warm_up:
         run(llm, work, options.temperature)
-    times = [decode_ms(observe(llm, work, options.temperature), batch) for _ in range(options.repeat)]
+    times = [decode_ms(recorded(llm, work, options.temperature), batch) for _ in range(options.repeat)]
     return {"workload": name, "batch": batch, "step_ms": statistics.median(times), "runs": times}
 
 
@@ -163,9 +161,8 @@ def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
         speeds.append(wave.num_output / run(llm, wave, 0.0, hits=True))
         alone = work(1, 100 + seed)
         start = time.monotonic()  # the engine's clock
-        records = observe(llm, alone, 0.0, hits=True)
-        sampled = next(record for record in records if record.slots[0].samples)
-        firsts.append((sampled.finished_at - start) * 1e3)
+        sampled = next(step for step in recorded(llm, alone, 0.0, hits=True) if step.num_outputs)
+        firsts.append((sampled.times.finished_at - start) * 1e3)
     return {
         "workload": "agent",
         "batch": count,

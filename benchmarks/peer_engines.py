@@ -61,19 +61,16 @@ class Inflight:
 
     def generate(self, prompts: Prompts, output_lens: Sequence[int]) -> Steps:
         from inflight import SamplingParams
-        from inflight.events import StepRecord
 
         params = [
             SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
             for length in output_lens
         ]
-        records: list[StepRecord] = []
-        self._llm.observe(records.append)
         steps = Steps()
-        self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
-        self._llm.unobserve(records.append)
-        for record in records:
-            steps.add(sum(slot.samples for slot in record.slots), record.finished_at)
+        with self._llm.recorded() as recorded:
+            self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+        for step in recorded:
+            steps.add(step.num_outputs, step.times.finished_at)
         return steps
 
     def embed(self, texts: Sequence[str]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.device_timing import Call, Ceilings, num_copies
 from benchmarks.shapes import SHAPES
 from inflight.layers.formats import GroupScheme
-from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton.expert_parts import ExpertWeights
 from inflight.layers.triton.grouped_experts import grouped_down, grouped_gate_up
 from inflight.layers.triton.linear_parts import SplitKWorkspace
@@ -304,7 +304,7 @@ class ExpertProblem:
         activation, limit = (CLAMPED_SILU, 7.0) if clamped else ("silu", 0.0)
 
         def make(scheme: GroupScheme | None) -> TritonExperts:
-            experts = kernels.experts(
+            shape = ExpertsShape(
                 hidden,
                 inner,
                 self._routing,
@@ -314,6 +314,7 @@ class ExpertProblem:
                 gate_up_scheme=scheme,
                 down_scheme=scheme,
             )
+            experts = kernels.experts(shape)
             assert isinstance(experts, TritonExperts)
             return experts
 

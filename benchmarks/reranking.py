@@ -20,10 +20,10 @@ import torch
 from benchmarks.report import Progress, show
 from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
-from inflight.events import StepRecord
 from inflight.loading import LoadedEngine, load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ def load(options: argparse.Namespace, dtype: str, cached: bool) -> LoadedEngine:
 
 def run(engine: LoadedEngine, prompts: list[list[int]], name: str) -> Round:
     core = engine.core
-    steps: list[StepRecord] = []
-    core.observers.append(steps.append)
+    core.record()
     start = core.clock()
     for index, prompt in enumerate(prompts):
         core.add(Request.create(f"{name}/{index}", prompt, SamplingParams(), max_tokens=0, kind="pool"))
@@ -64,9 +63,10 @@ def run(engine: LoadedEngine, prompts: list[list[int]], name: str) -> Round:
         for delta in core.step():
             assert delta.vector is not None, delta
             ends.append(core.clock() - start)
-    core.observers.remove(steps.append)
     core.scheduler.blocks.drop_cache()
-    computed = sum(slot.num_tokens for step in steps for slot in step.slots)
+    steps = recorded_steps(read_chunks(core.read_timeline, TimelineQuery(0.0)))
+    computed = sum(step.num_tokens for step in steps)
+    core.stop_recording()
     return Round(1e3 * min(ends), 1e3 * max(ends), computed)
 
 

@@ -19,16 +19,26 @@ from dataclasses import replace
 
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream, NoTimeline
+from inflight.engine import (
+    Command,
+    EngineClient,
+    EngineStats,
+    Health,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    TimelineObserver,
+)
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
 from inflight.events import Delta, KVUsage, RequestRecord
 from inflight.request import Request
 from inflight.router import Router
+from inflight.timeline import TimelinePage, TimelineQuery
 
 FACTS = ModelFacts("none", 1000, 1 << 20, (), {}, None, "none", "none", 1 << 16, 16, 256, 8192)
 
 
-class InstantClient(NoTimeline):
+class InstantClient:
     """An engine that has every answer at once: what is left is the cost of asking."""
 
     facts = FACTS
@@ -61,8 +71,14 @@ class InstantClient(NoTimeline):
     async def describe(self, request_id: str) -> RequestState | None:  # noqa: ARG002
         return None
 
-    def watch(self, observer: StepObserver) -> Callable[[], None]:  # noqa: ARG002
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:  # noqa: ARG002
         return lambda: None
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:  # noqa: ARG002
+        return TimelinePage([], {})
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        raise NotImplementedError(replica)
 
     def watch_cache(self, observer: CacheObserver) -> None:
         pass

@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.dummy import write_checkpoint
+from benchmarks.offline import decode_ms
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import steady
 from inflight import LLM, SamplingParams
-from inflight.events import StepRecord
 
 Parameters = dict[str, Any]
 GREEDY: Parameters = {"temperature": 0.0}
@@ -54,19 +53,6 @@ def cases(vocab_size: int) -> dict[str, tuple[Parameters, Parameters]]:
     return found
 
 
-def step_ms(records: list[StepRecord], batch: int) -> float:
-    """Median time between the ends of consecutive steps in which all of the batch decode."""
-    pure = [len(record.slots) == batch and all(slot.decodes for slot in record.slots) for record in records]
-    gaps = [
-        later.finished_at - earlier.finished_at
-        for (earlier, later), both in zip(
-            pairwise(records), (a and b for a, b in pairwise(pure)), strict=True
-        )
-        if both
-    ]
-    return statistics.median(gaps) * 1e3
-
-
 def measure(llm: LLM, first: Parameters, rest: Parameters, batch: int, context: int, num_steps: int) -> float:
     work = steady(batch, context - num_steps // 2, num_steps, llm.vocab_size)
     common: Parameters = {"max_tokens": num_steps, "ignore_eos": True, "detokenize": False}
@@ -74,11 +60,9 @@ def measure(llm: LLM, first: Parameters, rest: Parameters, batch: int, context: 
         if "min_tokens" in asked:
             asked["min_tokens"] = num_steps
     params = [SamplingParams(**common, **(rest if index else first)) for index in range(batch)]
-    records: list[StepRecord] = []
-    llm.observe(records.append)
-    llm.generate(work.prompts, params, use_tqdm=False)
-    llm.unobserve(records.append)
-    return step_ms(records, batch)
+    with llm.recorded() as steps:
+        llm.generate(work.prompts, params, use_tqdm=False)
+    return decode_ms(steps, batch)
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from benchmarks.offline import decode_ms
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
-from inflight.events import StepRecord
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
+from inflight.timeline import RecordedStep
 
 GIB = 1 << 30
 NUM_STEPS = 24  # in which all requests decode
@@ -86,24 +86,19 @@ def measure(config: dict[str, Any], options: argparse.Namespace) -> dict[str, An
             "kv_gib": blocks * shape.bytes_per_block / GIB,
             "decodes": [],
         }
-        records = run(llm, options, options.most)
-        held = [record for record in records if not record.preempted]
-        result["num_fit"] = max(record.num_running for record in held)
+        steps = run(llm, options, options.most)
+        held = [step for step in steps if not any(event.type == "preempt" for event in step.events)]
+        result["num_fit"] = max(step.num_running for step in held)
         for batch in options.batch:
             if batch > result["num_fit"]:
                 continue
-            records = run(llm, options, batch)
-            decoding = [
-                record.kv.num_used
-                for record in records
-                if len(record.slots) == batch and all(slot.decodes for slot in record.slots)
-            ]
-            used = statistics.median(decoding)
+            steps = run(llm, options, batch)
+            used = statistics.median(step.num_blocks_used for step in steps if step.all_decode(batch))
             result["decodes"].append(
                 {
                     "batch": batch,
                     "kv_gib": used * shape.bytes_per_block / GIB,
-                    "step_ms": decode_ms(records, batch),
+                    "step_ms": decode_ms(steps, batch),
                 }
             )
     return result
@@ -115,14 +110,12 @@ def num_outputs(options: argparse.Namespace, batch: int) -> int:
     return batch * chunks + NUM_STEPS
 
 
-def run(llm: LLM, options: argparse.Namespace, batch: int) -> list[StepRecord]:
-    records: list[StepRecord] = []
-    llm.observe(records.append)
+def run(llm: LLM, options: argparse.Namespace, batch: int) -> list[RecordedStep]:
     most = num_outputs(options, batch)
     params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-    llm.generate([[1 + index] * options.context for index in range(batch)], params, use_tqdm=False)
-    llm.unobserve(records.append)
-    return records
+    with llm.recorded() as steps:
+        llm.generate([[1 + index] * options.context for index in range(batch)], params, use_tqdm=False)
+    return steps
 
 
 def main() -> None:

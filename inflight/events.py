@@ -1,7 +1,7 @@
 """The schema of what happens in the engine, shared by all its readers.
 
-A `Delta` reports the results of a step to the owner of a request. Timelines, metrics, benchmarks and the simulator read
-`StepRecord` and `RequestRecord`. All times are seconds of one monotonic clock.
+A `Delta` reports the results of a step to the owner of a request, and a `RequestRecord` is its history. What the steps
+did is on the timeline (`inflight.timeline`). All times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -99,30 +99,6 @@ class Preemption(NamedTuple):
     reason: str
 
 
-class ArrivalRecord(NamedTuple):
-    request_id: str
-    at: float
-
-
-class AbortRecord(NamedTuple):
-    """A request was ended from outside: by its owner or by a stop string."""
-
-    request_id: str
-    at: float
-    reason: str
-
-
-class SlotRecord(NamedTuple):
-    """The work of one row in one step: tokens [start, start + num_tokens) of a request."""
-
-    row: int
-    request_id: str
-    start: int
-    num_tokens: int
-    samples: bool  # the step produced a token here
-    decodes: bool  # the one token computed was itself an output
-
-
 @dataclass(frozen=True, slots=True)
 class KVUsage:
     """The state of KV memory at one moment: free + cached + used == total blocks."""
@@ -154,33 +130,6 @@ class ExpertUsage:
         """The tokens of the busiest expert divided by the average, for each layer: at best 1, at worst the number of
         experts."""
         return tuple(max(layer) * len(layer) / max(1, sum(layer)) for layer in self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step of the engine, for observers. It has no slots if the last request was aborted between steps."""
-
-    step: int
-    launched_at: float
-    finished_at: float
-    slots: tuple[SlotRecord, ...]
-    admitted_ids: tuple[str, ...]
-    preempted: tuple[Preemption, ...]  # since the step before
-    finished_ids: tuple[str, ...]
-    idle_rows: tuple[int, ...]  # rows of finished requests that the policy keeps
-    num_running: int
-    num_waiting: int
-    kv: KVUsage
-    error: str | None = None  # the step failed or was in flight with one that did: it is void
-    scheduled_at: float = 0.0  # when scheduling began
-    device_began_at: float = (
-        0.0  # when the device began the step: after the launch and the end of the previous step
-    )
-    updated_at: float = 0.0  # when its results, available at finished_at, had been processed
-    engine_id: str = ""
-    arrived: tuple[ArrivalRecord, ...] = ()  # since the record before
-    aborted: tuple[AbortRecord, ...] = ()  # since the record before
-    experts: ExpertUsage | None = None  # the last reading, in one record: there is about one a second
 
 
 CACHE_HASH_LENGTH = 8  # bytes of a block's hash that are sent: enough to choose an engine by

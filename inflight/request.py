@@ -6,10 +6,10 @@ import enum
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from inflight.errors import RequestError
+from inflight.errors import ParameterError, RequestError, shown
 from inflight.events import PositionLogprobs, RequestRecord
 from inflight.sampling_params import SamplingParams
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 else:
     TokenIds = array  # cannot be subscripted at run time, when msgspec reads the annotations
 
-MAX_SALT_LENGTH = 256
+PRIORITY_RANGE = (-(2**31), 2**31 - 1)
+MAX_TENANT_LENGTH = MAX_SALT_LENGTH = 256
 # Prompt tokens of one step with logprobs: each needs the logits of the whole vocabulary, and other requests wait.
 MAX_SCORED_CHUNK = 256
 
@@ -55,6 +56,61 @@ class RequestOrigin:
     text: str = ""  # of the prompt, shortened; only if the server may show texts
 
 
+class ContextOptions(TypedDict, total=False):
+    """The fields of `RequestContext`, as keyword arguments."""
+
+    priority: int
+    tenant: str
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What all requests of a call share besides their parameters: how they are scheduled, and who shares their cache.
+
+    Every layer from the API down to `RequestSpec` passes it on unchanged, so a field added here reaches all of them.
+    Raises ParameterError for values that would break the queue or the wire for other requests.
+    """
+
+    priority: int = 0  # smaller values go first
+    tenant: str = ""
+    cache_salt: str = ""  # requests with different salts share no blocks
+
+    def __post_init__(self) -> None:
+        priority, (low, high) = self.priority, PRIORITY_RANGE
+        if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
+            raise ParameterError(
+                f"priority is {shown(priority)}: it must be an integer from {low} to {high}", param="priority"
+            )
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LENGTH:
+            raise ParameterError(
+                f"tenant is {shown(self.tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters",
+                param="tenant",
+            )
+        salt = self.cache_salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
+            raise ParameterError(
+                f"cache_salt is {shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters",
+                param="cache_salt",
+            )
+
+    @classmethod
+    def pop(cls, options: dict[str, Any]) -> RequestContext:
+        """Take the fields of a context out of a call's keyword arguments."""
+        return cls(**{item.name: options.pop(item.name) for item in fields(cls) if item.name in options})
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+DEFAULT_CONTEXT = RequestContext()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """The immutable part of a request, from the moment that it is validated.
@@ -70,9 +126,7 @@ class RequestSpec:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()  # tokens that end it after min_tokens outputs
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0  # smaller values go first
-    tenant: str = ""
-    cache_salt: str = ""
+    context: RequestContext = DEFAULT_CONTEXT
     num_prompt_tokens: int = 0  # 0: all of token_ids; fewer if the request already has outputs
     # With max_tokens 0: "prompt_logprobs" returns the logprobs of the prompt, "pool" the vector of the model's head.
     kind: str = "generate"
@@ -83,6 +137,16 @@ class RequestSpec:
     def __post_init__(self) -> None:
         if not self.num_prompt_tokens:
             object.__setattr__(self, "num_prompt_tokens", len(self.token_ids))
+
+    @property
+    def cache_key(self) -> str:
+        """What names the request's blocks besides the ids: requests with different keys share none."""
+        return self.context.cache_salt
+
+    @property
+    def name_ids(self) -> TokenIds:
+        """The ids that name the request's blocks, one for each token."""
+        return self.token_ids
 
     def resumed(self, output_ids: Sequence[int]) -> RequestSpec:
         """Return the rest of this request, which produced these outputs before its engine was lost.
@@ -180,20 +244,30 @@ class Request:
     def create(
         cls, request_id: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int, **fields: Any
     ) -> Request:
-        """Create a request together with its spec; `fields` are further fields of the spec."""
-        return cls(RequestSpec(request_id, array("q", token_ids), params, max_tokens, **fields))
+        """Create a request together with its spec; `fields` are further fields of the spec or its context."""
+        context = RequestContext.pop(fields)
+        return cls(
+            RequestSpec(request_id, array("q", token_ids), params, max_tokens, context=context, **fields)
+        )
 
     @property
     def tenant(self) -> str:
-        return self.spec.tenant
+        return self.spec.context.tenant
 
     @property
     def priority(self) -> int:
-        return self.spec.priority
+        return self.spec.context.priority
 
     @property
     def splittable(self) -> bool:
         return self.spec.splittable
+
+    def name_ids(self, start: int, stop: int) -> memoryview:
+        """Return the ids that name tokens [start, stop) in prefix caches, as bytes."""
+        ids = self.spec.name_ids
+        if stop <= len(ids):
+            return memoryview(ids)[start:stop].cast("B")
+        return memoryview(ids[start:] + array("q", self.token_ids[max(start, len(ids)) : stop])).cast("B")
 
     def resumed(self, output_ids: Sequence[int]) -> Request:
         """Return a new request for the rest of this one: see `RequestSpec.resumed`."""

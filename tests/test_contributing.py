@@ -8,13 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +33,7 @@ def test_the_workflow_runs_the_gate() -> None:
     assert commands == {"test": [".ci/run"], "docs": ["make docs"]}
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "\nexec .ci/new-machine make test" in script.read_text(encoding="utf-8")
+    assert "\nexec .ci/new-machine make test test-clients" in script.read_text(encoding="utf-8")
 
 
 @pytest.fixture(params=["mounts", "no-mounts"])
@@ -107,23 +105,11 @@ def test_commit_hooks_match_the_gate() -> None:
 
 def test_documented_commands_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"(?:`|^    )make (\w+)", text, re.M))
-    assert {"setup", "test", "docs"} <= targets <= set(re.findall(r"^(\w+):", MAKEFILE, re.M))
+    targets = set(re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M))
+    assert {"setup", "test", "docs"} <= targets <= set(re.findall(r"^([\w-]+):", MAKEFILE, re.M))
     modules = re.findall(r"python -m ((?:benchmarks|tools)\.[a-z_]+)", text)
     assert len(modules) > 3
     assert [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()] == []
-
-
-def test_everything_that_tests_need_is_pinned() -> None:
-    pins = {canonicalize_name(line.split("==")[0]) for line in CONSTRAINTS if "==" in line}
-    needed: set[tuple[str, str]] = set()
-    asked = [("inflight-llm", "dev")]
-    while asked:
-        if (package := asked.pop()) not in needed:
-            needed.add(package)
-            asked += _required(*package)
-    assert len(needed) > 100
-    assert {name for name, _ in needed} - pins == {"inflight-llm"}
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
@@ -143,11 +129,10 @@ def test_pins_can_be_installed_from_the_package_index_alone(python: str, tmp_pat
     command += ["--quiet", "--no-config", "--all-extras", "--python-version", python]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--output-file", str(tmp_path / "resolved.txt")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
-    assert "torch==" in (tmp_path / "resolved.txt").read_text()
-
-
-def _required(package: str, extra: str) -> list[tuple[str, str]]:
-    """The packages that one brings along here, each with each of the extras asked of it and, as "", without any."""
-    lines = [Requirement(line) for line in metadata.requires(package) or ()]
-    here = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": extra})]
-    return [(canonicalize_name(line.name), wish) for line in here for wish in ("", *line.extras)]
+    resolved = re.findall(r"^([\w.-]+)==", (tmp_path / "resolved.txt").read_text(), re.M)
+    pins = {canonicalize_name(line.split("==")[0]) for line in CONSTRAINTS if "==" in line}
+    assert len(resolved) > 100
+    if python == "3.11":  # which CI runs; others need a few packages more
+        names = {canonicalize_name(name) for name in resolved}
+        # torch pins the packages of CUDA itself.
+        assert sorted(name for name in names - pins if not name.startswith(("cuda-", "nvidia-"))) == []

@@ -1,4 +1,4 @@
-"""The examples of README.md print what it shows. In expected output, `...` stands for any text."""
+"""The examples of README.md, and the policy in docs/server.md, print what they show. `...` stands for any text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ import pytest
 
 from tests.server.test_command import serving
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parent.parent
+SERVER_PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8") + SERVER_PAGE.partition("## Scheduling policies\n")[
+    2
+].partition("\n## ")[0]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 # Each Python example with its output, which is the next block if that has no language.
 PYTHON = [
     (text, after if language == "" and not after.startswith("$") else "")
@@ -40,7 +44,7 @@ def test_python_example_prints_what_the_readme_shows(index: int) -> None:
     code, expected = PYTHON[index]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, f"{README.name}, example {index}", "exec"), {"__name__": "__main__"})
+        exec(compile(code, f"example {index}", "exec"), {"__name__": "__main__"})
     assert matches(expected, printed.getvalue()), printed.getvalue()
 
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from inflight.engine.remote.wire import Add, ToEngine, encode_add
+from inflight.errors import ParameterError
 from inflight.execution.parallel import messages
 from inflight.processes.channel import SECRET_LENGTH, Codec, array_from_bytes, array_to_bytes
-from inflight.request import Request, RequestOrigin, RequestSpec, Status
+from inflight.request import ContextOptions, Request, RequestContext, RequestOrigin, RequestSpec, Status
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch
 
@@ -39,6 +40,8 @@ def test_requests_are_distinguished_by_identity() -> None:
 
 def unusual(item: Field[Any]) -> Any:
     """A value for a field of the spec that is not its default."""
+    if item.name == "context":
+        return RequestContext(**{field.name: unusual(field) for field in fields(RequestContext)})
     values = {
         "request_id": "r",
         "token_ids": array("q", [5, 6, 7]),
@@ -69,6 +72,25 @@ def test_no_field_is_lost_on_the_way_to_an_engine_a_rank_or_another_replica(name
     assert isinstance(received, messages.RankStep)
     for spec in (added.request, received.batch.admissions[0].request, SPEC.resumed([])):
         assert getattr(spec, name) == getattr(SPEC, name)
+
+
+def test_context_is_taken_from_keyword_arguments_and_checked() -> None:
+    options: dict[str, Any] = {"tenant": "t", "tools": []}
+    assert RequestContext.pop(options) == RequestContext(tenant="t")
+    assert options == {"tools": []}
+    assert ContextOptions.__annotations__.keys() == RequestContext.__dataclass_fields__.keys()
+    for wrong in ({"priority": "high"}, {"priority": 2**31}, {"tenant": 3}, {"cache_salt": "\ud800"}):
+        with pytest.raises(ParameterError) as caught:
+            RequestContext(**wrong)
+        assert caught.value.param in wrong
+
+
+def test_names_of_blocks_cover_the_prompt_and_its_outputs() -> None:
+    request = Request.create("r", [5, 6, 7], SamplingParams(), 10)
+    request.token_ids += [8, 9]
+    for start in range(6):
+        for stop in range(start, 6):
+            assert request.name_ids(start, stop) == array("q", request.token_ids[start:stop]).tobytes()
 
 
 def test_added_field_survives_preemption_failover_and_the_wire() -> None:

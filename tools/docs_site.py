@@ -16,7 +16,14 @@ ROOT = Path(__file__).parent.parent
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # The order of pages. Those that are not named here come at the end of `MORE`.
 NAV: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "continuous-batching.md", "compare.md", "builtin-model.md", "from-vllm.md"),
+    "Start": (
+        "index.md",
+        "continuous-batching.md",
+        "compare.md",
+        "builtin-model.md",
+        "comparison.md",
+        "from-vllm.md",
+    ),
     "Serve": (
         "server.md",
         "clients.md",

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from threading import Event, Thread
 from typing import Any
@@ -18,15 +18,18 @@ from inflight.compare.timeline import request_label
 from inflight.compare.workload import Job
 from inflight.engine import EngineCore
 from inflight.errors import EngineError
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta
 from inflight.loading import LoadedEngine
 from inflight.request import Request, RequestOrigin
 from inflight.sampling_params import SamplingParams
+from inflight.timeline import RecordedStep, TimelineQuery, read_chunks, recorded_steps
 from inflight.timeline.trace import read_recording
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 4
+MAX_RECORD_BYTES = 1 << 30  # of a recording
+MIN_PAUSE = 0.001  # seconds without work between two steps
 GPU_INTERVAL = 0.1  # seconds between readings; the driver averages over about the same time
 MIN_GPU_READINGS = 20  # with fewer, the beginning and the end of a run would weigh as much as its middle
 
@@ -45,6 +48,29 @@ class RequestRun:
     last_token_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a run did. Times are seconds after the start."""
+
+    steps: list[RecordedStep]
+    begins: list[
+        float
+    ]  # when each step began: at the end of the previous one, or when work arrived after a pause
+    ends: list[float]
+    chunks: list[dict[str, Any]]  # as in the format of `GET /v1/steps`, see `recorded_chunks`
+
+    @classmethod
+    def read(cls, core: EngineCore, strategy: str, origin: float) -> Recording:
+        """Read what a core has recorded since its run began at `origin`."""
+        steps = list(recorded_steps(read_chunks(core.read_timeline, TimelineQuery(origin))))
+        ends = [step.times.finished_at - origin for step in steps]
+        begins = []
+        for step, before in zip(steps, [0.0, *ends], strict=False):
+            arrived_at = min((slot.request.arrived - origin for slot in step.slots), default=0.0)
+            begins.append(arrived_at if arrived_at > before + MIN_PAUSE else before)
+        return cls(steps, begins, ends, recorded_chunks(core, strategy, origin))
+
+
 @dataclass(slots=True)
 class StrategyRun:
     """A recorded run of one strategy."""
@@ -52,29 +78,8 @@ class StrategyRun:
     strategy: str
     num_slots: int
     requests: list[RequestRun]
-    steps: list[StepRecord]
-    begins: list[float]  # when each step began and ended, in seconds after the start
-    ends: list[float]
+    recording: Recording
     gpu_utilization: float | None = None  # share of the time; None without a GPU
-    chunks: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # its recording, as `recorded_chunks` returns it
-
-
-@dataclass(slots=True)
-class StepRecorder:
-    """Records steps and when they began: at the end of the previous step, or when work arrived after a pause."""
-
-    origin: float = 0.0
-    resumed_at: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list)
-    begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-
-    def __call__(self, record: StepRecord) -> None:
-        self.steps.append(record)
-        self.begins.append(max(self.resumed_at, self.ends[-1] if self.ends else 0.0))
-        self.ends.append(record.finished_at - self.origin)
 
 
 def measure(
@@ -91,25 +96,16 @@ def measure(
         )
         for index, job in enumerate(jobs)
     ]
-    recorder = StepRecorder()
-    core.observers.append(recorder)
-    core.record()
+    core.record(max_bytes=MAX_RECORD_BYTES)
     device = engine.platform.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
-        serve(core, [job.arrives_at for job in jobs], requests, recorder, progress or (lambda _: None))
+        origin, _ = serve(core, [job.arrives_at for job in jobs], requests, progress or (lambda _: None))
+    recording = Recording.read(core, strategy, origin)
     utilization = monitor.utilization
     if utilization is None and device.type == "cuda":
-        utilization = _busy_share(recorder)
-    return StrategyRun(
-        strategy,
-        num_slots,
-        [_request_run(job, request, recorder.origin) for job, request in zip(jobs, requests, strict=True)],
-        recorder.steps,
-        recorder.begins,
-        recorder.ends,
-        utilization,
-        recorded_chunks(core, strategy, recorder.origin),
-    )
+        utilization = _busy_share(recording)
+    runs = [_request_run(job, request, origin) for job, request in zip(jobs, requests, strict=True)]
+    return StrategyRun(strategy, num_slots, runs, recording, utilization)
 
 
 def with_origin(request: Request, index: int, title: str) -> Request:
@@ -134,25 +130,25 @@ def recorded_chunks(core: EngineCore, strategy: str, origin: float) -> list[dict
     return chunks
 
 
-def _busy_share(recorder: StepRecorder) -> float:
+def _busy_share(recording: Recording) -> float:
     """Return the share of the time spent in steps, for runs too short for the driver's readings."""
-    busy = sum(record.finished_at - record.device_began_at for record in recorder.steps)
-    return busy / recorder.ends[-1]
+    busy = sum(step.times.finished_at - step.times.device_began_at for step in recording.steps)
+    return busy / recording.ends[-1]
 
 
 def serve(
-    core: EngineCore, times: list[float], requests: list[Request], recorder: StepRecorder, progress: Progress
-) -> list[Delta]:
+    core: EngineCore, times: list[float], requests: list[Request], progress: Progress
+) -> tuple[float, list[Delta]]:
     """Add requests when they are due and step while there is work.
 
-    This is an open loop: arrivals do not wait for answers. Returns the last delta of each request, in the order in
-    which the requests ended.
+    This is an open loop: arrivals do not wait for answers. Returns when it began and the last delta of each request, in
+    the order in which the requests ended.
     """
     due = deque(zip(times, requests, strict=True))
     last_deltas: list[Delta] = []
-    recorder.origin = core.clock()
+    origin = core.clock()
     while due or core.has_work:
-        now = core.clock() - recorder.origin
+        now = core.clock() - origin
         while due and due[0][0] <= now:
             core.add(due.popleft()[1])
         if core.has_work:
@@ -162,8 +158,7 @@ def serve(
                 progress(len(last_deltas))
         else:
             time.sleep(due[0][0] - now)
-            recorder.resumed_at = core.clock() - recorder.origin
-    return last_deltas
+    return origin, last_deltas
 
 
 def _request_run(job: Job, request: Request, origin: float) -> RequestRun:
@@ -221,7 +216,7 @@ class Figures:
 
 
 def compute_figures(run: StrategyRun) -> Figures:
-    requests = run.requests
+    requests, steps = run.requests, run.recording.steps
     ttft = [request.first_token_at - request.arrived_at for request in requests]
     latency = [request.last_token_at - request.arrived_at for request in requests]
     total_time = max(request.last_token_at for request in requests)
@@ -234,9 +229,9 @@ def compute_figures(run: StrategyRun) -> Figures:
         p99_ttft=float(np.percentile(ttft, 99)),
         p50_latency=float(np.percentile(latency, 50)),
         p99_latency=float(np.percentile(latency, 99)),
-        slot_use=num_tokens / (len(run.steps) * run.num_slots),
-        kv_waste=float(np.mean([step.kv.waste for step in run.steps])),
-        num_steps=len(run.steps),
+        slot_use=num_tokens / (len(steps) * run.num_slots),
+        kv_waste=float(np.mean([step.kv_waste for step in steps])),
+        num_steps=len(steps),
         gpu_utilization=run.gpu_utilization,
     )
 

@@ -170,7 +170,10 @@ def compare(
 def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Workload, model: str) -> Comparison:
     figures = {run.strategy: compute_figures(run) for run in runs}
     reference, results = results_of(
-        figures, list(map(lay_out, runs)), [run.chunks for run in runs], lambda each: each.tokens_per_second
+        figures,
+        list(map(lay_out, runs)),
+        [run.recording.chunks for run in runs],
+        lambda each: each.tokens_per_second,
     )
     answers = [[request.token_ids for request in run.requests] for run in runs]
     return Comparison(

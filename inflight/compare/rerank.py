@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.compare.measure import StepRecorder, recorded_chunks, serve, with_origin
+from inflight.compare.measure import MAX_RECORD_BYTES, Recording, serve, with_origin
 from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import Progress
 from inflight.compare.timeline import (
@@ -25,11 +25,10 @@ from inflight.compare.timeline import (
 )
 from inflight.compare.workload import Arrival
 from inflight.errors import EngineError, ParameterError
-from inflight.events import StepRecord
 from inflight.execution.encoder_runner import TextRunner
-from inflight.frontend import RequestContext
 from inflight.loading import LoadedEngine
 from inflight.request import Request
+from inflight.timeline import RecordedStep
 
 CLOSE_STEPS = 12  # each step scores many pairs
 PADDED = "static"  # the strategy whose batches are padded to their longest text
@@ -183,7 +182,7 @@ def compare_reranking(
     runs = []
     for strategy in strategies:
         requests = [
-            with_origin(processor.request(str(index), text, RequestContext()), index, info.title)
+            with_origin(processor.request(str(index), text), index, info.title)
             for index, (text, info) in enumerate(zip(texts, infos, strict=True))
         ]
         advance = None if progress is None else lambda count, name=strategy: progress(name, count)
@@ -197,7 +196,7 @@ def _summarise(
     figures = {run.strategy: pair_figures(run) for run in runs}
     timelines = [lay_out_pairs(run, num_slots) for run in runs]
     reference, results = results_of(
-        figures, timelines, [run.chunks for run in runs], lambda each: each.pairs_per_second
+        figures, timelines, [run.recording.chunks for run in runs], lambda each: each.pairs_per_second
     )
     identical = all(run.vectors == runs[0].vectors for run in runs)
     return RerankComparison(model, num_slots, reference, infos, results, workload, identical)
@@ -211,12 +210,11 @@ class RerankRun:
     """A recorded run of one strategy."""
 
     strategy: str
-    recorder: StepRecorder
+    recording: Recording
     latencies: list[float]
     ended_at: list[float]
     vectors: list[bytes]
     arrivals: list[float]
-    chunks: list[dict[str, Any]]  # its recording, as `recorded_chunks` returns it
 
 
 def measure_pairs(
@@ -236,10 +234,8 @@ def measure_pairs(
     assert isinstance(runner, TextRunner)
     runner.warm_up(longest, longest)  # so that no strategy pays for the first step of a process
     runner.padded = strategy == PADDED
-    recorder = StepRecorder()
-    core.observers.append(recorder)
-    core.record()
-    deltas = serve(core, times, requests, recorder, progress or (lambda _: None))
+    core.record(max_bytes=MAX_RECORD_BYTES)
+    origin, deltas = serve(core, times, requests, progress or (lambda _: None))
     last_deltas = {delta.request_id: delta for delta in deltas}
     vectors, ended_at = [], []
     for request in requests:
@@ -248,16 +244,16 @@ def measure_pairs(
             reason = request.record.finish_reason
             raise EngineError(f"pair {request.request_id} ended with finish reason {reason!r}")
         vectors.append(vector)
-        ended_at.append(finished_at - recorder.origin)
+        ended_at.append(finished_at - origin)
     latencies = [end - arrival for end, arrival in zip(ended_at, times, strict=True)]
-    chunks = recorded_chunks(core, strategy, recorder.origin)
-    return RerankRun(strategy, recorder, latencies, ended_at, vectors, times, chunks)
+    recording = Recording.read(core, strategy, origin)
+    return RerankRun(strategy, recording, latencies, ended_at, vectors, times)
 
 
 def pair_figures(run: RerankRun) -> RerankFigures:
-    steps = run.recorder.steps
+    steps = run.recording.steps
     computed = sum(_num_positions(step, run.strategy) for step in steps)
-    filled = sum(slot.num_tokens for step in steps for slot in step.slots)
+    filled = sum(step.num_tokens for step in steps)
     total = max(run.ended_at)
     return RerankFigures(
         total_time=total,
@@ -271,7 +267,7 @@ def pair_figures(run: RerankRun) -> RerankFigures:
     )
 
 
-def _num_positions(step: StepRecord, strategy: str) -> int:
+def _num_positions(step: RecordedStep, strategy: str) -> int:
     sizes = [slot.num_tokens for slot in step.slots]
     return max(sizes) * len(sizes) if strategy == PADDED else sum(sizes)
 
@@ -282,14 +278,14 @@ def lay_out_pairs(run: RerankRun, num_slots: int) -> Timeline:
     In a padded step, a bar's length is that of its text relative to the longest one, and padding follows.
     """
     spans = []
-    for number, step in enumerate(run.recorder.steps):
+    for number, step in enumerate(run.recording.steps):
         longest = max(slot.num_tokens for slot in step.slots)
         for row, slot in enumerate(step.slots):
-            request, share = int(slot.request_id), slot.num_tokens / longest
+            request, share = int(slot.request.request_id), slot.num_tokens / longest
             if run.strategy != PADDED:
                 share = 1.0
             spans.append(Span(row, request, SpanKind.PREFILL, number, number + 1, 1, 0.0, share))
             if share < 1:
                 spans.append(Span(row, request, SpanKind.PADDING, number, number + 1, 0, share, 1.0))
     spans.sort(key=lambda span: (span.slot, span.first, span.begin))
-    return Timeline(run.strategy, num_slots, run.recorder.begins, run.recorder.ends, spans)
+    return Timeline(run.strategy, num_slots, run.recording.begins, run.recording.ends, spans)

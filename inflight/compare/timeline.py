@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
-from inflight.events import SlotRecord
+from inflight.timeline import SlotKind
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -102,33 +102,21 @@ class Timeline:
         }
 
 
+_KINDS = {SlotKind.PREFILL: SpanKind.PREFILL, SlotKind.DECODE: SpanKind.DECODE, SlotKind.HELD: SpanKind.HELD}
+
+
 def lay_out(run: StrategyRun) -> Timeline:
     """Build the timeline of a measured run."""
     index = {request.request_id: number for number, request in enumerate(run.requests)}
-    totals = {r.request_id: r.num_prompt_tokens + len(r.token_ids) for r in run.requests}
-    owners: dict[int, int] = {}  # slot -> the last request that was in it
     open_spans: dict[int, Span] = {}
     spans: list[Span] = []
-    held: frozenset[int] = frozenset()  # slots of finished requests after the previous step
-    for number, step in enumerate(run.steps):
-        for slot in step.slots:
-            owners[slot.row] = index[slot.request_id]
-            kind, num_kept = _classify(slot, totals[slot.request_id])
-            _extend(spans, open_spans, Span(slot.row, owners[slot.row], kind, number, number + 1, num_kept))
-        for row in sorted(held - {slot.row for slot in step.slots}):
-            _extend(spans, open_spans, Span(row, owners[row], SpanKind.HELD, number, number + 1, 0))
-        held = frozenset(step.idle_rows)
+    for number, step in enumerate(run.recording.steps):
+        for cell in step.slots:
+            request = index[cell.request.request_id]
+            span = Span(cell.slot, request, _KINDS[cell.kind], number, number + 1, cell.num_outputs)
+            _extend(spans, open_spans, span)
     spans.sort(key=lambda span: (span.slot, span.first))
-    return Timeline(run.strategy, run.num_slots, run.begins, run.ends, spans)
-
-
-def _classify(slot: SlotRecord, total: int) -> tuple[SpanKind, int]:
-    """Return what a slot did in a step and how many of the resulting tokens the answer keeps."""
-    produced = slot.start + slot.num_tokens  # position of the sampled token, if one was sampled
-    if slot.samples and produced >= total:  # in flight when the request ended, so the token was dropped
-        return SpanKind.HELD, 0
-    decodes = slot.decodes and slot.num_tokens == 1
-    return (SpanKind.DECODE if decodes else SpanKind.PREFILL), int(slot.samples)
+    return Timeline(run.strategy, run.num_slots, run.recording.begins, run.recording.ends, spans)
 
 
 def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:

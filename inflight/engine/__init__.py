@@ -8,7 +8,6 @@ from inflight.engine.client import (
     ModelFacts,
     ReplicaClient,
     RequestState,
-    StepObserver,
     TimelineObserver,
 )
 from inflight.engine.core import EngineCore
@@ -28,6 +27,5 @@ __all__ = [
     "ReplicaClient",
     "RequestState",
     "Runner",
-    "StepObserver",
     "TimelineObserver",
 ]

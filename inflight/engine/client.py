@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.engine.stats import EngineStats
-from inflight.errors import EngineError, RequestError, shown
-from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
+from inflight.errors import RequestError, shown
+from inflight.events import CacheUpdate, Delta, RequestRecord
 from inflight.kv import KVLayout
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
@@ -102,19 +102,8 @@ class MemoryState:
 
 # The operations of an engine besides requests.
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
-StepObserver = Callable[[StepRecord], None]
 CacheObserver = Callable[[CacheUpdate], None]
 TimelineObserver = Callable[[str, bytes], None]  # replica, encoded chunk
-
-
-def notify(observers: list[StepObserver], record: StepRecord) -> None:
-    """Call all observers with the record, and remove those that raise: observers must not break the engine."""
-    for observer in observers[:]:
-        try:
-            observer(record)
-        except Exception:
-            logger.exception("an observer of steps failed and was removed")
-            observers.remove(observer)
 
 
 def check_only_replica(replica: str) -> None:
@@ -123,19 +112,6 @@ def check_only_replica(replica: str) -> None:
         raise RequestError(
             f"there is no replica {shown(replica)}: there is 0", param="replica", code="replica_not_found"
         )
-
-
-class NoTimeline:
-    """The part of a client that shows an engine at work, for one that shows nothing."""
-
-    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:  # noqa: ARG002
-        return lambda: None
-
-    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:  # noqa: ARG002
-        return TimelinePage([], {})
-
-    async def read_memory(self, replica: str) -> MemoryState:
-        raise EngineError(f"the memory of replica {replica} is unknown")
 
 
 class EngineClient(Protocol):
@@ -166,12 +142,6 @@ class EngineClient(Protocol):
 
     async def command(self, command: Command) -> None:
         """Run a command to completion. Raises EngineError if that is impossible."""
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        """Call `observer` in the event loop with the record of every step, until it raises.
-
-        Return a function that removes it.
-        """
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         """Call `observer` in the event loop with what happens from now on, at most 30 times a second.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState, StepObserver, notify
+from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState
 from inflight.engine.runner import (
     ExpertCounts,
     NoSleepSupport,
@@ -24,9 +24,9 @@ from inflight.engine.runner import (
 )
 from inflight.engine.stats import STEP_SIZES, EngineStats, ExpertLoads
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
-from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
+from inflight.events import Delta
 from inflight.request import Request, Status
-from inflight.scheduling import Batch, RequestPool, Sampled, ScheduledStep, Scheduler
+from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
 from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder, TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class EngineCore:
         pipeline_depth: int = 1,
         max_queue: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        engine_id: str = "0",
         check: Callable[[], None] = lambda: None,
         prepare: Callable[[Request], Future[Any] | None] = lambda request: None,  # noqa: ARG005
         sleep_support: SleepSupport | None = None,
@@ -73,8 +72,6 @@ class EngineCore:
         # Returns a future that a request should wait for before it is added, so that no step of others has to wait.
         self.prepare = prepare
         self._expert_loads = ExpertLoads(expert_counts)
-        self._records = StepRecords(engine_id, self._expert_loads)
-        self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()
         self._collected_at = -math.inf
         self._step_times = StepTimes()
@@ -93,13 +90,16 @@ class EngineCore:
             self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation, max_bytes
         )
 
+    def stop_recording(self) -> None:
+        self.recorder = NoRecorder()
+
     def _record(self, call: Callable[..., T], *args: Any) -> T | None:
         """Call the recorder. If it fails, turn it off: recording must not break the engine."""
         try:
             return call(*args)
         except Exception:
-            logger.exception("the timeline could not be recorded, and is no longer")
-            self.recorder = NoRecorder()
+            logger.exception("recording the timeline failed; timeline recording is now off")
+            self.stop_recording()
             return None
 
     def take_timeline(self) -> bytes | None:
@@ -117,7 +117,6 @@ class EngineCore:
         self.check_queue_limit()
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
-        self._records.arrival(request.request_id, now)
         self._record(self.recorder.arrive, request, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
@@ -149,7 +148,6 @@ class EngineCore:
         if request is None:
             return 0, []
         num_freed, deltas = pool.abort(request, now, reason)
-        self._records.abort(request_id, reason, pool, now)
         self._record(self.recorder.end, request, reason, pool.take_ended(), now)
         return num_freed, deltas
 
@@ -249,17 +247,28 @@ class EngineCore:
         self._num_steps += 1
         self._step_sizes[bisect_left(STEP_SIZES, batch.num_tokens)] += 1
         self._num_step_tokens += batch.num_tokens
-        num_outputs = sum(len(delta.token_ids) for delta in deltas)
-        self._num_output_tokens += num_outputs
+        outputs = [len(delta.token_ids) for delta in deltas]
+        self._num_output_tokens += sum(outputs)
         pool, updated_at = self.scheduler.pool, self.clock()
-        ended = pool.take_ended()
         times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
-        self._record(self.recorder.step, launched.step, deltas, ended, num_outputs, pool, times)
-        if self.observers:
-            self._records.step(launched, deltas, pool, device_began_at, now, updated_at)
+        if self.recorder.takes_experts:
+            self._expert_loads.update(now, not self.has_work)
+            self._record(self.recorder.add_experts, batch.step, self._expert_loads.take())
+        self._record_step(launched.step, deltas, pool.take_ended(), outputs, times)
         if not self.has_work:
             pool.check_idle()
         return deltas
+
+    def _record_step(
+        self,
+        step: ScheduledStep,
+        deltas: Sequence[Delta],
+        ended: Sequence[Request],
+        outputs: Sequence[int],
+        times: RecordedTimes,
+        error: str | None = None,
+    ) -> None:
+        self._record(self.recorder.step, step, deltas, ended, outputs, self.scheduler.pool, times, error)
 
     def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
         others_in_flight = list(self._in_flight)  # steps in flight with the failed one are void
@@ -283,15 +292,12 @@ class EngineCore:
             exc_info=error,
         )
         self._num_failed_steps += 1 + len(others_in_flight)
-        pool = self.scheduler.pool
-        ended = pool.take_ended()
+        ended = self.scheduler.pool.take_ended()
         for other in sorted((launched, *others_in_flight), key=lambda other: other.step.batch.step):
             step_deltas, step_ended = (deltas, ended) if other is launched else ((), ())
             device_began_at = self._device_began_at(other)
             times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
-            self._record(self.recorder.step, other.step, step_deltas, step_ended, 0, pool, times, message)
-            if self.observers:
-                self._records.step(other, step_deltas, pool, device_began_at, now, self.clock(), message)
+            self._record_step(other.step, step_deltas, step_ended, (), times, message)
         return deltas
 
     # ---- statistics ----
@@ -375,75 +381,6 @@ class EngineCore:
             with suppress(Exception):  # a failed step or a lost device no longer matters
                 self.runner.collect(self._in_flight.popleft().handle)
         self.runner.close()
-
-
-NO_STEP = -1  # the number of a record that describes no step
-
-
-class StepRecords:
-    """Builds step records and passes them to observers. It does no work while there are none."""
-
-    def __init__(self, engine_id: str, expert_loads: ExpertLoads) -> None:
-        self.engine_id = engine_id
-        self._expert_loads = expert_loads
-        self.observers: list[StepObserver] = []
-        self._arrived: list[ArrivalRecord] = []
-        self._aborted: list[AbortRecord] = []
-
-    def arrival(self, request_id: str, now: float) -> None:
-        if self.observers:
-            self._arrived.append(ArrivalRecord(request_id, now))
-
-    def abort(self, request_id: str, reason: str, pool: RequestPool, now: float) -> None:
-        """Record an abort. If no work is left, no step will report it, so emit a record without a step."""
-        if self.observers:
-            self._aborted.append(AbortRecord(request_id, now, reason))
-            if not pool.has_work:
-                self._emit(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
-
-    def step(
-        self,
-        launched: LaunchedStep,
-        deltas: Sequence[Delta],
-        pool: RequestPool,
-        device_began_at: float,
-        finished_at: float,
-        updated_at: float,
-        error: str | None = None,
-    ) -> None:
-        step, batch = launched.step, launched.step.batch
-        self._expert_loads.update(finished_at, not pool.has_work)
-        slots = tuple(
-            SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
-            for request, row, start, count, samples in zip(
-                step.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
-            )
-        )
-        record = StepRecord(
-            step=batch.step,
-            launched_at=launched.launched_at,
-            finished_at=finished_at,
-            slots=slots,
-            admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
-            preempted=tuple(step.preempted),
-            finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
-            idle_rows=tuple(request.row for request in pool.lingering),
-            num_running=len(pool.running),
-            num_waiting=pool.num_waiting,
-            kv=step.kv,
-            error=error,
-            scheduled_at=launched.scheduled_at,
-            device_began_at=device_began_at,
-            updated_at=updated_at,
-            experts=self._expert_loads.take(),
-        )
-        self._emit(record)
-
-    def _emit(self, record: StepRecord) -> None:
-        arrived, aborted = tuple(self._arrived), tuple(self._aborted)
-        self._arrived.clear()
-        self._aborted.clear()
-        notify(self.observers, replace(record, engine_id=self.engine_id, arrived=arrived, aborted=aborted))
 
 
 SURE = 0.75  # share of the recent duration of similar steps to rely on: contexts and load vary

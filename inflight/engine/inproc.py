@@ -20,18 +20,16 @@ from inflight.engine.client import (
     MemoryState,
     ModelFacts,
     RequestState,
-    StepObserver,
     TimelineObserver,
     check_only_replica,
     id_in_use,
     not_added,
-    notify,
     wait_while,
 )
 from inflight.engine.core import EngineCore
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 from inflight.timeline import TimelinePage, TimelineQuery
@@ -55,7 +53,6 @@ class InprocClient:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._queues: dict[str, DeltaQueue] = {}  # by request id, until the stream ends
         self._adding: set[str] = set()  # request ids that the engine's thread has not added yet
-        self._observers: list[StepObserver] = []
         self._cache_changes: CacheChanges | None = None  # None unless they are observed
         self._cache_observer: CacheObserver | None = None
         self._timeline_observers: list[TimelineObserver] = []
@@ -265,41 +262,6 @@ class InprocClient:
             self._report_cache_changes()
 
         await self._run_in_thread(run_command)
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        self._loop = asyncio.get_running_loop()
-
-        self._observers.append(observer)
-        self._update_observation()
-
-        def stop() -> None:
-            with contextlib.suppress(ValueError):  # it was removed after an exception
-                self._observers.remove(observer)
-            self._update_observation()
-
-        return stop
-
-    def _update_observation(self) -> None:
-        """Attach to the core's observers or detach, in its thread, which may be iterating over them now."""
-        attach, observers = bool(self._observers), self._core.observers
-
-        def call() -> None:
-            with contextlib.suppress(ValueError):
-                observers.remove(self._forward_record)
-            if attach:
-                observers.append(self._forward_record)
-
-        self._calls.put(call)
-
-    def _forward_record(self, record: StepRecord) -> None:
-        """Forward a record to the event loop. Runs in the engine's thread."""
-        self._post(lambda: self._observe(record))
-
-    def _observe(self, record: StepRecord) -> None:
-        if self._observers:
-            notify(self._observers, record)
-            if not self._observers:
-                self._update_observation()
 
     def _show_timeline(self, data: bytes) -> None:
         for observer in self._timeline_observers[:]:

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.entrypoints.scoring import AsyncScoringMethods, ScoringRun
 from inflight.errors import ConfigError, EngineDeadError, EngineError, ParameterError, RequestError
 from inflight.frontend import (
+    ChatOptions,
     ChatRequest,
     ChatTokenizer,
     Frontend,
@@ -25,12 +26,12 @@ from inflight.frontend import (
     OutputProcessor,
     PooledVectors,
     Prompt,
-    RequestContext,
+    ScoringCall,
     ScoringJob,
-    ToolChoice,
     check_arguments,
 )
 from inflight.outputs import CompletionOutput, RequestOutput
+from inflight.request import ContextOptions, RequestContext
 from inflight.sampling_params import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
@@ -41,6 +42,10 @@ SCORING_THREADS = 2  # tokenize for embed, classify and score, so that chats do 
 
 
 OutputKind = Literal["cumulative", "delta", "final"]
+
+
+class _ChatOptions(ChatOptions, ContextOptions):
+    """Keyword arguments of `chat`."""
 
 
 class AsyncEngine(AsyncScoringMethods):
@@ -109,20 +114,17 @@ class AsyncEngine(AsyncScoringMethods):
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        **foreign: Any,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield outputs as they grow: all so far ("cumulative"), new parts ("delta"), or once at the end ("final").
 
-        A slow reader gets several tokens at a time; the engine never waits for it. Arguments of vLLM that would change
-        nothing are accepted (`vllm_compat/python_api.py`).
+        A slow reader gets several tokens at a time; the engine never waits for it. The options are `priority`, `tenant`
+        and `cache_salt` (`RequestContext`). Arguments of vLLM that would change nothing are accepted
+        (`vllm_compat/python_api.py`).
         """
-        check_arguments(foreign)
-        prepare = partial(
-            self._frontend.prepare, prompt=prompt, priority=priority, tenant=tenant, cache_salt=cache_salt
-        )
+        context = RequestContext.pop(options)
+        check_arguments(options)
+        prepare = partial(self._frontend.prepare, prompt=prompt, context=context)
         outputs = self._outputs(prepare, False, sampling_params, request_id, output_kind)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -134,37 +136,17 @@ class AsyncEngine(AsyncScoringMethods):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tool_choice: ToolChoice | Mapping[str, Any] = "auto",
-        parallel_tool_calls: bool = True,
-        reasoning_effort: str | None = None,
-        max_reasoning_tokens: int | None = None,
         output_kind: OutputKind = "cumulative",
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
+        **options: Unpack[_ChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Do the same for a conversation, through the checkpoint's chat template.
 
         An output's `message` has content, reasoning and tool calls so far, whatever the output kind.
         """
-        chat = ChatRequest.of(
-            messages,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            reasoning_effort=reasoning_effort,
-            max_reasoning_tokens=max_reasoning_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        prepare = partial(
-            self._frontend.prepare_chat, chat=chat, priority=priority, tenant=tenant, cache_salt=cache_salt
-        )
+        chat_options: dict[str, Any] = dict(options)
+        context = RequestContext.pop(chat_options)
+        chat = ChatRequest.of(messages, **chat_options)
+        prepare = partial(self._frontend.prepare_chat, chat=chat, context=context)
         outputs = self._outputs(prepare, True, sampling_params, request_id, output_kind)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -211,9 +193,9 @@ class AsyncEngine(AsyncScoringMethods):
             del self._calls[name]
             await generation.close()
 
-    async def _pool(self, job: ScoringJob, context: RequestContext) -> PooledVectors:
-        name = self._name(context.request_id)
-        run = self._calls[name] = ScoringRun(self._own_client(), job, context, name, self._threads)
+    async def _pool(self, job: ScoringJob, call: ScoringCall) -> PooledVectors:
+        name = self._name(call.request_id)
+        run = self._calls[name] = ScoringRun(self._own_client(), job, call, name, self._threads)
         try:
             return await run.run()
         finally:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, TypeVar
 from weakref import finalize
@@ -14,7 +15,7 @@ from weakref import finalize
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import EngineStats, StepObserver
+from inflight.engine import EngineStats
 from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
@@ -37,7 +38,9 @@ from inflight.frontend import (
 )
 from inflight.loading import load_engine
 from inflight.outputs import RequestOutput
+from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
+from inflight.timeline import RecordedStep, TimelineQuery, read_chunks, recorded_steps
 from inflight.vllm_compat.python_api import LLM_METHODS
 
 logger = logging.getLogger(__name__)
@@ -108,7 +111,7 @@ class LLM(ScoringMethods):
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
             prompt, priority, tenant = rows[index]
-            return self._frontend.prepare(request_id, prompt, params, priority, tenant)
+            return self._frontend.prepare(request_id, prompt, params, RequestContext(priority, tenant))
 
         return self._run(self._prepare(items, sampling_params, prepare), use_tqdm)
 
@@ -276,12 +279,25 @@ class LLM(ScoringMethods):
     def is_sleeping(self) -> bool:
         return self.stats().is_sleeping
 
-    def observe(self, observer: StepObserver) -> None:
-        """Call `observer` with the record of every step; with replicas, in the router's thread."""
-        self._offline.observe(observer)
+    @contextmanager
+    def recorded(self) -> Iterator[list[RecordedStep]]:
+        """Record the steps of a block. They are in the list when the block has ended.
 
-    def unobserve(self, observer: StepObserver) -> None:
-        self._offline.unobserve(observer)
+            with llm.recorded() as steps:
+                llm.generate(prompts)
+            print(max(step.num_running for step in steps))
+
+        Steps that other threads cause meanwhile are among them. Use one such block at a time.
+        """
+        steps: list[RecordedStep] = []
+        began_at = time.monotonic()  # the clock of engines
+        self._offline.record(True)
+        try:
+            yield steps
+        finally:
+            chunks = list(read_chunks(self._offline.read_timeline, TimelineQuery(began_at)))
+            self._offline.record(False)
+            steps += recorded_steps(chunks, began_at)
 
     def close(self) -> None:
         """Free the memory. The engine cannot be used afterwards."""

@@ -31,7 +31,7 @@ from rich.progress import (
 )
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineCore, EngineStats, StepObserver
+from inflight.engine import Command, EngineCore, EngineStats
 from inflight.errors import ConfigError, EngineError
 from inflight.events import Delta
 from inflight.frontend import Frontend
@@ -84,9 +84,8 @@ class OfflineEngine(Protocol):
 
     def read_timeline(self, query: TimelineQuery) -> TimelinePage: ...
 
-    def observe(self, observer: StepObserver) -> None: ...
-
-    def unobserve(self, observer: StepObserver) -> None: ...
+    def record(self, enabled: bool) -> None:
+        """Record the timeline from now on, or stop, unless it is recorded all the time."""
 
     def close(self) -> None: ...
 
@@ -143,6 +142,7 @@ class LocalEngine:
         self._operations: SimpleQueue[Operation | None] = SimpleQueue()  # None ends the thread
         self._is_closed = False
         self._process = os.getpid()
+        self._always_records = record
         if record:
             loaded.core.record(max_bytes=MAX_RECORD_BYTES)
         arguments = self._operations, weakref.ref(self)
@@ -160,7 +160,7 @@ class LocalEngine:
 
     def compute(self, run: OfflineRun, show: bool) -> None:
         if threading.current_thread() is self._thread:
-            raise EngineError("an observer cannot run requests: the engine's thread would wait for itself")
+            raise EngineError("the engine's thread cannot run requests: it would wait for itself")
         with paused_collection(), REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
             call = LocalCall(
                 RequestFeed(self._loaded.core, run.requests, run.lazily), run.consumer_of, advance
@@ -182,15 +182,14 @@ class LocalEngine:
     def read_timeline(self, query: TimelineQuery) -> TimelinePage:
         return self._ask(lambda: self._loaded.core.read_timeline(query))
 
-    def observe(self, observer: StepObserver) -> None:
-        self._ask(lambda: self._loaded.core.observers.append(observer))
-
-    def unobserve(self, observer: StepObserver) -> None:
-        self._ask(lambda: self._loaded.core.observers.remove(observer))
+    def record(self, enabled: bool) -> None:
+        core = self._loaded.core
+        if not self._always_records:
+            self._ask(partial(core.record, max_bytes=MAX_RECORD_BYTES) if enabled else core.stop_recording)
 
     def close(self) -> None:
         if threading.current_thread() is self._thread:
-            raise EngineError("an observer cannot close the engine that it observes")
+            raise EngineError("the engine's thread cannot close the engine: it would wait for itself")
         if os.getpid() != self._process:  # it belongs to the process that forked this one
             return
         outcome: Outcome = SimpleQueue()
@@ -206,7 +205,7 @@ class LocalEngine:
 
     def _ask(self, function: Callable[[], T]) -> T:
         """Run a function in the thread, between two steps, and return its result."""
-        if threading.current_thread() is self._thread:  # an observer asks
+        if threading.current_thread() is self._thread:  # a policy or a finalizer asks
             return function()
         outcome: Outcome = SimpleQueue()
         self._submit(partial(_answer, function, outcome))
@@ -417,7 +416,6 @@ class ReplicatedEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="inflight-router", daemon=True)
         self._thread.start()
-        self._stops: dict[StepObserver, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         try:
@@ -444,7 +442,7 @@ class ReplicatedEngine:
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if threading.current_thread() is self._thread:
             work.close()
-            raise EngineError("an observer cannot ask replicas: their router's thread would wait for itself")
+            raise EngineError("the router's thread cannot ask replicas: it would wait for itself")
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -504,21 +502,8 @@ class ReplicatedEngine:
     def read_timeline(self, query: TimelineQuery) -> TimelinePage:
         return self._wait_for(self._router.read_timeline(query))
 
-    def observe(self, observer: StepObserver) -> None:
-        """Call `observer` for every step, in the router's thread."""
-
-        async def watch() -> None:
-            self._stops[observer] = self._router.watch(observer)
-
-        self._wait_for(watch())
-
-    def unobserve(self, observer: StepObserver) -> None:
-        stop = self._stops.pop(observer)
-
-        async def unwatch() -> None:
-            stop()
-
-        self._wait_for(unwatch())
+    def record(self, enabled: bool) -> None:
+        """Do nothing: engines in their own processes always record."""
 
     def close(self) -> None:
         with self._lock:

@@ -25,7 +25,7 @@ from inflight.frontend import (
     Pair,
     PooledVectors,
     Prompt,
-    RequestContext,
+    ScoringCall,
     ScoringJob,
     check_top_n,
     ranked,
@@ -123,10 +123,9 @@ class ScoringMethods(ABC):
         indices: dict[str, int] = {}  # by request id
 
         def make_requests() -> Iterator[Request]:
-            context = RequestContext()
             for chunk in job.chunks():
                 for text in processor.inputs.encode(*chunk):
-                    request = processor.request(str(next(self._numbers)), text, context)
+                    request = processor.request(str(next(self._numbers)), text)
                     indices[request.request_id] = len(requests)
                     requests.append(request)
                     yield request
@@ -179,23 +178,25 @@ class AsyncScoringMethods(ABC):
     _frontend: Frontend
 
     @abstractmethod
-    async def _pool(self, job: ScoringJob, context: RequestContext) -> PooledVectors:
+    async def _pool(self, job: ScoringJob, call: ScoringCall) -> PooledVectors:
         """Compute the texts of a job with `ScoringRun`."""
 
     async def embed(self, texts: Prompt | Sequence[Prompt], **options: Unpack[_EmbedOptions]) -> Embeddings:
         """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
-        context, params = RequestContext.pop(options)
+        params = dict(options)
+        call = ScoringCall.pop(params)
         job = self._frontend.scoring_processor("embed").embed(texts, cast(EmbedParams, params))
-        pooled = await self._pool(job, context)
+        pooled = await self._pool(job, call)
         return Embeddings(job.finish(pooled.matrix), pooled.num_prompt_tokens, pooled.num_cached_tokens)
 
     async def classify(
         self, texts: Prompt | Pair | Sequence[Prompt | Pair], **options: Unpack[_ClassifyOptions]
     ) -> Classifications:
         """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
-        context, params = RequestContext.pop(options)
+        params = dict(options)
+        call = ScoringCall.pop(params)
         job = self._frontend.scoring_processor("classify").classify(texts, cast(ClassifyParams, params))
-        pooled = await self._pool(job, context)
+        pooled = await self._pool(job, call)
         counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
         return Classifications(job.finish(pooled.matrix), job.processor.facts.labels, job.scale, *counts)
 
@@ -206,9 +207,10 @@ class AsyncScoringMethods(ABC):
         **options: Unpack[_ScoreOptions],
     ) -> Scores:
         """Return how well each document answers the query: one query for all documents, or one for each."""
-        context, params = RequestContext.pop(options)
+        params = dict(options)
+        call = ScoringCall.pop(params)
         job = self._frontend.scoring_processor("score").score(query, documents, cast(ScoreParams, params))
-        pooled = await self._pool(job, context)
+        pooled = await self._pool(job, call)
         counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
         return Scores(job.finish(pooled.matrix), job.scale, *counts)
 
@@ -236,13 +238,13 @@ class ScoringRun:
         self,
         client: EngineClient,
         job: ScoringJob,
-        context: RequestContext,
+        call: ScoringCall,
         request_id: str,
         threads: Executor,
     ) -> None:
         self._client = client
         self._job = job
-        self._context = context
+        self._call = call
         self._request_id = request_id
         self._threads = threads
         facts = client.facts
@@ -300,14 +302,15 @@ class ScoringRun:
         self._num_tokens += cost
 
     async def _compute(self, index: int, text: EncodedText, cost: int) -> None:
-        request = self._job.processor.request(f"{self._request_id}/{index}", text, self._context)
+        call = self._call
+        request = self._job.processor.request(f"{self._request_id}/{index}", text, call.context, call.origin)
         try:
             await self._add(request)
             self._running.add(request.request_id)
             async with contextlib.aclosing(self._client.stream(request.request_id)) as deltas:
                 async for delta in deltas:
                     if delta.record is not None:
-                        self._context.on_record(delta.record)
+                        call.on_record(delta.record)
                     if delta.finish_reason is not None:
                         self.vectors.put(index, delta)
         finally:

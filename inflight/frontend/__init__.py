@@ -1,6 +1,13 @@
 """Between text and token ids: prompts become requests, and deltas become outputs."""
 
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, selected_tools
+from inflight.frontend.chat import (
+    ChatOptions,
+    ChatRequest,
+    NamedTool,
+    ToolChoice,
+    checked_tools,
+    selected_tools,
+)
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.frontend import Frontend
 from inflight.frontend.generation import Generation
@@ -15,7 +22,7 @@ from inflight.frontend.output_processor import MessageReader, OutputProcessor
 from inflight.frontend.scoring import (
     CallOptions,
     PooledVectors,
-    RequestContext,
+    ScoringCall,
     ScoringJob,
     ScoringProcessor,
     check_top_n,
@@ -25,6 +32,7 @@ from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs
 
 __all__ = [
     "CallOptions",
+    "ChatOptions",
     "ChatRequest",
     "ChatTokenizer",
     "EncodedText",
@@ -37,7 +45,7 @@ __all__ = [
     "Pair",
     "PooledVectors",
     "Prompt",
-    "RequestContext",
+    "ScoringCall",
     "ScoringInputs",
     "ScoringJob",
     "ScoringProcessor",

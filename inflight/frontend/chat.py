@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from inflight.agents import (
     INPUT_GRAMMAR,
@@ -49,6 +49,19 @@ class NamedTool:
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
+class ChatOptions(TypedDict, total=False):
+    """The arguments of `chat` besides the messages, as in OpenAI's API."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: ToolChoice | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning_effort: str | None  # for templates that support it; "none" disables reasoning
+    max_reasoning_tokens: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None  # None: unless the final message is continued
+    continue_final_message: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """Messages and tools in the shape of OpenAI's chat API.
@@ -80,37 +93,16 @@ class ChatRequest:
             )
 
     @classmethod
-    def of(
-        cls,
-        messages: Sequence[Any],
-        *,
-        tools: Any = None,
-        tool_choice: Any = "auto",
-        parallel_tool_calls: bool = True,
-        reasoning_effort: str | None = None,
-        max_reasoning_tokens: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-    ) -> ChatRequest:
-        """Make a request from the arguments of `chat`. Raises ParameterError.
-
-        By default a generation prompt is added unless the final message is continued.
-        """
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        selected, choice = selected_tools(checked_tools(tools), tool_choice)
-        return cls(
-            _dumped(messages),
-            selected,
-            choice,
-            parallel_tool_calls,
-            reasoning_effort,
-            max_reasoning_tokens,
-            chat_template_kwargs or {},
-            add_generation_prompt,
-            continue_final_message,
+    def of(cls, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatRequest:
+        """Make a request from the arguments of `chat`. Raises ParameterError."""
+        fields: dict[str, Any] = dict(options)
+        tools, choice = selected_tools(
+            checked_tools(fields.pop("tools", None)), fields.pop("tool_choice", "auto")
         )
+        if fields.get("add_generation_prompt") is None:
+            fields["add_generation_prompt"] = not fields.get("continue_final_message")
+        template_kwargs = fields.pop("chat_template_kwargs", None) or {}
+        return cls(_dumped(messages), tools, choice, template_kwargs=template_kwargs, **fields)
 
     @property
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:

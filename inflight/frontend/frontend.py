@@ -27,6 +27,7 @@ from inflight.frontend.scoring import ScoringProcessor, unsupported_task
 from inflight.frontend.scoring_inputs import ScoringInputs
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import locate_checkpoint
+from inflight.request import DEFAULT_CONTEXT, RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.scoring import PoolingFacts, Task
 from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
@@ -126,9 +127,7 @@ class Frontend:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
+        context: RequestContext = DEFAULT_CONTEXT,
         text: str | None = None,
         kind: str = "generate",
     ) -> OutputProcessor:
@@ -138,9 +137,7 @@ class Frontend:
         """
         if not self.generates:
             raise unsupported_task("generate", self.pooling, generates=False)
-        prompt_text, requests = self.input_processor.requests(
-            request_id, prompt, params, priority, tenant, cache_salt, kind
-        )
+        prompt_text, requests = self.input_processor.requests(request_id, prompt, params, context, kind)
         return OutputProcessor(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
     def prepare_chat(
@@ -148,9 +145,7 @@ class Frontend:
         request_id: str,
         chat: ChatRequest,
         params: SamplingParams,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
+        context: RequestContext = DEFAULT_CONTEXT,
     ) -> OutputProcessor:
         """Do the same for a conversation, whose answers are parsed for tool calls and reasoning.
 
@@ -179,7 +174,7 @@ class Frontend:
         if constraint is not params.structured_outputs:
             params = replace(params, structured_outputs=constraint)
         _, requests = self.input_processor.requests(
-            request_id, token_ids, params, priority, tenant, cache_salt, forbidden_ids=forbidden_ids
+            request_id, token_ids, params, context, forbidden_ids=forbidden_ids
         )
         make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **parsing)
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import count
@@ -14,7 +14,7 @@ import numpy as np
 
 from inflight.constraints import GrammarCompiler, GrammarValidator, Vocabulary
 from inflight.errors import ParameterError, PromptError, shown
-from inflight.request import MAX_SALT_LENGTH, Request, RequestSpec
+from inflight.request import DEFAULT_CONTEXT, Request, RequestContext, RequestSpec
 from inflight.sampling_params import SamplingParams
 from inflight.structured_outputs import PARAM
 from inflight.text import Tokenizer, bad_word_ids
@@ -25,9 +25,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _PROMPT_KINDS = "text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
-
-MAX_TENANT_LENGTH = 256
-PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
@@ -96,9 +93,7 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
+        context: RequestContext = DEFAULT_CONTEXT,
         kind: str = "generate",
         forbidden_ids: Iterable[int] = (),
     ) -> tuple[str | None, list[Request]]:
@@ -110,8 +105,8 @@ class InputProcessor:
         text, ids, salt = self._read_prompt(prompt, num_reserved)
         self._check_params(params)
         params = params.clone()  # the caller may change them later
-        check_scheduling(priority, tenant)
-        salt = check_salt(cache_salt or salt)
+        if salt and not context.cache_salt:
+            context = replace(context, cache_salt=salt)
         max_outputs = self.max_model_len - len(ids)
         max_tokens = max_outputs if params.max_tokens is None else min(params.max_tokens, max_outputs)
         if kind != "generate":
@@ -134,9 +129,7 @@ class InputProcessor:
                     seed=seed if index == 0 else _derive(seed, index),
                     stop_ids=stop_ids,
                     bad_word_ids=bad_words,
-                    priority=priority,
-                    tenant=tenant,
-                    cache_salt=salt,
+                    context=context,
                     kind=kind,
                 )
             )
@@ -305,37 +298,6 @@ def _is_id(item: Any) -> bool:
     try:
         array("q", [item])
     except (TypeError, OverflowError):
-        return False
-    return True
-
-
-def check_scheduling(priority: Any, tenant: Any) -> None:
-    """Check priority and tenant: the queue sorts by them, and one bad value would break it for all requests."""
-    low, high = PRIORITY_RANGE
-    if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
-        raise ParameterError(
-            f"priority is {shown(priority)}: it must be an integer from {low} to {high}", param="priority"
-        )
-    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
-        raise ParameterError(
-            f"tenant is {shown(tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters",
-            param="tenant",
-        )
-
-
-def check_salt(salt: Any) -> str:
-    if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
-        raise ParameterError(
-            f"cache_salt is {shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters",
-            param="cache_salt",
-        )
-    return salt
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
         return False
     return True
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypedDict, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,18 @@ from inflight.frontend.input_processor import (
     Prompt,
     as_ids,
     check_arguments,
-    check_salt,
-    check_scheduling,
     split_prompts,
 )
 from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs, TextGroup, TextItem
 from inflight.outputs import RerankResult
-from inflight.request import Request, RequestOrigin, RequestSpec
+from inflight.request import (
+    DEFAULT_CONTEXT,
+    ContextOptions,
+    Request,
+    RequestContext,
+    RequestOrigin,
+    RequestSpec,
+)
 from inflight.sampling_params import SamplingParams
 from inflight.scoring import (
     ClassifyParams,
@@ -83,40 +88,28 @@ def _size(item: TextItem) -> int:
     return len(item[0]) + len(item[1]) if isinstance(item, tuple) else len(item)
 
 
-class CallOptions(TypedDict, total=False):
-    """The fields of `RequestContext`, as keyword arguments."""
+class CallOptions(ContextOptions, total=False):
+    """The keyword arguments of every call, whatever its task."""
 
     request_id: str | None
-    priority: int
-    tenant: str
-    cache_salt: str
     origin: RequestOrigin | None
     on_record: Callable[[RequestRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestContext:
-    """The fields that all texts of one call share: id, priority, tenant and cache salt."""
+class ScoringCall:
+    """What all texts of one call share."""
 
+    context: RequestContext
     request_id: str | None = None
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     origin: RequestOrigin | None = None
-    on_record: Callable[[RequestRecord], None] = field(
-        default=lambda _: None
-    )  # called for each finished text
-
-    def __post_init__(self) -> None:
-        check_scheduling(self.priority, self.tenant)
-        check_salt(self.cache_salt)
+    on_record: Callable[[RequestRecord], None] = lambda _: None  # called for each finished text
 
     @classmethod
-    def pop(cls, options: Mapping[str, Any]) -> tuple[RequestContext, dict[str, Any]]:
-        """Split a call's keyword arguments into its context and the task's own parameters."""
-        names = CallOptions.__annotations__.keys()
-        context = {name: value for name, value in options.items() if name in names}
-        return cls(**context), {name: value for name, value in options.items() if name not in names}
+    def pop(cls, options: dict[str, Any]) -> ScoringCall:
+        """Take `CallOptions` out of a call's keyword arguments: the parameters of its task remain."""
+        names = [item.name for item in fields(cls) if item.name in options]
+        return cls(RequestContext.pop(options), **{name: options.pop(name) for name in names})
 
 
 class ScoringProcessor:
@@ -127,20 +120,24 @@ class ScoringProcessor:
         self.inputs = inputs
         self._generates = generates
 
-    def request(self, request_id: str, text: EncodedText, context: RequestContext) -> Request:
+    def request(
+        self,
+        request_id: str,
+        text: EncodedText,
+        context: RequestContext = DEFAULT_CONTEXT,
+        origin: RequestOrigin | None = None,
+    ) -> Request:
         return Request(
             RequestSpec(
                 request_id=request_id,
                 token_ids=text.ids,
                 params=_NO_SAMPLING,
                 max_tokens=0,
-                priority=context.priority,
-                tenant=context.tenant,
-                cache_salt=context.cache_salt,
+                context=context,
                 kind="pool",
                 splittable=self.facts.splittable,
                 second_segment=text.second_segment,
-                origin=context.origin,
+                origin=origin,
             )
         )
 

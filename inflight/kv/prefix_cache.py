@@ -3,9 +3,9 @@
 A request shares the longest prefix of which every KV group has what its next token needs: all blocks, those of the last
 window, and a snapshot of the recurrent state if there is one.
 
-The hash of a full block is SHA-256 over the request's cache salt and all token ids up to the block's end. Equal hashes
-therefore mean equal prefixes, and requests with different salts never share blocks. A caller that needs only a few
-hashes of a prompt (`hashes_at`) hashes the tokens between them in one update.
+The hash of a full block is SHA-256 over the request's `cache_key` and all its `name_ids` up to the block's end. Equal
+hashes therefore mean equal prefixes, and requests with different keys never share blocks. A caller that needs only a
+few hashes of a prompt (`hashes_at`) hashes the tokens between them in one update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockHasher:
             return hashes
         hasher = request.hash_state
         if hasher is None:  # not needed so far
-            hasher = request.hash_state = _hasher(request.spec.cache_salt)
+            hasher = request.hash_state = _hasher(request)
             hasher.update(self._ids(request, 0, first))
         ids = self._ids(request, first, num_blocks)
         for at in range(0, len(ids), width):
@@ -53,7 +53,7 @@ class BlockHasher:
 
     def hashes_at(self, request: Request, marks: Sequence[int]) -> list[bytes]:
         """Return the hash of each prefix with a number of blocks in `marks` (ascending). The request keeps none."""
-        hasher, width = _hasher(request.spec.cache_salt), self.block_size * ID_BYTES
+        hasher, width = _hasher(request), self.block_size * ID_BYTES
         ids = self._ids(request, 0, marks[-1] if marks else 0)
         hashes, at = [], 0
         for mark in marks:
@@ -63,29 +63,25 @@ class BlockHasher:
         return hashes
 
     def _ids(self, request: Request, first: int, end: int) -> memoryview:
-        """Return the token ids of blocks [first, end) as bytes."""
-        start, stop = first * self.block_size, end * self.block_size
-        if stop <= len(request.spec.token_ids):
-            return memoryview(request.spec.token_ids).cast("B")[start * ID_BYTES : stop * ID_BYTES]
-        return memoryview(array("q", request.token_ids[start:stop])).cast("B")
+        """Return the ids that name blocks [first, end) as bytes."""
+        return request.name_ids(first * self.block_size, end * self.block_size)
 
     def _copy_hashes(self, request: Request) -> None:
         """Copy hashes from a recent request with a common prefix: comparing is much faster than hashing."""
-        ids, size, recent = request.spec.token_ids, self.block_size, self.recent
+        ids, key, size, recent = request.spec.name_ids, request.spec.cache_key, self.block_size, self.recent
         first = ids[:size]
         for index, other in enumerate(recent):
-            if other.spec.cache_salt == request.spec.cache_salt and other.spec.token_ids[:size] == first:
-                request.block_hashes += other.block_hashes[
-                    : _num_equal_blocks(ids, other.spec.token_ids, size)
-                ]
+            others = other.spec.name_ids
+            if other.spec.cache_key == key and others[:size] == first:
+                request.block_hashes += other.block_hashes[: _num_equal_blocks(ids, others, size)]
                 del recent[index]  # one request per prefix is enough
                 break
         recent.append(request)
         del recent[:-NUM_RECENT]
 
 
-def _hasher(salt: str) -> Any:
-    return sha256(sha256(salt.encode()).digest())
+def _hasher(request: Request) -> Any:
+    return sha256(sha256(request.spec.cache_key.encode()).digest())
 
 
 def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:

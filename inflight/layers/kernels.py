@@ -1,25 +1,20 @@
-"""The interface between models and the arithmetic of one device, and its implementation in plain torch.
+"""The interface between models and the arithmetic of one device.
 
 Decoders and encoders are written once, in terms of these operations; each is as large as some device can do in one
 kernel. Everything that reads a weight matrix is a method of a `Linear` or of a layer's `Experts`, which own how their
 matrices are stored, multiplied and loaded: another `Scheme` of quantized weights is another `Linear`. `Kernels` creates
-them and does what needs no matrix. `TorchKernels` runs anywhere and is the reference and the fallback of devices
-without kernels. `NativeKernels` is for CPUs, `TritonKernels` for GPUs.
+them and does what needs no matrix. `TorchKernels` runs anywhere, `NativeKernels` is for CPUs, `TritonKernels` for GPUs.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.cpu_recurrent import TorchRecurrent
 from inflight.layers.formats import QuantizedMatrix, Scheme, Weight, plain
 from inflight.layers.recurrent import RecurrentBackend
 
@@ -106,6 +101,36 @@ class ExpertRouting:
     has_scales: bool = False  # whether each expert has a factor of its weight
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The router and the experts of one layer, as far as one rank holds them. Routers are never quantized."""
+
+    hidden: int
+    inner: int
+    routing: ExpertRouting
+    dtype: torch.dtype
+    activation: str  # one of GATES, or CLAMPED_SILU
+    bias: bool = False
+    limit: float = 0.0  # of CLAMPED_SILU
+    held: range | None = None  # None: all experts
+    gate_up_scheme: Scheme | None = None
+    down_scheme: Scheme | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation != CLAMPED_SILU:
+            check_gate(self.activation)
+
+    @property
+    def experts(self) -> range:
+        """The experts that this rank holds."""
+        return range(self.routing.num_experts) if self.held is None else self.held
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme of all matrices, for kernels that take only one; None: plain weights."""
+        return self.gate_up_scheme if self.gate_up_scheme == self.down_scheme else None
+
+
 class Experts(Protocol):
     """The router and the gated experts of one layer. A rank may hold only some of the experts."""
 
@@ -166,25 +191,9 @@ class Kernels(Protocol):
         applied between the product and the residual. Only one of these layers has the bias.
         """
 
-    def experts(
-        self,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,
-        activation: str,
-        bias: bool = False,
-        limit: float = 0.0,
-        reduce: Reduce | None = None,
-        held: range | None = None,
-        gate_up_scheme: Scheme | None = None,
-        down_scheme: Scheme | None = None,
-    ) -> Experts:
-        """Return an empty router with empty experts. The activation is one of GATES, or CLAMPED_SILU with its `limit`.
-        The schemes are those of the experts' matrices; routers are never quantized.
-
-        `reduce` is for experts of which each rank holds some inner features, or only those in `held`.
-        """
+    def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
+        """Return an empty router with empty experts. `reduce` adds up what ranks that hold some inner features of each
+        expert, or some experts, computed."""
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """Return rows [len(ids), n] of an embedding table [N, n] in the compute dtype."""
@@ -292,385 +301,3 @@ def check_expert(experts: range, expert: int, part: str) -> None:
         )
     if part not in ("gate", "up", "down"):
         raise ConfigError(f"cannot load {part!r} of an expert: it must be gate, up or down")
-
-
-def choose_experts(
-    logits: Tensor, routing: ExpertRouting, correction: Tensor | None, scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the ids [T, top_k] int64 and weights [T, top_k] float32 of each token's experts, best first."""
-    logits = logits.float()
-    if routing.scores == "chosen":
-        values, ids = logits.topk(routing.top_k, dim=-1)
-        weights = values.softmax(dim=-1)
-    else:
-        scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
-        ranking = scores if correction is None else scores + correction
-        if routing.top_groups < routing.num_groups:
-            ranking = _only_best_groups(ranking, routing)
-        ids = ranking.topk(routing.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
-    if routing.normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # all sigmoids may be 0
-    weights = weights * routing.scale
-    return ids, weights if scales is None else weights * scales[ids]
-
-
-def _only_best_groups(ranking: Tensor, routing: ExpertRouting) -> Tensor:
-    """Return the ranking with -inf in all but the best groups."""
-    groups = ranking.view(len(ranking), routing.num_groups, -1)  # [T, num_groups, experts of a group]
-    best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
-    outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranking.device).scatter_(1, best, False)
-    return groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-class ComposedLinear(ABC):
-    """`Linear` built from single operations, for devices where fusing gains nothing.
-
-    Subclasses add the storage: loading, embedding lookup and the product itself.
-    """
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        in_features: int,
-        out_features: int,
-        bias: Tensor | None,  # [out_features]
-        reduce: Reduce | None,
-    ) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
-        self._kernels = kernels
-        self._bias = bias
-        self._reduce = reduce
-
-    @abstractmethod
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None: ...
-
-    @abstractmethod
-    def embed(self, ids: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        copy_bias(self, self._bias, bias, first_row)
-
-    def activated(self, x: Tensor, activation: str) -> Tensor:
-        check_activation(activation)
-        return _ACTIVATIONS[activation](self(x))
-
-    def normed(self, residual: Residual, eps: float) -> Tensor:
-        x, norm = residual.x, residual.norm
-        return self(x if norm is None else self._kernels.rms_norm(x, norm, eps))
-
-    def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
-        return self._kernels.gate(self.normed(residual, eps), activation)
-
-    def add_to(
-        self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
-    ) -> Residual:
-        y = self(x)
-        if self._reduce is not None:
-            y = self._reduce.sum(y)
-        if norm is not None:
-            y = self._kernels.rms_norm(y, norm, eps)
-        return Residual(self._kernels.add(residual.x, y), next_norm)
-
-    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self(self._kernels.rms_norm(x, norm, eps)).float()
-
-
-class TorchLinear(ComposedLinear):
-    """A linear layer over a row-major weight."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        in_features: int,
-        out_features: int,
-        dtype: torch.dtype,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-    ) -> None:
-        self._compute_dtype = kernels.compute_dtype
-        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
-        super().__init__(kernels, in_features, out_features, own_bias, reduce)
-        # Widen once here rather than on every call; this is never less precise than `dtype`.
-        stored = torch.promote_types(dtype, self._compute_dtype)
-        self._weight = torch.empty(out_features, in_features, dtype=stored, device=device)
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_weight(self, self._weight, weight, first_row, first_column)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._weight[ids].to(self._compute_dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight.to(self._compute_dtype), self._bias)
-
-
-class QuantizedTorchLinear(ComposedLinear):
-    """A linear layer that holds its weights in any scheme, and dequantizes them for every product: the reference of
-    other kernels, and a layer of the right size on the meta device."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        in_features: int,
-        out_features: int,
-        scheme: Scheme,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-    ) -> None:
-        self._compute_dtype = kernels.compute_dtype
-        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
-        super().__init__(kernels, in_features, out_features, own_bias, reduce)
-        self._matrix = scheme.empty(out_features, in_features, device)
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_quantized(self._matrix, weight, first_row, first_column)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._matrix.dequantize(self._compute_dtype)[ids]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._matrix.dequantize(self._compute_dtype), self._bias)
-
-
-def _empty_weight(
-    num_rows: int, num_columns: int, stored: torch.dtype | Scheme, device: torch.device
-) -> Weight:
-    if isinstance(stored, torch.dtype):
-        return torch.empty(num_rows, num_columns, dtype=stored, device=device)
-    return stored.empty(num_rows, num_columns, device)
-
-
-class TorchExperts:
-    """Implements `Experts` expert by expert, over row-major weights."""
-
-    def __init__(
-        self,
-        kernels: TorchKernels,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,
-        activation: str,
-        bias: bool,
-        limit: float,
-        reduce: Reduce | None,
-        held: range | None,
-        device: torch.device,
-        scheme: Scheme | None = None,
-    ) -> None:
-        if activation != CLAMPED_SILU:
-            check_gate(activation)
-        self.router: Linear = kernels.linear(hidden, routing.num_experts, dtype, routing.has_bias)
-        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
-        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
-        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
-        self._kernels = kernels
-        self._inner = inner
-        self._routing = routing
-        self._activation = activation
-        self._limit = limit
-        self._reduce = reduce
-        self._held = range(routing.num_experts) if held is None else held
-        count = len(self._held)
-        stored, compute = torch.promote_types(dtype, kernels.compute_dtype), kernels.compute_dtype
-        # The rows of all experts one after the other: of each the rows of gate, then those of up.
-        self._gate_up = _empty_weight(count * 2 * inner, hidden, scheme or stored, device)
-        self._down = _empty_weight(count * hidden, inner, scheme or stored, device)
-        self._gate_up_bias = torch.zeros(count, 2 * inner, dtype=compute, device=device) if bias else None
-        self._down_bias = torch.zeros(count, hidden, dtype=compute, device=device) if bias else None
-
-    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        to, index = self._down if part == "down" else self._gate_up, expert - self._held.start
-        hidden = self._gate_up.shape[1]
-        num_rows = hidden if part == "down" else self._inner
-        check_fits(weight, first_row, first_column, num_rows, to.shape[1])
-        first_row += index * hidden if part == "down" else (2 * index + (part == "up")) * self._inner
-        if isinstance(to, Tensor):
-            rows, columns = weight.shape
-            to[first_row : first_row + rows, first_column : first_column + columns] = plain(weight)
-        else:
-            copy_quantized(to, weight, first_row, first_column)
-
-    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        if self._gate_up_bias is None or self._down_bias is None:
-            raise ConfigError("cannot load a bias into experts that were created without one")
-        to = self._part(part, self._gate_up_bias, self._down_bias)[expert - self._held.start]
-        check_bias_fits(bias, first_row, len(to))
-        to[first_row : first_row + len(bias)].copy_(bias)
-
-    def add_to(
-        self,
-        residual: Residual,
-        eps: float,
-        next_norm: Tensor | None,
-        live: Tensor | None = None,
-        partial: Tensor | None = None,
-    ) -> Residual:
-        x = residual.x
-        if residual.norm is not None:
-            x = self._kernels.rms_norm(x, residual.norm, eps)
-        y = self._sum(x, self.router(x), live)
-        if partial is not None:
-            y = y + partial
-        if self._reduce is not None:
-            y = self._reduce.sum(y.contiguous())
-        return Residual(self._kernels.add(residual.x, y), next_norm)
-
-    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
-        y = self._sum(x, self.router(routed), live)
-        return y if self._reduce is None else self._reduce.sum(y.contiguous())
-
-    def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
-        ids, weights = choose_experts(logits, self._routing, self.correction, self.scales)
-        if live is not None:
-            ids = ids.masked_fill(live[:, None] < 0, -1)
-        self.tokens += torch.bincount(ids.flatten() + 1, minlength=len(self.tokens) + 1)[1:]
-        # One row per token and expert, added below in the order of a token's experts.
-        products = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
-        for expert in self._held:
-            tokens, ranks = torch.nonzero(ids == expert, as_tuple=True)
-            y = self._product(expert - self._held.start, x[tokens])
-            products[tokens, ranks] = y * weights[tokens, ranks, None].to(y.dtype)
-        y = products[:, 0]
-        for rank in range(1, self._routing.top_k):
-            y = y + products[:, rank]
-        return y
-
-    def _product(self, index: int, x: Tensor) -> Tensor:
-        gate_up_bias = None if self._gate_up_bias is None else self._gate_up_bias[index]
-        down_bias = None if self._down_bias is None else self._down_bias[index]
-        gate_up = F.linear(x, self._rows(self._gate_up, index), gate_up_bias)
-        if self._activation == CLAMPED_SILU:
-            gate, up = gate_up.chunk(2, dim=-1)
-            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-            inner = (up + 1) * gate * torch.sigmoid(CLAMPED_SILU_SLOPE * gate)
-        else:
-            inner = self._kernels.gate(gate_up, self._activation)
-        return F.linear(inner, self._rows(self._down, index), down_bias)
-
-    def _rows(self, weight: Weight, index: int) -> Tensor:
-        """Return one expert's rows in the compute dtype."""
-        count = len(weight) // len(self._held)
-        return plain(weight[index * count : (index + 1) * count]).to(self._kernels.compute_dtype)
-
-    def _part(self, part: str, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Return the rows of a part, of all experts, in the packed biases."""
-        if part == "down":
-            return down
-        return gate_up[:, : self._inner] if part == "gate" else gate_up[:, self._inner :]
-
-
-class TorchKernels:
-    """Implements `Kernels`. With `quantized`, layers hold quantized weights, which saves memory but no time: as they
-    are, or in the scheme that it returns, given theirs and whether the layer is one of experts; None: plain ones."""
-
-    def __init__(
-        self,
-        compute_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        quantized: bool | Callable[[Scheme, bool], Scheme | None] = False,
-    ) -> None:
-        self.compute_dtype = compute_dtype
-        self.recurrent = TorchRecurrent()
-        self._device = torch.device(device)
-        self._quantized = quantized
-
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return x.div(cap).tanh_().mul_(cap)
-
-    def linear(
-        self,
-        in_features: int,
-        out_features: int,
-        dtype: torch.dtype,
-        bias: bool,
-        reduce: Reduce | None = None,
-        scheme: Scheme | None = None,
-    ) -> Linear:
-        scheme = self._held_as(scheme, experts=False)
-        if scheme is not None:
-            return QuantizedTorchLinear(self, in_features, out_features, scheme, bias, reduce, self._device)
-        return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
-
-    def experts(
-        self,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,
-        activation: str,
-        bias: bool = False,
-        limit: float = 0.0,
-        reduce: Reduce | None = None,
-        held: range | None = None,
-        gate_up_scheme: Scheme | None = None,
-        down_scheme: Scheme | None = None,
-    ) -> Experts:
-        scheme = self._held_as(gate_up_scheme if gate_up_scheme == down_scheme else None, experts=True)
-        return TorchExperts(
-            self, hidden, inner, routing, dtype, activation, bias, limit, reduce, held, self._device, scheme
-        )
-
-    def _held_as(self, scheme: Scheme | None, experts: bool) -> Scheme | None:
-        if scheme is None or isinstance(self._quantized, bool):
-            return scheme if self._quantized else None
-        return self._quantized(scheme, experts)
-
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return table[ids].to(self.compute_dtype)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return (wide * scale * weight.float()).to(x.dtype)
-
-    def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual + x
-
-    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        rotary_dim = cos_sin.shape[-1]
-        half = rotary_dim // 2
-        angles = cos_sin[positions].float().unsqueeze(1)  # [T, 1, rotary_dim]
-        cos, sin = angles[..., :half], angles[..., half:]
-        left, right = x[..., :half].float(), x[..., half:rotary_dim].float()
-        rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
-        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        check_gate(activation)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate) * up
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
-
-    def add_layer_norm(
-        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        total = residual.float() + x.float()
-        return F.layer_norm(total, weight.shape, weight, bias, eps).to(residual.dtype)

@@ -15,13 +15,11 @@ from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent
 from inflight.layers.formats import Scheme, Weight
 from inflight.layers.kernels import (
-    CLAMPED_SILU,
-    ExpertRouting,
     Experts,
+    ExpertsShape,
     Linear,
     Reduce,
     Residual,
-    TorchKernels,
     check_bias_fits,
     check_expert,
     check_fits,
@@ -38,6 +36,7 @@ from inflight.layers.native_linears import (
     holds,
     pointer,
 )
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import (
     GATE_NUMBERS,
     INSTRUCTION_NUMBERS,
@@ -59,21 +58,11 @@ class NativeExperts:
         self,
         kernels: NativeKernels,
         library: Library,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,
-        activation: str,
-        bias: bool,
-        limit: float,
+        shape: ExpertsShape,
         reduce: Reduce | None,
-        held: range | None,
         device: torch.device,
-        gate_up_scheme: Scheme | None,
-        down_scheme: Scheme | None,
     ) -> None:
-        if activation != CLAMPED_SILU:
-            check_gate(activation)
+        routing, hidden, inner, dtype = shape.routing, shape.hidden, shape.inner, shape.dtype
         # In float32, since rounding could change which experts are chosen.
         self.router: Linear = NativeLinear(
             kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device
@@ -83,27 +72,24 @@ class NativeExperts:
         self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
         self._kernels = kernels
         self._library = library
-        self._hidden = hidden
-        self._inner = inner
-        self._routing = routing
-        self._activation = activation
-        self._limit = limit
+        self._shape = shape
         self._reduce = reduce
-        self._held = held = range(routing.num_experts) if held is None else held
+        self._held = held = shape.experts
         self._multiply = library.experts_bf16 if dtype == torch.bfloat16 else library.experts_f32
         # The rows of gate, then those of up.
-        self._gate_up = kernels.matrices(len(held), 2, inner, hidden, dtype, gate_up_scheme)
-        self._down = kernels.matrices(len(held), 1, hidden, inner, dtype, down_scheme)
-        self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if bias else None
-        self._down_bias = torch.zeros(len(held), hidden, device=device) if bias else None
+        self._gate_up = kernels.matrices(len(held), 2, inner, hidden, dtype, shape.gate_up_scheme)
+        self._down = kernels.matrices(len(held), 1, hidden, inner, dtype, shape.down_scheme)
+        self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if shape.bias else None
+        self._down_bias = torch.zeros(len(held), hidden, device=device) if shape.bias else None
         self._layer: ExpertLayer | None = None  # of the weights that are loaded
 
     def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_expert(self._held, expert, part)
-        shape = (self._hidden, self._inner) if part == "down" else (self._inner, self._hidden)
-        check_fits(weight, first_row, first_column, *shape)
+        hidden, inner = self._shape.hidden, self._shape.inner
+        size = (hidden, inner) if part == "down" else (inner, hidden)
+        check_fits(weight, first_row, first_column, *size)
         panels = self._down if part == "down" else self._gate_up
-        first_row += self._inner if part == "up" else 0
+        first_row += inner if part == "up" else 0
         panels.load(weight, first_row, first_column, expert - self._held.start)
         self._layer = None
 
@@ -111,10 +97,10 @@ class NativeExperts:
         check_expert(self._held, expert, part)
         if self._gate_up_bias is None or self._down_bias is None:
             raise ConfigError("cannot load a bias into experts that were created without one")
-        num_rows = self._hidden if part == "down" else self._inner
+        num_rows = self._shape.hidden if part == "down" else self._shape.inner
         check_bias_fits(bias, first_row, num_rows)
         biases = (self._down_bias if part == "down" else self._gate_up_bias)[expert - self._held.start]
-        first_row += self._inner if part == "up" else 0
+        first_row += self._shape.inner if part == "up" else 0
         biases[first_row : first_row + len(bias)].copy_(bias)
 
     def add_to(
@@ -156,7 +142,8 @@ class NativeExperts:
     def _ready(self) -> ExpertLayer:
         if self._layer is not None:
             return self._layer
-        gate_up, down, routing = self._gate_up.table(), self._down.table(), self._routing
+        gate_up, down = self._gate_up.table(), self._down.table()
+        shape, routing = self._shape, self._shape.routing
         self._layer = ExpertLayer(
             (PackedMatrix * len(gate_up))(*gate_up),
             (PackedMatrix * len(down))(*down),
@@ -166,8 +153,8 @@ class NativeExperts:
             pointer(self.scales),
             pointer(self.tokens),
             len(gate_up) // len(down),
-            self._hidden,
-            self._inner,
+            shape.hidden,
+            shape.inner,
             routing.num_experts,
             self._held.start,
             len(self._held),
@@ -176,9 +163,9 @@ class NativeExperts:
             routing.normalise,
             routing.num_groups,
             routing.top_groups,
-            GATE_NUMBERS[self._activation],
+            GATE_NUMBERS[shape.activation],
             routing.scale,
-            self._limit,
+            shape.limit,
         )
         return self._layer
 
@@ -254,36 +241,8 @@ class NativeKernels:
             return ExpertBlocks(self._library, *size, blocks, self._device, self._block_instruction)
         return self.panels(parts * part_rows, in_features, dtype, scheme, count)
 
-    def experts(
-        self,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,
-        activation: str,
-        bias: bool = False,
-        limit: float = 0.0,
-        reduce: Reduce | None = None,
-        held: range | None = None,
-        gate_up_scheme: Scheme | None = None,
-        down_scheme: Scheme | None = None,
-    ) -> Experts:
-        return NativeExperts(
-            self,
-            self._library,
-            hidden,
-            inner,
-            routing,
-            dtype,
-            activation,
-            bias,
-            limit,
-            reduce,
-            held,
-            self._device,
-            gate_up_scheme,
-            down_scheme,
-        )
+    def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
+        return NativeExperts(self, self._library, shape, reduce, self._device)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table.index_select(0, ids).to(self.compute_dtype)  # several times as fast as table[ids]

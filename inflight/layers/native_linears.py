@@ -11,15 +11,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
-from inflight.layers.kernels import (
-    ComposedLinear,
-    Kernels,
-    Reduce,
-    Residual,
-    check_activation,
-    check_gate,
-    check_weight,
-)
+from inflight.layers.kernels import Kernels, Reduce, Residual, check_activation, check_gate, check_weight
+from inflight.layers.torch_kernels import ComposedLinear
 from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library, LinearMatrix, PackedMatrix
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice

@@ -10,17 +10,16 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
 from inflight.layers.formats.schemes import unpack_nibbles
-from inflight.layers.gpu_weights import empty_words
+from inflight.layers.gpu_weights import empty_words, held_on_gpu
 from inflight.layers.kernels import (
     CLAMPED_SILU,
-    ExpertRouting,
+    ExpertsShape,
     Linear,
     Reduce,
     Residual,
     check_bias_fits,
     check_expert,
     check_fits,
-    check_gate,
     taken_as,
 )
 from inflight.layers.triton.elementwise import ACTIVATIONS
@@ -64,18 +63,12 @@ class TritonExperts:
         self,
         kernels: TritonKernels,
         router: TritonLinear,
-        inner: int,
-        routing: ExpertRouting,
-        activation: str,
-        bias: bool,
-        limit: float,
+        shape: ExpertsShape,
         reduce: Reduce | None,
-        held: range | None,
-        scheme: Scheme | None = None,
     ) -> None:
-        if activation != CLAMPED_SILU:
-            check_gate(activation)
-        num_experts = routing.num_experts
+        routing, num_experts, scheme = shape.routing, shape.routing.num_experts, shape.scheme
+        if scheme is not None and not held_on_gpu(scheme, experts=True):
+            scheme = None
         grouped = routing.num_groups > 1
         if grouped and (num_experts & (num_experts - 1) or num_experts % routing.num_groups):
             raise ConfigError(
@@ -83,16 +76,17 @@ class TritonExperts:
                 "of two"
             )
         self._kernels, self._routing, self._reduce = kernels, routing, reduce
-        self._held = held = range(num_experts) if held is None else held
-        self._gate = Gate(CLAMPED if activation == CLAMPED_SILU else ACTIVATIONS[activation], limit)
+        self._held = held = shape.experts
+        clamped = shape.activation == CLAMPED_SILU
+        self._gate = Gate(CLAMPED if clamped else ACTIVATIONS[shape.activation], shape.limit)
         self._router = router
         self.router: Linear = router
         dtype, device = kernels.compute_dtype, kernels.device
         self.correction = torch.zeros(num_experts, device=device) if routing.has_correction else None
         self.scales = torch.ones(num_experts, device=device) if routing.has_scales else None
-        count, hidden = len(held), router.in_features
-        gate_up_bias = torch.zeros(count, 2 * inner, dtype=dtype, device=device) if bias else None
-        down_bias = torch.zeros(count, hidden, dtype=dtype, device=device) if bias else None
+        count, hidden, inner = len(held), shape.hidden, shape.inner
+        gate_up_bias = torch.zeros(count, 2 * inner, dtype=dtype, device=device) if shape.bias else None
+        down_bias = torch.zeros(count, hidden, dtype=dtype, device=device) if shape.bias else None
         self._inner, self._scheme = inner, scheme
         self.gate_up = _allocate(kernels, count, 2 * inner, hidden, gate_up_bias, scheme)
         self.down = _allocate(kernels, count, hidden, inner, down_bias, scheme)

@@ -12,8 +12,8 @@ from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
 from inflight.layers.formats.schemes import unpack_nibbles
 from inflight.layers.gpu_weights import empty_words, held_on_gpu
 from inflight.layers.kernels import (
-    ExpertRouting,
     Experts,
+    ExpertsShape,
     Linear,
     Reduce,
     Residual,
@@ -114,25 +114,9 @@ class TritonKernels:
             return QuantizedTritonLinear(self, in_features, out_features, bias, reduce, scheme)
         return TritonLinear(self, in_features, out_features, bias, reduce)
 
-    def experts(
-        self,
-        hidden: int,
-        inner: int,
-        routing: ExpertRouting,
-        dtype: torch.dtype,  # noqa: ARG002
-        activation: str,
-        bias: bool = False,
-        limit: float = 0.0,
-        reduce: Reduce | None = None,
-        held: range | None = None,
-        gate_up_scheme: Scheme | None = None,
-        down_scheme: Scheme | None = None,
-    ) -> Experts:
-        router = TritonLinear(self, hidden, routing.num_experts, routing.has_bias)
-        scheme = gate_up_scheme if gate_up_scheme == down_scheme else None
-        if scheme is None or not held_on_gpu(scheme, experts=True):
-            scheme = None
-        return TritonExperts(self, router, inner, routing, activation, bias, limit, reduce, held, scheme)
+    def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
+        router = TritonLinear(self, shape.hidden, shape.routing.num_experts, shape.routing.has_bias)
+        return TritonExperts(self, router, shape, reduce)
 
     def byte_codes(self, scheme: GroupScheme, num_columns: int) -> tuple[int, torch.dtype]:
         """Return how kernels name the codes of a scheme of 8 bits, and their type. They are multiplied as they are if

@@ -19,8 +19,8 @@ from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.platforms import Platform
-from inflight.layers.kernels import TorchKernels
 from inflight.layers.recurrent import StateInputs, allocate_states
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading.checkpoint import (
     load_tokenizer,
     model_name,

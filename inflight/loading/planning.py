@@ -17,8 +17,8 @@ from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
 from inflight.kv.snapshots import PROMPT_INTERVAL
 from inflight.layers.formats import GroupScheme, Scheme
 from inflight.layers.gpu_weights import held_on_gpu
-from inflight.layers.kernels import TorchKernels
 from inflight.layers.recurrent import max_captures, max_pieces
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading import open_model
 from inflight.loading.checkpoint import (
     check_kv_cache_dtype,

@@ -25,7 +25,7 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme
 from inflight.layers.formats.packed import pack_words
 from inflight.layers.formats.schemes import unpack_nibbles
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading.checkpoint import model_name, open_configured
 from inflight.models.checkpoint import CONFIG, INDEX, SINGLE, TEXT_FILES, Checkpoint
 from inflight.models.decoders.families import decoder_spec

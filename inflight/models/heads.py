@@ -15,7 +15,8 @@ from torch import Tensor
 
 from inflight.attention.backend import Sequences
 from inflight.errors import ModelError, WeightsError
-from inflight.layers.kernels import Kernels, Linear, TorchKernels
+from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.model_files import inside
 from inflight.models.checkpoint import SINGLE, Checkpoint
 from inflight.models.tensors import (

@@ -15,7 +15,6 @@ from inflight.engine import (
     Health,
     ModelFacts,
     ReplicaClient,
-    StepObserver,
     TimelineObserver,
 )
 from inflight.engine.client import wait_while
@@ -42,7 +41,6 @@ class StartReplica(Protocol):
 
 
 OnLoss = Callable[[Replica, set[RoutedRequest], RoutedRequest | None], None]
-WatchReplica = Callable[[Replica], Callable[[], None]]  # returns a function that ends it
 
 POLL = 0.2  # seconds between health checks
 _GONE = ("restarting", "dead", "closed")  # states of a client whose engine is lost
@@ -64,7 +62,7 @@ class Replicas:
         self._replaced: list[Replica] = []  # replaced, and finishing their requests
         self._starting: list[str] = []  # ids
         self._num_ids = 0
-        self._watches: dict[WatchReplica, list[Callable[[], None]]] = {}
+        self._watches: dict[TimelineObserver, list[Callable[[], None]]] = {}
         self._lost_stats: list[EngineStats] = []  # the summed stats of lost engines, as one item
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
@@ -148,8 +146,8 @@ class Replicas:
         """Let a new replica take requests, in place of the one with the same id."""
         self._members[replica.replica_id] = replica
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
-        for watch_one, stops in self._watches.items():
-            stops.append(watch_one(replica))
+        for observer, stops in self._watches.items():
+            stops.append(self._watch_one(replica, observer))
         self._update_facts()
         self._on_change()
 
@@ -391,32 +389,22 @@ class Replicas:
             await asyncio.gather(*(client.command("wake_up") for client in clients), return_exceptions=True)
         raise errors[0]
 
-    # ---- steps ----
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        def watch_one(replica: Replica) -> Callable[[], None]:
-            return replica.client.watch(
-                lambda record: observer(replace(record, engine_id=replica.replica_id))
-            )
-
-        return self._watch(watch_one)
+    # ---- the timeline ----
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
-        def watch_one(replica: Replica) -> Callable[[], None]:
-            return replica.client.watch_timeline(lambda _, data: observer(replica.replica_id, data))
-
-        return self._watch(watch_one)
-
-    def _watch(self, watch_one: WatchReplica) -> Callable[[], None]:
         """Watch all replicas, also those that start later. Return a function that ends it."""
-        stops = self._watches[watch_one] = [watch_one(replica) for replica in self.members]
+        stops = self._watches[observer] = [self._watch_one(replica, observer) for replica in self.members]
 
         def stop() -> None:
-            self._watches.pop(watch_one, None)
+            self._watches.pop(observer, None)
             for stop_one in stops:
                 stop_one()
 
         return stop
+
+    @staticmethod
+    def _watch_one(replica: Replica, observer: TimelineObserver) -> Callable[[], None]:
+        return replica.client.watch_timeline(lambda _, data: observer(replica.replica_id, data))
 
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
         """Return the next page of each replica that has more."""

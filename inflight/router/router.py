@@ -17,7 +17,6 @@ from inflight.engine import (
     MemoryState,
     ModelFacts,
     RequestState,
-    StepObserver,
     TimelineObserver,
 )
 from inflight.engine.client import DeltaStream, History, id_in_use, not_added, wait_while
@@ -304,9 +303,6 @@ class Router:
 
     async def command(self, command: Command) -> None:
         await self.replicas.command(command)
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        return self.replicas.watch(observer)
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         return self.replicas.watch_timeline(observer)

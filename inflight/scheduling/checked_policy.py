@@ -7,8 +7,9 @@ per method and replaced by the result of the base policy. So is a result that wo
 from __future__ import annotations
 
 import logging
+import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -16,11 +17,87 @@ from typing import Any
 from inflight.errors import shown
 from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
-from inflight.scheduling.policy import Policy, next_candidate
+from inflight.scheduling.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-_RAISED = object()  # returned by `_call` when the policy raised
+
+# ---- checks: they return the result, or raise whatever comparing or iterating over nonsense raises ----
+
+
+class InvalidResultError(Exception):
+    """A result that a method of a policy must not return."""
+
+
+def _require(is_valid: bool) -> None:
+    if not is_valid:
+        raise InvalidResultError
+
+
+def _flag(result: Any, *_: object) -> bool:
+    _require(isinstance(result, bool))
+    return bool(result)
+
+
+def _count(result: Any, most: float) -> int:
+    count = operator.index(result)
+    _require(0 <= count <= most)
+    return count
+
+
+def _distinct(result: Any, allowed: Sequence[Request]) -> Sequence[Request]:
+    chosen = list(islice(result, len(allowed) + 1))
+    _require(len(set(chosen)) == len(chosen) and set(allowed).issuperset(chosen))
+    return chosen
+
+
+def _yielding(result: Any, running: Sequence[Request]) -> Sequence[Request]:
+    """The request that arrived first always stays, so that at least one makes progress."""
+    chosen = list(islice(result, len(running) + 1))
+    if not chosen:
+        return chosen
+    first = min(running, key=_arrival, default=None)
+    return _distinct(chosen, [request for request in running if request is not first])
+
+
+def _leaving(result: Any, _: Request, running: Sequence[Request]) -> bool:
+    _require(result is not False or len(running) > 0)  # otherwise nothing is left that it could wait for
+    return _flag(result)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _last_arrived(_: Policy, candidates: Sequence[Request]) -> Request:
+    """Return the base policy's victim, whatever order the wrapped policy has given the requests."""
+    return max(candidates, key=_arrival)
+
+
+def _checked(
+    method: Callable[..., Any], check: Callable[..., Any], base: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return a method that asks the wrapped policy and checks its result, given the result and the arguments.
+
+    If the result is invalid or the policy is overruled, the base policy's is returned.
+    """
+    name, base = method.__name__, base or method
+
+    def ask(self: CheckedPolicy, *args: Any) -> Any:
+        if self._is_overruled:
+            return base(self, *args)
+        try:
+            result = getattr(self.policy, name)(*args)
+        except Exception as error:
+            self._warn_once(name, error)
+            return base(self, *args)
+        try:
+            return check(result, *args)
+        except Exception:
+            self._warn_once(name, InvalidResultError(f"it returned {_describe(result)}"))
+            return base(self, *args)
+
+    return ask
 
 
 class CheckedPolicy(Policy):
@@ -34,56 +111,26 @@ class CheckedPolicy(Policy):
         super().__init__()
         self.policy = policy
         self._waiting: dict[Request, None] = {}
-        self._overruled = False
+        self._is_overruled = False
         self._warned: set[str] = set()  # methods whose results were logged as invalid
 
-    @contextmanager
-    def overruled(self) -> Iterator[None]:
-        """Let the base policy decide in this context, because the wrapped one would run nothing on an idle engine."""
-        self._warn_once("schedule", "it lets no request run, although nothing else is in progress")
-        self._overruled = True
-        try:
-            yield
-        finally:
-            self._overruled = False
-
-    # ---- calling the policy ----
-
-    def _call(self, method: str, *args: object) -> Any:
-        try:
-            return getattr(self.policy, method)(*args)
-        except Exception:
-            self._warn_once(method, "it raised an exception", with_traceback=True)
-            return _RAISED
-
-    def _warn_invalid(self, method: str, result: object) -> None:
-        if result is not _RAISED:  # the exception has been logged
-            self._warn_once(method, f"it returned {_describe(result)}")
-
-    def _warn_once(self, method: str, problem: str, with_traceback: bool = False) -> None:
-        if method not in self._warned:
-            self._warned.add(method)
-            logger.warning(
-                "policy %s, %s: %s. Falling back to first-come-first-served; further warnings for this method are "
-                "suppressed.",
-                type(self.policy).__name__,
-                method,
-                problem,
-                exc_info=with_traceback,
-            )
-
-    def _call_bool(self, method: str, base: bool, *args: object) -> bool:
-        result = self._call(method, *args)
-        if isinstance(result, bool):
-            return result
-        self._warn_invalid(method, result)
-        return base
+    tokens_ahead = _checked(Policy.tokens_ahead, lambda result, _, budget: _count(result, budget))
+    prompts = _checked(
+        Policy.prompts, lambda result, all_: all_ if result is all_ else _distinct(result, all_)
+    )
+    admits = _checked(Policy.admits, _flag)
+    tokens = _checked(Policy.tokens, lambda result, _, *limits: _count(result, min(limits)))
+    memory_to_admit = _checked(Policy.memory_to_admit, lambda result, *_: _count(result, math.inf))
+    allocates_at_once = _checked(Policy.allocates_at_once, _flag)
+    victim = _checked(Policy.victim, lambda result, among: _distinct([result], among)[0], base=_last_arrived)
+    yields = _checked(Policy.yields, _yielding)
+    leaves = _checked(Policy.leaves, _leaving)
 
     # ---- the queue ----
 
     def push(self, request: Request, step: int) -> None:
         self._waiting[request] = None
-        if self._call("push", request, step) is _RAISED:
+        if not self._tell("push", request, step):
             super().push(request, step)
 
     def remove(self, request: Request) -> None:
@@ -91,156 +138,91 @@ class CheckedPolicy(Policy):
         if request in self.queue:
             super().remove(request)
         else:
-            self._call("remove", request)
+            self._tell("remove", request)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def candidates(self) -> Generator[Request, bool, None]:
+    def candidates(self) -> Iterator[Request]:
         tried: set[Request] = set()
-        if not self._overruled:
+        if not self._is_overruled:
             yield from super().candidates()
             if len(self.queue):  # a request that the policy failed to accept does not fit yet
                 return
-            is_valid = yield from self._valid_candidates("candidates", tried)
-            if is_valid:
+            try:
+                yield from self._valid(self.policy.candidates(), tried)
                 return
-        while len(tried) < len(self._waiting):
-            rest = (request for request in self._waiting if request not in tried)
-            request = min(rest, key=lambda request: request.arrival)
+            except Exception as error:
+                self._warn_once("candidates", error)
+        for request in sorted(self._waiting, key=_arrival):
+            if request not in tried:
+                yield request
+                if request in self._waiting:  # refused
+                    return
+
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Iterator[Request]:
+        try:
+            yield from self._valid(self.policy.candidates_ahead(prompts), set())
+        except Exception as error:
+            self._warn_once("candidates_ahead", error)
+
+    def _valid(self, candidates: Iterable[Request], tried: set[Request]) -> Iterator[Request]:
+        """Yield the candidates, and add them to `tried`. Raise if one is not waiting, or has been tried."""
+        for request in candidates:
+            if request not in self._waiting or request in tried:
+                raise InvalidResultError(f"it returned {_describe(request)}")
             tried.add(request)
-            admitted = yield request
-            if not admitted:
-                return
-            tried.discard(request)
-
-    def _valid_candidates(
-        self, method: str, tried: set[Request], *args: object
-    ) -> Generator[Request, bool, bool]:
-        """Yield the waiting requests that the policy names. Return False at the first invalid one."""
-        try:
-            candidates = iter(getattr(self.policy, method)(*args))
-            request = next(candidates, None)
-            while request is not None:
-                if request not in self._waiting or request in tried:
-                    self._warn_invalid(method, request)
-                    return False
-                tried.add(request)
-                admitted = yield request
-                if admitted:
-                    tried.discard(request)
-                request = next_candidate(candidates, admitted)
-        except Exception:
-            self._warn_once(method, "it raised an exception", with_traceback=True)
-            return False
-        return True
-
-    # ---- waiting prompts against running prompts ----
-
-    def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:
-        if self._overruled:
-            return 0
-        result = self._call("tokens_ahead", prompts, budget)
-        count = _as_int(result)
-        if count is not None and 0 <= count <= budget:
-            return count
-        self._warn_invalid("tokens_ahead", result)
-        return 0
-
-    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
-        yield from self._valid_candidates("candidates_ahead", set(), prompts)
-
-    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
-        result = running if self._overruled else self._call("prompts", running)
-        if result is running:
-            return running
-        try:
-            chosen = list(islice(result, len(running) + 1))
-            is_valid = len(set(chosen)) == len(chosen) and set(running).issuperset(chosen)
-        except Exception:  # not requests, or not even iterable
-            is_valid = False
-        if not is_valid:
-            self._warn_invalid("prompts", result)
-            return running
-        return chosen
-
-    # ---- the decisions ----
-
-    def admits(self, request: Request, running: Sequence[Request]) -> bool:
-        return self._overruled or self._call_bool("admits", True, request, running)
-
-    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
-        if not self._overruled:
-            result = self._call("tokens", request, num_remaining, budget)
-            count = _as_int(result)
-            if count is not None and 0 <= count <= min(num_remaining, budget):
-                return count
-            self._warn_invalid("tokens", result)
-        return super().tokens(request, num_remaining, budget)
-
-    def memory_to_admit(self, request: Request, running: Sequence[Request]) -> int:
-        if not self._overruled:
-            result = self._call("memory_to_admit", request, running)
-            count = _as_int(result)
-            if count is not None and count >= 0:
-                return count
-            self._warn_invalid("memory_to_admit", result)
-        return super().memory_to_admit(request, running)
-
-    def allocates_at_once(self) -> bool:
-        return not self._overruled and self._call_bool("allocates_at_once", False)
-
-    def victim(self, candidates: Sequence[Request]) -> Request:
-        result = self._call("victim", candidates)
-        if any(result is request for request in candidates):
-            chosen: Request = result
-            return chosen
-        self._warn_invalid("victim", result)
-        return max(candidates, key=lambda request: request.arrival)
-
-    def yields(self, running: Sequence[Request]) -> Sequence[Request]:
-        result = self._call("yields", running)
-        try:
-            chosen = dict.fromkeys(islice(result, len(running) + 1))
-        except Exception:  # not requests, or not even iterable
-            self._warn_invalid("yields", result)
-            return ()
-        if not chosen:
-            return ()
-        # The request that arrived first always stays, so that at least one makes progress.
-        staying = min(running, key=lambda request: request.arrival, default=None)
-        allowed = [request for request in running if request in chosen and request is not staying]
-        if len(allowed) != len(chosen):
-            self._warn_invalid("yields", result)
-        return allowed
-
-    def leaves(self, request: Request, running: Sequence[Request]) -> bool:
-        stays = not self._call_bool("leaves", True, request, running)
-        if stays and not running:
-            self._warn_invalid("leaves", False)  # nothing is left that it could wait for
-            return True
-        return not stays
+            yield request
 
     # ---- notifications ----
+
+    def _tell(self, method: str, *args: object) -> bool:
+        """Call a method that returns nothing. Return whether it succeeded."""
+        try:
+            getattr(self.policy, method)(*args)
+        except Exception as error:
+            self._warn_once(method, error)
+            return False
+        return True
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self.policy.set_weights(weights)
 
     def set_num_left(self, num_left: Callable[[Request], int]) -> None:
-        self._call("set_num_left", num_left)
+        self._tell("set_num_left", num_left)
 
     def on_admit(self, request: Request) -> None:
-        self._call("on_admit", request)
+        self._tell("on_admit", request)
 
     def on_batch(self, step: ScheduledStep) -> None:
-        self._call("on_batch", step)
+        self._tell("on_batch", step)
 
+    # ---- when the policy is wrong ----
 
-def _as_int(result: object) -> int | None:
-    try:
-        return operator.index(result)  # type: ignore[arg-type]  # raises if it is not an integer
-    except TypeError:
-        return None
+    @contextmanager
+    def overruled(self) -> Iterator[None]:
+        """Let the base policy decide in this context, because the wrapped one would run nothing on an idle engine."""
+        problem = "it lets no request run, although nothing else is in progress"
+        self._warn_once("schedule", InvalidResultError(problem))
+        self._is_overruled = True
+        try:
+            yield
+        finally:
+            self._is_overruled = False
+
+    def _warn_once(self, method: str, error: Exception) -> None:
+        if method in self._warned:
+            return
+        self._warned.add(method)
+        is_invalid = isinstance(error, InvalidResultError)
+        logger.warning(
+            "policy %s, %s: %s. Falling back to first-come-first-served; further warnings for this method are "
+            "suppressed.",
+            type(self.policy).__name__,
+            method,
+            error if is_invalid else "it raised an exception",
+            exc_info=None if is_invalid else error,
+        )
 
 
 def _describe(result: object) -> str:

@@ -9,7 +9,7 @@ decides how many tokens a step may have.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from inflight.errors import ConfigError
@@ -98,15 +98,15 @@ class Policy:
     def __len__(self) -> int:
         return len(self.queue)
 
-    def candidates(self) -> Generator[Request, bool, None]:
-        """Yield waiting requests in the order to try them.
+    def candidates(self) -> Iterable[Request]:
+        """Return the waiting requests in the order to try them.
 
-        Each `yield` evaluates to whether the request was admitted, and so removed from the queue. Returning ends
-        admission. A plain iterator works too, if the order does not depend on what was admitted.
+        Each is admitted, and so removed from the queue, or refused before the next one is taken from an iterator. So a
+        generator whose order depends on it asks whether the request that it yielded is still in the queue.
         """
         while (request := self.queue.first()) is not None:
-            admitted = yield request
-            if not admitted:
+            yield request
+            if request in self.queue:  # refused, and none may pass it
                 return
 
     # Waiting prompts against running prompts.
@@ -119,13 +119,13 @@ class Policy:
         """
         return 0
 
-    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
-        """Yield waiting requests to try ahead of the running `prompts`, as `candidates` does.
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Iterable[Request]:  # noqa: ARG002
+        """Return the waiting requests to try ahead of the running `prompts`, as `candidates` does.
 
         Called only if `tokens_ahead` is not 0. A request is admitted only if it leaves memory for the rest of
         `prompts`.
         """
-        yield from ()
+        return ()
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
         """Return running prompts in the order in which they get their chunks of the step. One left out gets none."""
@@ -180,14 +180,6 @@ class Policy:
 
     def on_batch(self, step: ScheduledStep) -> None:
         """Note that a step was scheduled."""
-
-
-def next_candidate(candidates: Iterator[Request], admitted: bool) -> Request | None:
-    """Return the next candidate, after reporting whether the last one was admitted."""
-    try:
-        return candidates.send(admitted) if isinstance(candidates, Generator) else next(candidates)
-    except StopIteration:
-        return None
 
 
 POLICIES: Registry[Callable[[], Policy]] = Registry(

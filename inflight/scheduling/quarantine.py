@@ -12,7 +12,7 @@ them are suspects, and this policy replaces the engine's own until each has been
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inflight.request import Request, Status
 from inflight.scheduling.batch import ScheduledStep
@@ -75,10 +75,9 @@ class Quarantine(Policy):
             self._lift()
         return [request for request in running if request is not suspect]
 
-    def candidates(self) -> Generator[Request, bool, None]:
+    def candidates(self) -> Sequence[Request]:
         suspect = self._current_suspect()
-        if suspect is not None and suspect.status is Status.WAITING:
-            yield suspect
+        return [suspect] if suspect is not None and suspect.status is Status.WAITING else []
 
     # Delegated.
 

@@ -8,7 +8,7 @@ admitted. A policy may reserve part of the step for waiting requests, which are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
@@ -16,7 +16,7 @@ from inflight.kv import BlockManager, PrefixHit
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep
 from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.scheduling.policy import Policy, TokenBudget, next_candidate
+from inflight.scheduling.policy import Policy, TokenBudget
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.results import end_with_errors, take_results
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _admit(
         self,
-        candidates: Iterator[Request],
+        candidates: Iterable[Request],
         step: ScheduledStep,
         max_tokens: int,
         prompts: Sequence[Request] = (),
@@ -267,8 +267,8 @@ class Scheduler:
 
         Return the first reason for which a candidate was not admitted.
         """
-        request, cause = next(candidates, None), ""
-        while request is not None:
+        cause = ""
+        for request in candidates:
             budget = max_tokens - step.batch.num_tokens
             if budget <= 0:
                 return cause or "budget"
@@ -278,7 +278,6 @@ class Scheduler:
                 return cause or "policy"
             refusal = self._try_admit(request, budget, step, prompts)
             cause = cause or refusal
-            request = next_candidate(candidates, not refusal)
         return cause or "policy"
 
     def _try_admit(

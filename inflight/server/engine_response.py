@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from inflight.errors import EngineError
 from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
-from inflight.request import RequestOrigin
+from inflight.request import RequestContext, RequestOrigin
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
 from inflight.server.http.bodies import ENGINE_RESPONSE
@@ -52,14 +52,14 @@ class EngineResponse(Response):
         *,
         request_id: str,
         model_name: str,
+        context: RequestContext,
         stream: bool = False,
-        priority: int | None = None,
-        user: str | None = None,
         formatter: ResponseFormatter | None = None,
         awaited: str = "token",
     ) -> None:
         """`answer` does the work and sends everything. `awaited` is what the client waits for first."""
         self.state, self.caller, self.model = state_of(request), caller_of(request), model
+        self.context = context
         options = self.state.options
         self.cancel_scope = CancelScope(request.receive, options.first_token_timeout, options.request_timeout)
         self.logged = LoggedRequest(
@@ -67,8 +67,8 @@ class EngineResponse(Response):
             self.caller,
             request.scope["route"].path,
             stream,
-            priority or 0,
-            self.caller.tenant(user),
+            context.priority,
+            context.tenant,
             self.cancel_scope.end,
         )
         self.model_name = model_name

@@ -18,8 +18,8 @@ from inflight.frontend import (
     context_length_error,
 )
 from inflight.frontend.chat import num_characters, selected_tools
+from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
-from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.routes.schemas import TokenizeBody
@@ -303,10 +303,10 @@ def _bad_prompt(problem: str) -> ApiError:
 
 def prepare_completion(
     model: ServedModel,
-    caller: Caller,
     body: CompletionBody,
     params: GenerationParams,
     prompts: list[str | list[int]],
+    context: RequestContext,
 ) -> list[OutputProcessor]:
     """Tokenize and check the prompts. Return an output processor, which holds the requests, for each of them."""
     tokenizer = model.frontend.tokenizer
@@ -326,11 +326,9 @@ def prepare_completion(
                 model.next_id("g"),
                 prompt,
                 params.sampling,
-                priority=body.priority or 0,
-                tenant=caller.tenant(body.user),
-                cache_salt=caller.salt(body.cache_salt or ""),
-                text=text,
-                kind=params.kind,
+                context,
+                text,
+                params.kind,
             )
         _check_context(model, params, processor)
         processors.append(processor)
@@ -372,12 +370,7 @@ def tokenized_chat(body: ChatBody | TokenizeBody) -> ChatRequest:
 
 
 def prepare_conversation(
-    model: ServedModel,
-    caller: Caller,
-    body: SampledBody,
-    chat: ChatRequest,
-    params: GenerationParams,
-    user: str | None,
+    model: ServedModel, chat: ChatRequest, params: GenerationParams, context: RequestContext
 ) -> list[OutputProcessor]:
     """Render and check a conversation of any API. Return an output processor, which holds its requests, in a list."""
     check_tokenizer(model)
@@ -387,14 +380,7 @@ def prepare_conversation(
     model.frontend.input_processor.check_characters(min_characters)
     _check_listed(model, params, 1)
     with params.translated_errors():
-        processor = model.frontend.prepare_chat(
-            model.next_id("g"),
-            chat,
-            params.sampling,
-            priority=body.priority or 0,
-            tenant=caller.tenant(user),
-            cache_salt=caller.salt(body.cache_salt or ""),
-        )
+        processor = model.frontend.prepare_chat(model.next_id("g"), chat, params.sampling, context)
     _check_prompt_tokens(model, len(processor.prompt_token_ids))
     _check_context(model, params, processor)
     _check_logprobs(model, params, [processor], "top_logprobs")

@@ -4,6 +4,7 @@ recorder.py       records every step in the engine, within a limit of memory
 chunks.py         what it records: consecutive steps as columns, and what each slot did as runs
 open_runs.py      finds what changed in a step
 chunk_builder.py  collects a chunk
+steps.py          the steps of a recording one by one, for programs that measure
 stream.py         the past and the present of an engine for one viewer; chunks as JSON, once for all viewers of a key
 trace.py          a recording as a Chrome trace, which Perfetto opens
 neighbours.py     which other requests made one slow
@@ -21,12 +22,15 @@ from inflight.timeline.chunks import (
     decode_chunk,
 )
 from inflight.timeline.recorder import MAX_BYTES, NoRecorder, Recorder
+from inflight.timeline.steps import RecordedSlot, RecordedStep, read_chunks, recorded_steps
 
 __all__ = [
     "MAX_BYTES",
     "Chunk",
     "NoRecorder",
     "RecordedRequest",
+    "RecordedSlot",
+    "RecordedStep",
     "RecordedTimes",
     "Recorder",
     "SlotKind",
@@ -34,4 +38,6 @@ __all__ = [
     "TimelinePage",
     "TimelineQuery",
     "decode_chunk",
+    "read_chunks",
+    "recorded_steps",
 ]

@@ -7,32 +7,33 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from inflight.events import ExpertUsage
 from inflight.timeline.chunks import (
-    RUN_LENGTH,
     Chunk,
+    PackedRuns,
     RecordedRequest,
     TimelineEvent,
     encode_chunk,
     remember,
 )
-from inflight.timeline.open_runs import DECODE, OpenRun
+from inflight.timeline.open_runs import OpenRun
 
 MAX_KEPT = 4096  # descriptions of requests, of steps that were dropped
 LARGEST = 2**32 - 1  # in a column
 
 
 class RecordedTimes(NamedTuple):
-    """The times of a step: see `StepRecord`."""
+    """The times of a step."""
 
-    scheduled_at: float
+    scheduled_at: float  # when scheduling began
     launched_at: float
-    device_began_at: float
-    finished_at: float
-    updated_at: float
+    device_began_at: float  # after the launch and the end of the previous step
+    finished_at: float  # when its results were available
+    updated_at: float  # when they had been processed
 
 
 # The times of a step, and the columns from "tokens" on.
-StepRow = tuple[RecordedTimes, int, int, int, int, int, int]
+StepRow = tuple[RecordedTimes, int, int, int, int, int, int, int]
 
 
 class ChunkLimits(NamedTuple):
@@ -57,39 +58,42 @@ class ChunkBuilder:
         """Begin a new chunk."""
         self.first_step = first_step
         self.steps: list[StepRow] = []
-        self.runs = array("q")
+        self.runs = PackedRuns()
         self.failed: dict[int, str] = {}
         self.events: list[TimelineEvent] = []
         self.requests: dict[int, RecordedRequest] = {}  # of runs and events, by number
+        self.experts: dict[int, ExpertUsage] = {}
 
     @property
     def is_empty(self) -> bool:
         return not self.steps and not self.events
 
     def is_full(self, limits: ChunkLimits) -> bool:
-        num_runs = len(self.runs) // RUN_LENGTH
-        return len(self.steps) >= limits.steps or len(self.events) >= limits.events or num_runs >= limits.runs
+        return (
+            len(self.steps) >= limits.steps
+            or len(self.events) >= limits.events
+            or len(self.runs) >= limits.runs
+        )
 
     def add_events(self, events: Iterable[TimelineEvent], infos: Iterable[RecordedRequest]) -> None:
         self.events += events
         for info in infos:
             self.requests[info.number] = info
 
-    def add_run(self, run: OpenRun, end_step: int, outputs: int) -> None:
-        row = run.clipped(self.first_step, end_step, outputs)
-        if row is not None:
-            self.runs.extend(row)
+    def add_run(self, run: OpenRun, end_step: int, outputs: int | None) -> None:
+        part = run.until(end_step, outputs).after(self.first_step)
+        if part is not None:
+            self.runs.append(part)
             self.requests[run.info.number] = run.info
 
     def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RecordedRequest] = ()) -> bytes:
         """Return what is here so far, with the runs that are still open and more descriptions."""
-        runs, requests = self.runs[:], self.requests.copy()
+        runs, requests = self.runs.copy(), self.requests.copy()
         end_step = self.first_step + len(self.steps)
         for run in open_runs:
-            outputs = end_step - run.first_step if run.kind == DECODE else 0
-            row = run.clipped(self.first_step, end_step, outputs)
-            if row is not None:
-                runs.extend(row)
+            part = run.until(end_step).after(self.first_step)
+            if part is not None:
+                runs.append(part)
                 requests[run.info.number] = run.info
         requests |= {info.number: info for info in more}
         if self._known is not None:
@@ -99,12 +103,14 @@ class ChunkBuilder:
             first_step=self.first_step,
             at=array("d", [row[0].scheduled_at for row in self.steps]).tobytes(),
             columns=_columns(self.steps),
-            run_data=runs.tobytes(),
+            run_data=runs.data,
+            run_counts=runs.counts,
             failed=self.failed,
             requests=list(requests.values()),
             events=self.events,
             first_event=self._num_events,
             skipped=self.skipped,
+            experts=self.experts,
         )
         return encode_chunk(chunk)
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
 
+from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
 
 # The columns of 32-bit numbers, in order. The first four are microseconds.
@@ -32,10 +34,11 @@ COLUMNS = (
     "waiting",
     "used",
     "cached",
+    "filled",  # the tokens in used blocks; it is not sent to viewers
 )
 MAX_KNOWN = 1 << 14  # requests of which a reader is known to have the description
 ENDS = ("finish", "abort")  # the last events of a request
-RUN_LENGTH = 8  # numbers in a run
+RUN_LENGTH = 8  # numbers in a run, without its counts
 
 
 class SlotKind(enum.IntEnum):
@@ -49,8 +52,9 @@ class SlotKind(enum.IntEnum):
 class SlotRun(NamedTuple):
     """Consecutive steps in which a slot did the same for one request.
 
-    In a run of decodes every step returns a token, except for the last ones if the request ended meanwhile: `outputs`
-    counts the tokens that the answer has. A prefill that returns the request's next token ends its run.
+    A prefill that returns the request's next token ends its run. In a run of decodes every step returns a token, or
+    several: `counts` has the tokens of each of the first steps, and every later one returned one. `outputs` is their
+    sum, or 0 in a step that failed.
     """
 
     slot: int
@@ -59,8 +63,9 @@ class SlotRun(NamedTuple):
     first_step: int
     num_steps: int
     tokens_per_step: int
-    first_token: int  # index, within the request, of the first token computed
+    first_token: int  # index, within the request, of the first token computed; of the last one in a decode
     outputs: int
+    counts: Sequence[int] = ()
 
     def after(self, step: int) -> SlotRun | None:
         """Return the part of the run from `step` on, or None if there is none."""
@@ -69,13 +74,36 @@ class SlotRun(NamedTuple):
             return self
         if skipped >= self.num_steps:
             return None
-        outputs = max(0, self.outputs - skipped) if self.kind == SlotKind.DECODE else self.outputs
+        first_token = token_at(self, step)
+        is_decode = self.kind == SlotKind.DECODE
         return self._replace(
             first_step=step,
             num_steps=self.num_steps - skipped,
-            first_token=self.first_token + skipped * self.tokens_per_step,
-            outputs=outputs,
+            first_token=first_token,
+            outputs=self.outputs - (first_token - self.first_token) if is_decode else self.outputs,
+            counts=self.counts[skipped:],
         )
+
+
+class TokenRun(Protocol):
+    """The fields of a run that its positions depend on."""
+
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def tokens_per_step(self) -> int: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def counts(self) -> Sequence[int]: ...
+
+
+def token_at(run: TokenRun, step: int) -> int:
+    """Return the index of the token that a run has reached in `step`, which may be the step after its last one."""
+    num_steps, counts = step - run.first_step, run.counts
+    if not counts:
+        return run.first_token + num_steps * run.tokens_per_step
+    return run.first_token + sum(counts[:num_steps]) + max(0, num_steps - len(counts))
 
 
 class RecordedRequest(NamedTuple):
@@ -112,11 +140,15 @@ class Chunk(NamedTuple):
     at: bytes  # float64: when each step was scheduled
     columns: bytes  # uint32: each of COLUMNS
     run_data: bytes  # int64: RUN_LENGTH for each run
+    run_counts: dict[int, Sequence[int]]  # the counts of runs that have some, by the index of the run
     failed: dict[int, str]  # messages of failed steps
     requests: list[RecordedRequest]
     events: list[TimelineEvent]
     first_event: int  # number of events before this chunk
     skipped: int = 0  # steps before this chunk that were left out
+    # What the experts of the model received since the reading before, by the step that it was read in: about once a
+    # second. It is not sent to viewers.
+    experts: Mapping[int, ExpertUsage] = MappingProxyType({})
 
     @property
     def num_steps(self) -> int:
@@ -142,7 +174,8 @@ class Chunk(NamedTuple):
 
     def runs(self) -> Iterator[SlotRun]:
         numbers = iter(array("q", self.run_data))
-        return (SlotRun(*values) for values in zip(*[numbers] * RUN_LENGTH, strict=True))
+        rows = zip(*[numbers] * RUN_LENGTH, strict=True)
+        return (SlotRun._make((*row, self.run_counts.get(index, ()))) for index, row in enumerate(rows))
 
     def after(self, step: int, event: int) -> Chunk:
         """Return the part from a step and an event on; each may be beyond the chunk or before it."""
@@ -153,25 +186,48 @@ class Chunk(NamedTuple):
         first_step = self.first_step + num_cut
         parts = (self.column(name)[num_cut:].tobytes() for name in COLUMNS)
         runs = [run for run in (run.after(first_step) for run in self.runs()) if run is not None]
+        packed = PackedRuns(runs)
         gone = {event.request for event in self.events[:num_events] if event.type in ENDS}
         gone -= {run.request for run in runs}
         return self._replace(
             first_step=first_step,
             at=self.at[8 * num_cut :],
             columns=b"".join(parts),
-            run_data=pack_runs(runs),
+            run_data=packed.data,
+            run_counts=packed.counts,
             failed={number: text for number, text in self.failed.items() if number >= first_step},
             requests=[info for info in self.requests if info.number not in gone],
             events=self.events[num_events:],
             first_event=self.first_event + num_events,
+            experts={number: usage for number, usage in self.experts.items() if number >= first_step},
         )
 
 
-def pack_runs(runs: Sequence[SlotRun]) -> bytes:
-    numbers = array("q")
-    for run in runs:
-        numbers.extend(run)
-    return numbers.tobytes()
+class PackedRuns:
+    """The runs of a chunk as compact data."""
+
+    def __init__(self, runs: Iterable[SlotRun] = ()) -> None:
+        self._numbers = array("q")
+        self.counts: dict[int, Sequence[int]] = {}  # as in `Chunk.run_counts`
+        for run in runs:
+            self.append(run)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // RUN_LENGTH
+
+    def append(self, run: SlotRun) -> None:
+        if run.counts:
+            self.counts[len(self)] = run.counts
+        self._numbers.extend(cast("tuple[int, ...]", run[:RUN_LENGTH]))
+
+    def copy(self) -> PackedRuns:
+        copy = PackedRuns()
+        copy._numbers, copy.counts = self._numbers[:], self.counts.copy()
+        return copy
+
+    @property
+    def data(self) -> bytes:
+        return self._numbers.tobytes()
 
 
 class TimelineQuery(NamedTuple):
@@ -221,7 +277,7 @@ def chunk_json(
     """
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
     steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
-    steps |= {name: chunk.column(name).tolist() for name in COLUMNS}
+    steps |= {name: chunk.column(name).tolist() for name in COLUMNS[:-1]}
     runs = [run for run in chunk.runs() if own is None or run.request in own]
     steps["others"] = [0] * chunk.num_steps if own is None else _others(chunk, own)
     requests = [info for info in chunk.requests if own is None or info.number in own]

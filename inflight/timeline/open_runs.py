@@ -1,11 +1,11 @@
 """Turns steps into runs, at a cost that depends on what changes rather than on the size of the batch.
 
 A run (`chunks.py`) is opened when a slot begins to do something and closed when it does something else. A request that
-decodes computes its next token in every step, so its run needs no attention until it stops doing that:
+decodes mostly computes its next token in every step, so its run needs no attention until it stops doing that:
 
     the same requests as before      nothing changes: two lists and two sums are compared
     some join or leave               one set operation finds them, and only their entries are read
-    anything else                    every entry is read
+    anything else                    every entry is read, for example if some returned several tokens
 
 Before entries are skipped, `_all_decode` checks that their requests do continue.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import ScheduledStep
-from inflight.timeline.chunks import RecordedRequest, SlotKind
+from inflight.timeline.chunks import RecordedRequest, SlotKind, SlotRun, token_at
 
 DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)
 
@@ -32,28 +32,17 @@ class OpenRun(NamedTuple):
     first_step: int
     tokens_per_step: int
     first_token: int
+    counts: list[int]
 
-    def expected(self, step: int) -> int:
-        """Return the index of the first token that the run computes in `step` if it continues."""
-        return self.first_token + (step - self.first_step) * self.tokens_per_step
-
-    def clipped(self, first_step: int, end_step: int, outputs: int) -> tuple[int, ...] | None:
-        """Return the part of the run in steps [first_step, end_step) as the numbers of a `SlotRun`, or None.
-
-        `outputs` is the number of tokens that the whole run returned.
-        """
-        slot, info, kind, own_first_step, tokens_per_step, first_token = self
-        skipped = first_step - own_first_step
-        if skipped <= 0:
-            first_step = own_first_step
-        else:
-            first_token += skipped * tokens_per_step
-            if kind == DECODE:
-                outputs = max(0, outputs - skipped)
+    def until(self, end_step: int, outputs: int | None = None) -> SlotRun:
+        """Return the run up to a step. It returned `outputs` tokens; None: as many as its decodes advanced by."""
+        slot, info, kind, first_step, tokens_per_step, first_token, counts = self
+        if outputs is None:
+            outputs = token_at(self, end_step) - first_token if kind == DECODE else 0
         num_steps = end_step - first_step
-        if num_steps <= 0:
-            return None
-        return slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs
+        return SlotRun(
+            slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs, counts[:]
+        )
 
 
 class OpenRuns:
@@ -62,16 +51,17 @@ class OpenRuns:
     def __init__(
         self,
         describe: Callable[[Request], RecordedRequest],
-        close: Callable[[OpenRun, int, int], None],
+        close: Callable[[OpenRun, int, int | None], None],
     ) -> None:
         self._describe = describe
         self._close_run = close
         self._runs: dict[Request, OpenRun] = {}
         self._decoding: set[Request] = set()  # the requests whose open run is one of decodes
         self._others: set[Request] = set()  # those with an open run of another kind
-        # The sum of first_token - first_step of all open runs of decodes: adding their number times the step gives the
-        # sum of the positions that they should compute in it.
+        # The sum of token_at(run, step) - step of all open runs of decodes, for the next step: adding their number
+        # times the step gives the sum of the positions that they should compute in it.
         self._sum_offsets = 0
+        self._begun: set[Request] = set()  # those that have returned a token since they were admitted
         self._steady: list[Request] | None = None  # the last step's requests, if each is in a run of decodes
         self._held: dict[Request, int] = {}  # slots of requests that the policy keeps, after the last step
         # Requests that have ended while later steps of theirs were in flight: these return tokens that are dropped.
@@ -85,16 +75,19 @@ class OpenRuns:
         step: ScheduledStep,
         number: int,
         deltas: Sequence[Delta],
-        num_outputs: int,
+        outputs: Sequence[int],
         lingering: Sequence[Request],
         error: str | None,
     ) -> None:
-        """Continue, open and close runs with the next step. `num_outputs` is the number of tokens in `deltas`."""
+        """Continue, open and close runs with the next step. `outputs` are the numbers of tokens in `deltas`."""
         batch, requests = step.batch, step.requests
-        is_same = requests == self._steady and not batch.admissions and not lingering and error is None
-        if is_same and self._all_decode(step, (), number, num_outputs):
+        num_outputs = sum(outputs)
+        is_usual = error is None and outputs.count(1) == num_outputs  # no request returned several tokens
+        is_same = requests == self._steady and not batch.admissions and not lingering
+        if is_usual and is_same and self._all_decode(step, (), number, num_outputs):
             return
         for request in requests[len(requests) - len(batch.admissions) :]:
+            self._begun.discard(request)
             if request in self._runs:  # it was preempted, and is back already
                 self._close(request, number)
         changed = self._decoding.symmetric_difference(requests)
@@ -102,7 +95,7 @@ class OpenRuns:
         for request in (changed - joined) | (self._others - joined - self._held.keys()):
             self._close(request, number)
         entries: Sequence[int] = _positions(joined, requests)
-        if error is None and self._all_decode(step, entries, number, num_outputs):
+        if is_usual and self._all_decode(step, entries, number, num_outputs):
             outputs_of = None
         else:
             entries, outputs_of = range(len(requests)), _outputs_of(() if error else deltas)
@@ -134,10 +127,16 @@ class OpenRuns:
             outputs = outputs_of.get(request.request_id, 0)
         if samples and not outputs and error is None:
             kind = HELD  # the request had ended: the token was dropped
-        elif count == 1 and start >= request.num_prompt_tokens:
+        elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
             kind = DECODE
+            start, count = (
+                start + count - 1,
+                1,
+            )  # it may also compute others that were returned together with this one
         else:
             kind = PREFILL
+        if outputs:
+            self._begun.add(request)
         self._extend(request, batch.rows[entry], kind, number, count, start, outputs)
 
     def _record_held(self, requests: Sequence[Request], number: int) -> None:
@@ -149,6 +148,7 @@ class OpenRuns:
 
     def end(self, request: Request, end_step: int) -> None:
         """Close the run of a request that has ended."""
+        self._begun.discard(request)
         if request.num_in_flight:
             self._ended.add(request)
         if request in self._runs:
@@ -187,21 +187,25 @@ class OpenRuns:
         if run is not None:
             continues = (
                 (run.slot, run.kind, run.tokens_per_step) == (slot, kind, count)
-                and run.expected(number) == start
-                and (kind != DECODE or outputs == 1)
+                and token_at(run, number) == start
+                and (kind != DECODE or outputs > 0)
             )
             if not continues:
                 self._close(request, number)
                 run = None
-        ends = (kind == PREFILL and outputs > 0) or (kind == DECODE and outputs != 1)
+        ends = (outputs > 0) if kind == PREFILL else (kind == DECODE and not outputs)
         if run is None:
-            run = OpenRun(slot, self._describe(request), kind, number, count, start)
+            run = OpenRun(slot, self._describe(request), kind, number, count, start, [])
             if ends:
                 self._close_run(run, number + 1, outputs)
             else:
                 self._open(request, run)
         elif ends:
             self._close(request, number + 1, outputs)
+        if kind == DECODE and outputs > 1:
+            run.counts.extend([1] * (number - run.first_step - len(run.counts)))
+            run.counts.append(outputs)
+            self._sum_offsets += outputs - 1
 
     def _open(self, request: Request, run: OpenRun) -> None:
         self._runs[request] = run
@@ -211,13 +215,12 @@ class OpenRuns:
         else:
             self._others.add(request)
 
-    def _close(self, request: Request, end_step: int, outputs: int = 0) -> None:
+    def _close(self, request: Request, end_step: int, outputs: int | None = None) -> None:
         run = self._runs.pop(request)
         self._steady = None
         if run.kind == DECODE:
             self._decoding.remove(request)
-            self._sum_offsets -= run.first_token - run.first_step
-            outputs = end_step - run.first_step
+            self._sum_offsets -= token_at(run, end_step) - end_step
         else:
             self._others.remove(request)
         self._close_run(run, end_step, outputs)

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from inflight.events import Delta
+from inflight.events import Delta, ExpertUsage
 from inflight.request import Request
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
 from inflight.timeline.chunk_builder import ChunkBuilder, ChunkLimits, RecordedTimes
@@ -33,6 +33,8 @@ NUMBERS_PER_GENERATION = 10**10
 class NoRecorder:
     """Records nothing."""
 
+    takes_experts = False  # whether `add_experts` is of use
+
     @property
     def is_watched(self) -> bool:
         """Whether someone will `take` what is recorded."""
@@ -49,11 +51,14 @@ class NoRecorder:
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        num_outputs: int,
+        outputs: Sequence[int],
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
+        pass
+
+    def add_experts(self, step: int, usage: ExpertUsage | None) -> None:
         pass
 
     def watch(self, enabled: bool) -> None:
@@ -74,6 +79,8 @@ class NoRecorder:
 
 class Recorder(NoRecorder):
     """The timeline of one engine. Its owner calls it between steps."""
+
+    takes_experts = True
 
     def __init__(
         self,
@@ -139,30 +146,31 @@ class Recorder(NoRecorder):
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        num_outputs: int,
+        outputs: Sequence[int],
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
         """Record a step that was collected or failed.
 
-        `num_outputs` is the number of tokens in `deltas`, and `ended` are the requests that ended with it.
+        `outputs` are the numbers of tokens in `deltas`, and `ended` are the requests that ended with it.
         """
         batch, kv, number = step.batch, step.kv, self._base + step.batch.step
         if number != self._next_step:
             self._skip_to(number)
         self._next_step += 1
-        self._runs.record(step, number, deltas, num_outputs, pool.lingering, error)
+        self._runs.record(step, number, deltas, outputs, pool.lingering, error)
         if batch.admissions or step.preempted or ended:
             self._record_events(step, ended, number, times, pool)
         row = (
             times,
             batch.num_tokens,
-            num_outputs,
+            sum(outputs),
             len(pool.running),
             pool.num_waiting,
             kv.num_used,
             kv.num_cached,
+            kv.num_tokens,
         )
         for builder in self._builders:
             builder.steps.append(row)
@@ -170,6 +178,11 @@ class Recorder(NoRecorder):
                 builder.failed[number] = error
         self._ended_at = max(self._ended_at, times.updated_at)
         self._close_full_chunks()
+
+    def add_experts(self, step: int, usage: ExpertUsage | None) -> None:
+        """Record what the experts received until the end of a step, if that was read."""
+        if usage is not None:
+            self._builder.experts[self._base + step] = usage
 
     def _record_events(
         self,
@@ -199,7 +212,7 @@ class Recorder(NoRecorder):
                 events.append(TimelineEvent("finish", times.finished_at, info.number, number, -1, 0, reason))
         self._add_events(events, infos)
 
-    def _close_run(self, run: OpenRun, end_step: int, outputs: int) -> None:
+    def _close_run(self, run: OpenRun, end_step: int, outputs: int | None) -> None:
         for builder in self._builders:
             builder.add_run(run, end_step, outputs)
 

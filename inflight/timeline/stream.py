@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -84,7 +84,8 @@ class ChunkConverter:
     """Turns chunks into JSON for the viewers of one key: each chunk once, one at a time, with a pause before each.
 
     A chunk is a bounded amount of work. It is done outside the event loop, and each pause is as long as the work before
-    it took, so that a key's viewers never keep more than half a processor busy, however many there are.
+    it took, so that a key's viewers never keep more than half a processor busy, however many there are. Viewers who
+    leave take their place in the queue with them, but the next piece of work waits until the one that began has ended.
     """
 
     def __init__(
@@ -105,15 +106,16 @@ class ChunkConverter:
         self._working, self._reading = asyncio.Lock(), asyncio.Lock()
         self._own: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
         self._converted: OrderedDict[object, asyncio.Task[ConvertedChunk]] = OrderedDict()
+        self._waiting: Counter[object] = Counter()  # viewers of a chunk that is being converted
         self._sizes: dict[object, int] = {}  # bytes of those that are done
         self._num_bytes = 0
 
     async def read(self, query: TimelineQuery) -> TimelinePage:
         """Return a page of the past, which is empty if the engine is gone."""
-        async with self._reading:
-            with contextlib.suppress(EngineDeadError):
-                return await self._source.read_timeline(query)
-            return TimelinePage([], {})
+        with contextlib.suppress(EngineDeadError):
+            await self._reading.acquire()
+            return await _finish(self._reading, self._source.read_timeline(query))
+        return TimelinePage([], {})
 
     async def convert(self, replica: str, data: bytes, cut: Cut | None = None) -> ConvertedChunk:
         """Return an encoded chunk as JSON."""
@@ -124,7 +126,16 @@ class ChunkConverter:
             self._converted[key] = task
             task.add_done_callback(lambda done: self._keep(key, done))
         self._converted.move_to_end(key)
-        return await asyncio.shield(task)  # other viewers may wait for it too
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)  # other viewers may wait for it too
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                if not task.done():
+                    del self._converted[key]
+                    task.cancel()
 
     async def work(self, function: Callable[[], T]) -> T:
         """Do a bounded piece of work for the key in a thread, after a pause."""
@@ -136,14 +147,19 @@ class ChunkConverter:
             finally:
                 self._rest = time.thread_time() - began
 
-        async with self._working:
+        await self._working.acquire()
+        try:
             await self._pause(self._rest)
-            result: T = await self._in_thread(timed)
-            return result
+        except BaseException:
+            self._working.release()
+            raise
+        return await _finish(self._working, self._in_thread(timed))
 
     def _keep(self, key: tuple[str, bytes, Cut | None], task: asyncio.Task[ConvertedChunk]) -> None:
         """Keep a converted chunk, and drop the ones that were used longest ago."""
-        if task.cancelled() or task.exception() is not None:
+        if task.cancelled():  # by its last viewer, who has removed it
+            return
+        if task.exception() is not None:
             del self._converted[key]
             return
         result = task.result()
@@ -289,6 +305,13 @@ class TimelineStream:
         if is_new:
             self._idle[engine] = part
         return None
+
+
+async def _finish(lock: asyncio.Lock, work: Awaitable[T]) -> T:
+    """Return the result of work that holds a lock. It is released when the work ends, not when its caller leaves."""
+    begun = asyncio.ensure_future(work)
+    begun.add_done_callback(lambda _: lock.release())
+    return await asyncio.shield(begun)
 
 
 def _engine(replica: str, chunk: ConvertedChunk) -> tuple[str, int]:

@@ -27,7 +27,9 @@ from inflight.timeline.chunks import (
     TimelineQuery,
     chunk_json,
     decode_chunk,
+    token_at,
 )
+from inflight.timeline.steps import read_chunks
 from inflight.web import recording_document
 
 VERSION = 1
@@ -50,14 +52,13 @@ def _recording() -> dict[str, Any]:
 
 def read_recording(read: Callable[[TimelineQuery], TimelinePage], to_unix: float) -> dict[str, Any]:
     """Return everything that was recorded, with all that is known of requests."""
-    query, chunks, known = TimelineQuery(-math.inf), list[dict[str, Any]](), set[int]()
-    while True:
-        page = read(query)
-        for replica, data in page.chunks:
-            chunks.append(chunk_json(decode_chunk(data), replica, to_unix, known))
-        if not page.positions:
-            return recording_of(chunks)
-        query = TimelineQuery(-math.inf, page.positions)
+    known = set[int]()
+    return recording_of(
+        [
+            chunk_json(decode_chunk(data), replica, to_unix, known)
+            for replica, data in read_chunks(read, TimelineQuery(-math.inf))
+        ]
+    )
 
 
 def write_recording(recording: dict[str, Any], path: str | PathLike[str]) -> None:
@@ -114,23 +115,30 @@ def _end_step(run: SlotRun) -> int:
 
 
 def _continues(run: SlotRun, later: SlotRun) -> bool:
-    end_step, end_token = _end_step(run), run.first_token + run.num_steps * run.tokens_per_step
+    end_step, end_token = _end_step(run), token_at(run, _end_step(run))
     is_same = (run.request, run.kind, run.tokens_per_step) == (
         later.request,
         later.kind,
         later.tokens_per_step,
     )
-    expected = run.num_steps if run.kind == SlotKind.DECODE else 0
+    expected = end_token - run.first_token if run.kind == SlotKind.DECODE else 0
     return (
         is_same and (end_step, end_token) == (later.first_step, later.first_token) and run.outputs == expected
     )
 
 
+def _joined(run: SlotRun, later: SlotRun) -> SlotRun:
+    """Return a run and the one that continues it as one."""
+    counts: list[int] = []
+    if run.counts or later.counts:
+        counts = [*run.counts, *[1] * (run.num_steps - len(run.counts)), *later.counts]
+    num_steps, outputs = run.num_steps + later.num_steps, run.outputs + later.outputs
+    return run._replace(num_steps=num_steps, outputs=outputs, counts=counts)
+
+
 def first_output(run: SlotRun) -> int:
     """Return the index, within the request, of the first token that a run returned."""
-    if run.kind == SlotKind.DECODE:
-        return run.first_token + 1
-    return run.first_token + run.num_steps * run.tokens_per_step
+    return run.first_token + (1 if run.kind == SlotKind.DECODE else run.num_steps * run.tokens_per_step)
 
 
 class OpenSlice(NamedTuple):
@@ -255,7 +263,7 @@ class ReplicaTrace:
                 yield {"ph": "i", "s": "p", "name": "step failed", "cat": "failure", **where, "args": args}
 
     def _slot_events(
-        self, runs: Sequence[Sequence[int]], steps: dict[int, RecordedTimes]
+        self, runs: Sequence[Sequence[Any]], steps: dict[int, RecordedTimes]
     ) -> Iterator[dict[str, Any]]:
         """Yield the slices of runs that have ended, joining those that were cut at the ends of chunks."""
         for run in sorted((SlotRun(*values) for values in runs), key=lambda run: (run.first_step, run.slot)):
@@ -264,10 +272,7 @@ class ReplicaTrace:
                 continue
             before = self._open.get(run.slot)
             if before is not None and _continues(before.run, run):
-                joined = before.run._replace(
-                    num_steps=before.run.num_steps + run.num_steps, outputs=before.run.outputs + run.outputs
-                )
-                self._open[run.slot] = OpenSlice(joined, before.begin, last.finished_at)
+                self._open[run.slot] = OpenSlice(_joined(before.run, run), before.begin, last.finished_at)
             else:
                 if before is not None:
                     yield self._slot_slice(before)

@@ -1,6 +1,6 @@
 """Commands and flags of the `vllm` command line, for `inflight serve` and `inflight bench serve`.
 
-docs/from-vllm.md documents the same tables, and tests/vllm_compat checks that both agree.
+`python -m tools.from_vllm_page` writes them into docs/from-vllm.md.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ ENGINE_RULES = (
     CompatRule(
         "model_impl NAME",
         {"auto": "", "vllm": ""},
-        "inflight has its own model implementations; the README lists the supported families",
+        "inflight has its own model implementations; docs/models.md lists the supported families",
     ),
     CompatRule("hf_token TOKEN", {}, "use the environment variable HF_TOKEN, which `ps` does not show"),
     CompatRule(

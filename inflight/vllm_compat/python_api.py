@@ -1,6 +1,6 @@
 """Names of vLLM's Python API: arguments of `LLM` and its methods, the methods, and fields of `SamplingParams`.
 
-docs/from-vllm.md documents the same tables, and tests/vllm_compat/test_python.py checks that both agree.
+`python -m tools.from_vllm_page` writes them into docs/from-vllm.md.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ MISSING_MODULES = {
 
 # Methods and attributes that LLM does not have, and what to use instead.
 LLM_METHODS = {
-    "collective_rpc": "callers cannot run code in workers; use observe or stats",
+    "collective_rpc": "callers cannot run code in workers; use recorded or stats",
     "apply_model": "the model is not a torch module; see models/decoders/decoder.py",
     "tokenizer": "use get_tokenizer",
     "preprocess_chat": "use get_tokenizer().apply_chat_template",
@@ -169,9 +169,9 @@ LLM_METHODS = {
     "encode": "use embed, classify or score",
     "reward": "use classify, which returns the scores of the classification head",
     "set_tokenizer": "pass the option tokenizer to LLM",
-    "start_profile": "observe reports the time of every step; benchmarks/step_profile.py profiles one step",
-    "stop_profile": "observe reports the time of every step; benchmarks/step_profile.py profiles one step",
-    "llm_engine": "LLM is the engine: use stats, observe and get_metrics",
+    "start_profile": "recorded reports the times of every step; benchmarks/step_profile.py profiles one step",
+    "stop_profile": "recorded reports the times of every step; benchmarks/step_profile.py profiles one step",
+    "llm_engine": "LLM is the engine: use stats, recorded and get_metrics",
     "model_config": "use max_model_len, vocab_size and get_tokenizer",
     "init_weight_transfer_engine": "create a new LLM",
     "update_weights": "create a new LLM",

@@ -11,8 +11,8 @@ from torch import Tensor
 from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
 from inflight.attention.cpu import NativeSequenceAttention, TorchSequenceAttention
 from inflight.errors import ConfigError
-from inflight.layers.kernels import TorchKernels
 from inflight.layers.rotary import Rope
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from inflight.compare import measure
 from inflight.compare.measure import compute_figures
+from inflight.request import RequestOrigin
+from inflight.timeline import RecordedTimes
 from tests.compare import hand_made
 from tests.support.requests import FakeEngine, make_request
 
@@ -30,7 +33,7 @@ def test_figures_of_a_hand_made_run_are_exact() -> None:
 
 def test_idle_step_lowers_slot_use() -> None:
     run = hand_made.run()
-    run.steps.append(hand_made.step(6, []))
+    run.recording.steps.append(hand_made.step(6, []))
     assert compute_figures(run).slot_use == pytest.approx(8 / 14)
 
 
@@ -69,15 +72,30 @@ def test_gpu_readings_are_averaged_if_there_are_enough(monkeypatch: pytest.Monke
 
 
 def test_busy_share_is_the_time_spent_in_steps() -> None:
+    steps = [
+        replace(
+            hand_made.step(number, []), times=RecordedTimes(number, number, number, number + 0.4, number + 1)
+        )
+        for number in range(3)
+    ]
+    recording = measure.Recording(steps, [0.0, 1.0, 2.0], [0.4, 1.4, 2.4], [])
+    assert measure._busy_share(recording) == pytest.approx(3 * 0.4 / 2.4)
+
+
+def test_steps_begin_where_the_last_one_ended_or_after_a_pause() -> None:
     engine = FakeEngine()
-    recorder = measure.StepRecorder(origin=engine.core.clock())
-    engine.core.observers.append(recorder)
-    engine.add(make_request([1, 2], 5))
-    engine.run()
-    share = measure._busy_share(recorder)
-    busy = sum(record.finished_at - record.device_began_at for record in engine.records)
-    assert 0 < share < 1
-    assert share == pytest.approx(busy / (engine.records[-1].finished_at - recorder.origin))
+    engine.core.record()
+    origin = engine.core.clock()
+    for _ in range(2):
+        engine.add(make_request([1, 2], 3, origin=RequestOrigin("A")))
+        engine.run()
+        for _ in range(10_000):  # the clock goes on
+            engine.core.clock()
+    recording = measure.Recording.read(engine.core, "static", origin)
+    assert len(recording.steps) == 6
+    gaps = [begin - end for end, begin in zip(recording.ends, recording.begins[1:], strict=False)]
+    assert gaps[:2] + gaps[3:] == [0.0] * 4
+    assert gaps[2] == pytest.approx(0.01, abs=1e-4)
 
 
 def test_missing_driver_is_logged_and_costs_only_the_utilization(

@@ -38,7 +38,7 @@ def test_hand_made_run_is_laid_out_as_expected() -> None:
 
 def test_dropped_token_is_not_counted() -> None:
     run = hand_made.run()
-    run.steps[2] = hand_made.step(2, [hand_made.token(0, "a", 1), hand_made.token(1, "b", 1)], idle=(1,))
+    run.recording.steps[2] = hand_made.step(2, [hand_made.token(0, "a", 1), hand_made.held(1, "b", 1)])
     b = [span for span in lay_out(run).spans if span.request == 1]
     assert [(span.kind, span.first, span.last, span.num_tokens) for span in b] == [
         (SpanKind.PREFILL, 0, 1, 1),

@@ -26,6 +26,7 @@ from inflight.errors import (
 from tests.e2e.breaking import PoisonedRunner, begins_with
 from tests.e2e.conftest import Folder
 from tests.support.held_steps import taking_turns
+from tests.support.steps import observe
 from tests.support.waiting import until, until_idle
 
 TEXT = "The quick brown fox"
@@ -45,7 +46,7 @@ async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     engine = await AsyncEngine.start(folder, **options)
     # On a busy machine a tiny model may be done before the test gets to act: each step gives way to the event loop.
-    core_of(engine).observers.append(taking_turns(asyncio.get_running_loop()))
+    observe(core_of(engine), taking_turns(asyncio.get_running_loop()))
     yield engine
     await engine.close()
     gc.collect()

@@ -31,6 +31,7 @@ from tests.support.encoder_checkpoints import (
     vectors,
     write_pooling,
 )
+from tests.support.steps import observe
 
 TOLERANCE = 1e-4
 # So small a budget that each step has texts of some requests, and others wait.
@@ -192,7 +193,7 @@ def test_every_policy_gives_the_same_results(engine: LoadedEngine, policy: str, 
 def test_a_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
     engine.use(policy="continuous", max_num_batched_tokens=LONGEST, max_num_seqs=256)
     records: list[Any] = []
-    engine.core.observers.append(records.append)
+    observe(engine.core, records.append)
     vectors(engine, texts([30] * 9))
     assert [sum(slot.num_tokens for slot in record.slots) for record in records] == [90, 90, 90]
     blocks = engine.core.scheduler.blocks

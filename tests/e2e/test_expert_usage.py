@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import LLM, SamplingParams
 from inflight.engine.stats import EngineStats, ExpertStats
-from inflight.events import KVUsage, StepRecord
+from inflight.events import KVUsage
 from inflight.server.observability.metrics import Metrics
 from tests.support.checkpoints import write_checkpoint
 
@@ -24,13 +24,12 @@ TOP_K, EXPERTS = 3, 8
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}])
 def test_every_token_is_counted_in_every_layer(ranks: dict[str, Any], tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "qwen3-moe")
-    records: list[StepRecord] = []
     with LLM(folder, show_progress=False, skip_tokenizer_init=True, **ranks) as llm:
         assert llm.stats().experts is None, "warm-up steps do not count"
-        llm.observe(records.append)
-        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        with llm.recorded() as steps:
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         experts = llm.stats().experts
-    readings = [record.experts.tokens for record in records if record.experts is not None]
+    readings = [step.experts.tokens for step in steps if step.experts is not None]
     layers = [[sum(counts) for counts in zip(*layer, strict=True)] for layer in zip(*readings, strict=True)]
     # The last layer computes only the tokens that are sampled from.
     num_sampled = len(PROMPTS) * 5

@@ -17,11 +17,11 @@ import pytest
 from inflight import LLM, Policy, RequestOutput, SamplingParams
 from inflight.entrypoints import offline
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
-from inflight.events import StepRecord
 from inflight.request import Request
 from inflight.scheduling.checked_policy import CheckedPolicy
 from tests.e2e.conftest import Folder
 from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.steps import StepRecord, observe
 
 TEXT = "The quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -136,7 +136,7 @@ def test_default_params_come_from_the_checkpoint(tmp_path: Path, folder: Folder)
 def test_priority_and_tenant_may_be_given_per_prompt(folder: Folder) -> None:
     order: list[str] = []
     llm = LLM(folder(), policy="priority", max_num_seqs=1)
-    llm.observe(lambda record: order.extend(record.admitted_ids))
+    observe(llm._engine.core, lambda record: order.extend(record.admitted_ids))
     llm.generate([[5], [6], [7]], GREEDY, priority=[2, 0, 1])
     assert order == ["1", "2", "0"]
     assert len(llm.generate([[5], [6]], GREEDY, priority=3, tenant="x")) == 2
@@ -186,7 +186,7 @@ class LastComeFirstServed(Policy):
 def test_own_policy_class_is_used(folder: Folder) -> None:
     order: list[str] = []
     llm = LLM(folder(), policy=LastComeFirstServed, max_num_seqs=1)
-    llm.observe(lambda record: order.extend(record.admitted_ids))
+    observe(llm._engine.core, lambda record: order.extend(record.admitted_ids))
     llm.generate([[5], [6], [7]], GREEDY)
     assert order == ["2", "1", "0"]
     by_name = LLM(folder(), policy=f"{__name__}:LastComeFirstServed")
@@ -378,7 +378,7 @@ def test_ctrl_c_leaves_the_engine_usable(options: dict[str, Any], folder: Folder
         if record.step == 7:
             raise KeyboardInterrupt
 
-    llm.observe(interrupt)
+    observe(llm._engine.core, interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, GREEDY)
     kv = llm.stats().kv
@@ -479,12 +479,11 @@ def test_sharded_weights_give_the_same_tokens(folder: Folder, tmp_path: Path, fr
 def test_shared_prefix_is_held_once(folder: Folder) -> None:
     """Eight requests of 161 tokens run at once in memory for 768, since 160 of them are the same."""
     with LLM(folder(), num_blocks=48, block_size=16, max_num_seqs=8) as llm:
-        records: list[StepRecord] = []
-        llm.observe(records.append)
         prefix = [3 + position % 200 for position in range(160)]
         params = replace(GREEDY, max_tokens=6)
-        outputs = llm.generate([[*prefix, 5 + index] for index in range(8)], params)
-        assert max(record.num_running for record in records) == 8
+        with llm.recorded() as steps:
+            outputs = llm.generate([[*prefix, 5 + index] for index in range(8)], params)
+        assert max(step.num_running for step in steps) == 8
         assert [output.num_cached_tokens for output in outputs] == [0] + [160] * 7
 
 

@@ -159,9 +159,8 @@ def test_replicated_llm_gives_the_same_answers() -> None:
         all_params = [replace(params, max_tokens=24) for params in CASES[:3]]
         expected = one.generate(PROMPTS[:3], all_params, use_tqdm=False)
         same(two.generate(PROMPTS[:3], all_params, use_tqdm=False), expected)
-        seen = set()
-        two.observe(lambda record: seen.add(record.engine_id))
-        two.generate([f"{index} birds" for index in range(8)], all_params[1], use_tqdm=False)
-        assert seen == {"0", "1"}
+        with two.recorded() as steps:
+            two.generate([f"{index} birds" for index in range(8)], all_params[1], use_tqdm=False)
+        assert {step.replica for step in steps} == {"0", "1"}
         assert two.stats().num_output_tokens > 8 * 24
         assert two.max_model_len == one.max_model_len

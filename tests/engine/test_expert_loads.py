@@ -1,10 +1,14 @@
-"""How the use of experts reaches step records and statistics: rarely, and without waiting for the device."""
+"""How the use of experts reaches recordings and statistics: rarely, and without waiting for the device."""
 
 from __future__ import annotations
+
+import pytest
 
 from inflight.engine.stats import EXPERTS_EVERY, ExpertLoads
 from inflight.events import ExpertUsage
 from inflight.router.replica import summed
+from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
+from inflight.timeline import recorder as recorder_module
 from tests.support.requests import FakeEngine, make_request
 
 
@@ -57,7 +61,18 @@ def test_models_without_experts_report_none() -> None:
     engine.add(make_request([1, 2], 3))
     engine.run()
     assert engine.core.stats().experts is None
-    assert all(record.experts is None for record in engine.records)
+    assert ExpertLoads(None).take() is None
+
+
+def test_recorded_steps_have_the_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=2))
+    engine = FakeEngine()
+    engine.core._expert_loads = ExpertLoads(ScriptedCounts([[4, 0]], [[6, 2]], [[6, 2]]))
+    engine.core.record()
+    engine.add(make_request([1, 2], 4))
+    engine.run()
+    steps = list(recorded_steps(read_chunks(engine.core.read_timeline, TimelineQuery(0.0))))
+    assert [step.experts and step.experts.tokens for step in steps] == [((4, 0),), None, None, ((2, 2),)]
 
 
 def test_replicas_add_up() -> None:

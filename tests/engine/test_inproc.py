@@ -14,7 +14,7 @@ from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.inproc import STALLED_AFTER
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta
 from inflight.scheduling import Batch
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until, until_idle
@@ -350,76 +350,6 @@ async def test_describe_lists_what_a_request_waited_for(client: InprocClient) ->
     assert await client.describe("nobody") is None
     for stream in streams:
         await stream.aclose()
-
-
-async def test_steps_can_be_watched(client: InprocClient) -> None:
-    records: list[StepRecord] = []
-    stop = client.watch(records.append)
-    await client.add(make_request([1, 2, 3], 5, "watched"))
-    await read(client, "watched")
-    await until_idle(client)
-    assert sum(slot.num_tokens for record in records for slot in record.slots) == 3 + 4
-    stop()
-    await client.add(make_request([1, 2, 3], 5, "unwatched"))
-    await read(client, "unwatched")
-    await until_idle(client)
-    assert not any(slot.request_id == "unwatched" for record in records for slot in record.slots)
-
-
-async def test_observers_come_and_go_between_steps(engine: FakeEngine, client: InprocClient) -> None:
-    """The list belongs to the engine's thread: no other thread may change it while that iterates over it."""
-    gate = Gate(engine)
-    before = engine.core.observers[:]
-    await client.add(make_request([1], 3, "running"))
-    await until(gate.reached.is_set)
-    records: list[StepRecord] = []
-    stop = client.watch(records.append)
-    assert engine.core.observers == before, "a step is being made"
-    gate.open.set()
-    await read(client, "running")
-    await until(lambda: records)
-    stop()
-    await until_idle(client)
-    assert engine.core.observers == before
-
-
-async def test_failing_observer_is_removed(
-    engine: FakeEngine, client: InprocClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    records: list[StepRecord] = []
-    calls = []
-
-    def fail(record: StepRecord) -> None:
-        calls.append(record)
-        raise ValueError("cannot look")
-
-    before = engine.core.observers[:]
-    stop_failed = client.watch(fail)
-    stop = client.watch(records.append)
-    await client.add(make_request([1, 2, 3], 5, "watched"))
-    await read(client, "watched")
-    await until(lambda: len(records) >= 5)
-    assert len(calls) == 1
-    assert caplog.text.count("an observer of steps failed") == 1
-    stop_failed()
-    stop()
-    await until_idle(client)
-    assert engine.core.observers == before
-
-
-async def test_no_records_are_made_for_an_observer_that_has_failed(
-    engine: FakeEngine, client: InprocClient
-) -> None:
-    before = engine.core.observers[:]
-
-    def fail(_: StepRecord) -> None:
-        raise ValueError("cannot look")
-
-    client.watch(fail)
-    await client.add(make_request([1, 2, 3], 5, "watched"))
-    await read(client, "watched")
-    await until_idle(client)
-    assert engine.core.observers == before
 
 
 def test_second_event_loop_can_use_the_client_after_the_first() -> None:

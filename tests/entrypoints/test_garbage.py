@@ -8,6 +8,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.entrypoints.offline import paused_collection
+from tests.support.steps import observe
 
 
 def test_collection_is_paused_and_then_restored() -> None:
@@ -35,7 +36,7 @@ def test_disabled_collection_stays_disabled() -> None:
 def test_collection_is_paused_during_a_run() -> None:
     seen = []
     with LLM(show_progress=False, num_blocks=64) as llm:
-        llm.observe(lambda _: seen.append(gc.isenabled()))
+        observe(llm._engine.core, lambda _: seen.append(gc.isenabled()))
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
     assert seen
     assert not any(seen)

@@ -17,6 +17,7 @@ from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
 from tests.frontend.scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 from tests.support.requests import FakeEngine
+from tests.support.steps import observe
 from tests.support.waiting import until_idle
 from tests.text.samples import tokenizer
 
@@ -77,7 +78,7 @@ async def test_concurrent_calls_get_their_own_results() -> None:
 async def test_large_call_does_not_delay_small_ones() -> None:
     made, fake = engine(EMBEDDER, max_num_batched_tokens=32, max_num_seqs=4)
     waiting: list[int] = []
-    fake.core.observers.append(lambda record: waiting.append(record.num_running + record.num_waiting))
+    observe(fake.core, lambda record: waiting.append(record.num_running + record.num_waiting))
     done: list[str] = []
 
     async def ask(name: str, texts: list[str]) -> None:

@@ -13,16 +13,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import pytest
 
 from inflight import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
-from inflight.entrypoints.offline import RequestBars
+from inflight.entrypoints.offline import ReplicatedEngine, RequestBars
 from inflight.errors import EngineError, PromptError
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta
 from inflight.models.builtin import builtin_folder
+from inflight.timeline import decode_chunk
+from tests.support.steps import StepRecord, observe
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8)
@@ -74,10 +77,19 @@ class Meeting:
     def __init__(self, llm: LLM, num_requests: int, then: Callable[[], object] = lambda: None) -> None:
         self._num_requests, self._then = num_requests, then
         self.happened = threading.Event()
-        llm.observe(self._see)
+        if isinstance(llm._offline, ReplicatedEngine):
+            llm._offline._wait_for(self._watch(llm._offline))
+        else:
+            observe(llm._engine.core, lambda record: self._see(len(record.slots)))
 
-    def _see(self, record: StepRecord) -> None:
-        if len(record.slots) >= self._num_requests and not self.happened.is_set():
+    async def _watch(self, engine: ReplicatedEngine) -> None:
+        def see(_: str, data: bytes) -> None:
+            self._see(max(decode_chunk(data).column("running"), default=0))
+
+        engine._router.watch_timeline(see)
+
+    def _see(self, num_requests: int) -> None:
+        if num_requests >= self._num_requests and not self.happened.is_set():
             self._then()
             self.happened.set()
 
@@ -98,12 +110,10 @@ def test_calls_of_many_threads_join_one_batch_and_answer_as_alone(llm: LLM) -> N
 
     calls = [call(number) for number in range(40)]
     expected = [call() for call in calls]
-    sizes: list[int] = []
-    llm.observe(observer := lambda record: sizes.append(len(record.slots)))
-    for _ in range(3):
-        assert [future.result() for future in at_once(calls)] == expected
-    llm.unobserve(observer)
-    assert max(sizes) > 12  # the most that one call has
+    with llm.recorded() as steps:
+        for _ in range(3):
+            assert [future.result() for future in at_once(calls)] == expected
+    assert max(len(step.slots) for step in steps) > 12  # the most that one call has
     check_idle(llm)
 
 
@@ -220,20 +230,20 @@ def test_commands_run_between_the_steps_of_other_calls(llm: LLM) -> None:
         assert content(other.result()) == expected
 
 
-def test_observer_may_ask_the_engine_but_not_wait_for_it(fresh: LLM) -> None:
+def test_code_in_the_engines_thread_may_ask_the_engine_but_not_wait_for_it(fresh: LLM) -> None:
     seen: list[Any] = []
 
-    def observe(_: StepRecord) -> None:
+    def ask(_: StepRecord) -> None:
         seen.append(fresh.stats().num_running)
         for call in (lambda: fresh.generate("One day", SHORT), fresh.close):
-            with pytest.raises(EngineError, match="an observer cannot"):
+            with pytest.raises(EngineError, match="the engine's thread cannot"):
                 call()
         seen.append("asked")
-        raise ValueError("is logged, and the observer removed")
 
-    fresh.observe(observe)
-    fresh.generate("One day", SHORT)
-    assert seen == [1, "asked"]
+    stop = observe(fresh._engine.core, ask)
+    fresh.generate("One day", replace(SHORT, max_tokens=2))
+    stop()
+    assert seen == [1, "asked", 0, "asked"]
 
 
 # ---- the end ----
@@ -271,6 +281,7 @@ FORKING = """
 import os, sys
 from inflight import LLM, SamplingParams
 from inflight.errors import EngineError
+from tests.support.steps import StepRecord, observe
 params = SamplingParams(temperature=0, max_tokens=4)
 llm = LLM(show_progress=False, num_blocks=512)
 first = llm.generate("One day", params)[0].outputs[0].text
@@ -329,10 +340,10 @@ def raised_by(call: Callable[[], object]) -> Exception:
 def test_threads_share_replicas() -> None:
     with LLM(show_progress=False, num_blocks=512, replicas=2) as llm:
         errors: list[Exception] = []
-        llm.observe(observer := lambda _: errors.append(raised_by(llm.stats)))
+        assert isinstance(llm._offline, ReplicatedEngine)
+        llm._offline._loop.call_soon_threadsafe(lambda: errors.append(raised_by(llm.stats)))
         expected = content(llm.generate(["One day"] * 2, LONG))
-        llm.unobserve(observer)
-        assert "an observer cannot ask replicas" in str(errors[0])
+        assert "the router's thread cannot ask replicas" in str(errors[0])
         meeting = Meeting(llm, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
         with ThreadPoolExecutor(3) as pool:
             others = [pool.submit(llm.generate, ["One day"] * 2, LONG) for _ in range(3)]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import NoTimeline
+from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState
 from inflight.errors import EngineDeadError, QueueFullError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.server.formatters import Choice, usage_of
+from tests.support.no_timeline import NoTimeline
 from tests.support.requests import make_request
 from tests.support.waiting import until_idle
 
@@ -78,9 +78,6 @@ class Cutting(NoTimeline):
 
     async def describe(self, request_id: str) -> RequestState | None:
         return await self._inner.describe(request_id)
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        return self._inner.watch(observer)
 
     async def stats(self) -> EngineStats:
         return await self._inner.stats()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inflight.errors import ParameterError, PromptError, RequestError
 from inflight.frontend import InputProcessor, split_prompts
-from inflight.request import Request
+from inflight.request import Request, RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 from tests.support.checkpoints import write_tokenizer
@@ -102,9 +102,9 @@ def test_rejected_request_does_not_shift_later_seeds() -> None:
 
 
 def test_priority_tenant_and_salt_reach_the_request() -> None:
-    request = one({"prompt_token_ids": [5], "cache_salt": "s"}, priority=-3, tenant="t")
-    assert (request.priority, request.tenant, request.spec.cache_salt) == (-3, "t", "s")
-    assert one([5], cache_salt="x").spec.cache_salt == "x"
+    prompt = {"prompt_token_ids": [5], "cache_salt": "s"}
+    assert one(prompt, context=RequestContext(-3, "t")).spec.context == RequestContext(-3, "t", "s")
+    assert one(prompt, context=RequestContext(cache_salt="x")).spec.cache_key == "x"
 
 
 def test_text_is_tokenized(tokenizer: Tokenizer) -> None:
@@ -143,13 +143,13 @@ def test_any_input_is_accepted_or_raises_request_error(prompt: Any, priority: An
     """Nothing but a RequestError leaves the validator, and what passes it is sound."""
     with suppress(RequestError):
         for item in split_prompts(prompt):
-            _, requests = make().requests("r", item, SamplingParams(), priority, tenant)
+            _, requests = make().requests("r", item, SamplingParams(), RequestContext(priority, tenant))
             for request in requests:
                 assert request.token_ids
                 assert all(type(i) is int and 0 <= i < 320 for i in request.token_ids)
                 assert isinstance(request.priority, int)
                 assert isinstance(request.tenant, str)
-                request.spec.cache_salt.encode()
+                request.spec.cache_key.encode()
 
 
 def test_params_of_the_wrong_type_are_rejected() -> None:

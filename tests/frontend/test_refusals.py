@@ -14,6 +14,7 @@ import inflight
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
 from inflight.frontend import InputProcessor, split_prompts
 from inflight.processes.channel import RemoteError
+from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 from tests.support.checkpoints import write_tokenizer
@@ -123,7 +124,7 @@ def test_errors_of_prompts_are_short_and_named(
 )
 def test_values_beyond_the_models_limits_are_rejected(params: Any, more: dict[str, Any], param: str) -> None:
     given = InputProcessor.create(None, 320, 64, (), 0)
-    check(lambda: given.requests("r", [5], params, **more), ParameterError, param)
+    check(lambda: given.requests("r", [5], params, RequestContext(**more)), ParameterError, param)
 
 
 LISTED: list[tuple[str, Any, int]] = [  # the tokens of each

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from inflight.events import StepRecord
-from inflight.layers.kernels import ExpertRouting, Residual
+from inflight.layers.kernels import ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_experts import expected_output, random_weights
 
@@ -42,7 +41,7 @@ def test_experts_match_float64_in_all_sizes_of_steps(
     x = x.to(dtype)
     norm = torch.ones(HIDDEN)
     expected = expected_output(weights, x, norm)
-    experts = TritonKernels(dtype, "cuda").experts(HIDDEN, INNER, ROUTING, dtype, "silu")
+    experts = TritonKernels(dtype, "cuda").experts(ExpertsShape(HIDDEN, INNER, ROUTING, dtype, "silu"))
     weights.load(experts)
     live = torch.zeros(num_tokens, dtype=torch.int32, device="cuda")
     live[num_tokens // 2 + 1 :: 3] = -1
@@ -58,7 +57,9 @@ def test_experts_match_float64_in_all_sizes_of_steps(
 def test_token_that_is_not_a_number_leaves_the_others_alone(num_tokens: int) -> None:
     torch.manual_seed(0)
     weights = random_weights(ROUTING, HIDDEN, INNER, torch.bfloat16)
-    experts = TritonKernels(torch.bfloat16, "cuda").experts(HIDDEN, INNER, ROUTING, torch.bfloat16, "silu")
+    experts = TritonKernels(torch.bfloat16, "cuda").experts(
+        ExpertsShape(HIDDEN, INNER, ROUTING, torch.bfloat16, "silu")
+    )
     weights.load(experts)
     x, norm = torch.randn(num_tokens, HIDDEN).bfloat16().cuda(), torch.ones(HIDDEN).cuda()
     expected = experts.add_to(Residual(x.clone(), norm), 1e-6, norm).x
@@ -72,7 +73,6 @@ def test_token_that_is_not_a_number_leaves_the_others_alone(num_tokens: int) -> 
 def test_every_token_is_counted_in_every_layer(
     checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:
-    records: list[StepRecord] = []
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_blocks": 400}
     with LLM(
@@ -83,10 +83,10 @@ def test_every_token_is_counted_in_every_layer(
         **options,
     ) as llm:
         assert llm.stats().experts is None, "warm-up steps do not count"
-        llm.observe(records.append)
-        llm.generate(prompts, params, use_tqdm=False)
+        with llm.recorded() as steps:
+            llm.generate(prompts, params, use_tqdm=False)
         experts = llm.stats().experts
-    readings = [record.experts.tokens for record in records if record.experts is not None]
+    readings = [step.experts.tokens for step in steps if step.experts is not None]
     layers = [sum(map(sum, layer)) for layer in zip(*readings, strict=True)]
     num_tokens = sum(map(len, prompts)) + 31 * len(prompts)
     # The last layer computes only the tokens that are sampled from.

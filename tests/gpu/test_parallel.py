@@ -11,11 +11,11 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.errors import ConfigError, DeviceLostError
-from inflight.events import StepRecord
 from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.parallel.rank_processes import RankProcess
 from inflight.execution.parallel.runner import MirroredRunner
+from tests.support.steps import observe
 
 PROMPTS = [[i * 7 % 500 + 1 for i in range(length)] for length in (3, 17, 60, 33, 9, 21, 5)]
 PARAMS = [
@@ -119,11 +119,11 @@ def test_killed_rank_ends_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) 
     assert rank.process_id is not None
     process_id = rank.process_id
 
-    def kill(_: StepRecord) -> None:
+    def kill(_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
 
-    llm._engine.core.observers.append(kill)
+    observe(llm._engine.core, kill)
     with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(process \d+\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
     llm.close()

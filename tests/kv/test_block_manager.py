@@ -39,7 +39,7 @@ def naive_hit(cache: ChainHashCache, layout: KVLayout, request: Request) -> int:
     size = layout.block_size
     most = (len(request.token_ids) - 1) // size
     hashes = BlockHasher(size).hashes(
-        make_request(request.token_ids, cache_salt=request.spec.cache_salt), most
+        make_request(request.token_ids, cache_salt=request.spec.cache_key), most
     )
     for count in range(most, 0, -1):
         complete = not layout.snapshot_blocks or hashes[count - 1] in cache._bundle_of[-1]
@@ -63,7 +63,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def compute(self, request: Request, count: int) -> bool:
         """Compute tokens in a step of their own; return whether there is memory for them."""
-        start, salt, ids = request.num_computed, request.spec.cache_salt, request.token_ids
+        start, salt, ids = request.num_computed, request.spec.cache_key, request.token_ids
         if self.blocks.grow(request, start + count) is None:
             return False
         request.num_computed += count
@@ -156,7 +156,7 @@ class BlockMachine(RuleBasedStateMachine):
             for _, first, block_ids, table in self.blocks.table_updates(request):
                 for index, block_id in enumerate(block_ids, first):
                     prefix = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
-                    holders.setdefault(block_id, set()).add((table, request.spec.cache_salt, prefix))
+                    holders.setdefault(block_id, set()).add((table, request.spec.cache_key, prefix))
         assert all(len(prefixes) == 1 for prefixes in holders.values()), (
             "owners of a block have the same prefix"
         )

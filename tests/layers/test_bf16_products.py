@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import Residual
+from inflight.layers.kernels import ExpertsShape, Residual
 from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import native_library
 from tests.layers.test_experts import EPS, ROUTINGS, expected_output, random_weights
@@ -92,7 +92,7 @@ def test_experts_match_float64_up_to_the_rounding_of_activations(kernels: Native
     torch.manual_seed(5)
     routing, norm = ROUTINGS[case], torch.rand(64) + 0.5
     weights = random_weights(routing, 64, 48, BF16)
-    experts = kernels.experts(64, 48, routing, BF16, "silu")
+    experts = kernels.experts(ExpertsShape(64, 48, routing, BF16, "silu"))
     weights.load(experts)
     x = torch.randn(50, 64)
     actual = experts.add_to(Residual(x.clone(), norm), EPS, None).x
@@ -103,7 +103,7 @@ def test_experts_give_a_token_the_same_bits_in_every_batch(kernels: NativeKernel
     torch.manual_seed(6)
     routing, norm = ROUTINGS["groups"], torch.rand(1100) + 0.5
     weights = random_weights(routing, 1100, 70, BF16)
-    experts = kernels.experts(1100, 70, routing, BF16, "silu")
+    experts = kernels.experts(ExpertsShape(1100, 70, routing, BF16, "silu"))
     weights.load(experts)
     x = torch.randn(700, 1100)
     crowd = experts.add_to(Residual(x.clone(), norm), EPS, None).x

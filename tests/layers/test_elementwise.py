@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import Residual, TorchKernels
+from inflight.layers.kernels import Residual
 from inflight.layers.native_kernels import NativeKernels, cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 
 CpuKernels = NativeKernels | TorchKernels

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import ACTIVATIONS, TorchKernels
+from inflight.layers.kernels import ACTIVATIONS
 from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.torch_kernels import TorchKernels
 from tests.layers.test_elementwise import assert_near, native
 
 CpuKernels = NativeKernels | TorchKernels

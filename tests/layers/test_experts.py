@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Experts, Kernels, Residual, TorchKernels
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Experts, ExpertsShape, Kernels, Residual
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_linear import native
 
@@ -132,7 +133,7 @@ def test_experts_match_float64(kernels: Kernels, case: str, num_tokens: int) -> 
     torch.manual_seed(num_tokens)
     routing = ROUTINGS[case]
     weights = random_weights(routing, 48, 20)
-    experts = kernels.experts(48, 20, routing, torch.float32, "silu")
+    experts = kernels.experts(ExpertsShape(48, 20, routing, torch.float32, "silu"))
     weights.load(experts)
     x, norm, next_norm = torch.randn(num_tokens, 48), torch.rand(48) + 0.5, torch.ones(48)
     expected = expected_output(weights, x, norm)
@@ -150,7 +151,7 @@ def test_biases_and_other_gates_match_float64(
     torch.manual_seed(hidden)
     routing = ROUTINGS["chosen"]
     weights = random_weights(routing, hidden, inner, dtype)
-    experts = kernels.experts(hidden, inner, routing, dtype, activation, bias, limit)
+    experts = kernels.experts(ExpertsShape(hidden, inner, routing, dtype, activation, bias, limit))
     weights.load(experts, bias=bias)
     x, norm = torch.randn(19, hidden), torch.rand(hidden) + 0.5
     expected = expected_output(weights, x, norm, activation, limit, bias)
@@ -164,7 +165,7 @@ def test_one_expert_may_receive_every_token(kernels: Kernels, num_tokens: int) -
     routing = ExpertRouting(num_experts=4, top_k=1, scores="chosen", has_bias=True)
     weights = random_weights(routing, 64, 32)
     weights.router_bias.copy_(torch.tensor([0.0, 0.0, 1000.0, 0.0]))
-    experts = kernels.experts(64, 32, routing, torch.float32, "silu")
+    experts = kernels.experts(ExpertsShape(64, 32, routing, torch.float32, "silu"))
     weights.load(experts)
     x, norm = torch.randn(num_tokens, 64), torch.ones(64)
     expected = expected_output(weights, x, norm)
@@ -175,7 +176,7 @@ def test_one_expert_may_receive_every_token(kernels: Kernels, num_tokens: int) -
 def test_padding_tokens_have_no_experts(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weights = random_weights(SOFTMAX, 32, 16)
-    experts = kernels.experts(32, 16, SOFTMAX, torch.float32, "silu")
+    experts = kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "silu"))
     weights.load(experts)
     x, norm = torch.randn(5, 32), torch.ones(32)
     x[4] = torch.nan
@@ -192,7 +193,7 @@ def test_compiled_experts_give_a_token_the_same_bits_in_every_batch(case: str, d
     torch.manual_seed(0)
     routing, norm = ROUTINGS[case], torch.rand(1100) + 0.5
     weights = random_weights(routing, 1100, 70, dtype)
-    experts = native().experts(1100, 70, routing, dtype, "silu")
+    experts = native().experts(ExpertsShape(1100, 70, routing, dtype, "silu"))
     weights.load(experts)
     x = torch.randn(700, 1100)
     crowd = experts.add_to(Residual(x.clone(), norm), EPS, None).x
@@ -203,7 +204,7 @@ def test_compiled_experts_give_a_token_the_same_bits_in_every_batch(case: str, d
 
 def test_compiled_experts_survive_logits_that_are_not_finite() -> None:
     weights = random_weights(ROUTINGS["groups"], 32, 16)
-    experts = native().experts(32, 16, ROUTINGS["groups"], torch.float32, "silu")
+    experts = native().experts(ExpertsShape(32, 16, ROUTINGS["groups"], torch.float32, "silu"))
     weights.load(experts)
     x = torch.randn(4, 32)
     x[1], x[2, 3] = torch.nan, torch.inf
@@ -226,7 +227,7 @@ class Sum:
 def test_tokens_of_each_expert_are_counted(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weights = random_weights(SOFTMAX, 32, 16)
-    experts = kernels.experts(32, 16, SOFTMAX, torch.float32, "silu", held=range(3, 8))
+    experts = kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "silu", held=range(3, 8)))
     weights.load(experts, range(3, 8))
     x, live = torch.randn(40, 32), torch.ones(40, dtype=torch.int32)
     live[::7] = -1
@@ -244,7 +245,7 @@ def test_partial_sum_is_reduced_with_that_of_the_experts(kernels: Kernels, num_t
     x, norm, partial = torch.randn(num_tokens, 32), torch.rand(32) + 0.5, torch.randn(num_tokens, 32)
     expected = expected_output(weights, x, norm) + partial
     for reduce in (None, Sum()):
-        experts = kernels.experts(32, 16, SOFTMAX, torch.float32, "silu", reduce=reduce)
+        experts = kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "silu"), reduce)
         weights.load(experts)
         actual = experts.add_to(Residual(x.clone(), norm), EPS, None, partial=partial.clone()).x
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
@@ -265,7 +266,9 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
             up=weights.up[:, features.start : features.stop],
             down=weights.down[:, :, features.start : features.stop],
         )
-        experts = kernels.experts(32, len(features), routing, torch.float32, "silu", reduce=reduce, held=held)
+        experts = kernels.experts(
+            ExpertsShape(32, len(features), routing, torch.float32, "silu", held=held), reduce
+        )
         rank_weights.load(experts, held)
         actual = experts.add_to(Residual(x.clone(), norm), EPS, None).x
     torch.testing.assert_close(actual.double(), expected_output(weights, x, norm), rtol=1e-5, atol=1e-5)
@@ -285,10 +288,10 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
 def test_weights_that_do_not_fit_are_rejected(
     kernels: Kernels, arguments: tuple[str, int, Tensor], message: str
 ) -> None:
-    experts = kernels.experts(32, 16, replace(SOFTMAX, num_experts=4), torch.float32, "silu")
+    experts = kernels.experts(ExpertsShape(32, 16, replace(SOFTMAX, num_experts=4), torch.float32, "silu"))
     with pytest.raises(ConfigError, match=message):
         experts.load(*arguments)
     with pytest.raises(ConfigError, match="created without one"):
         experts.load_bias("gate", 0, torch.zeros(16))
     with pytest.raises(ConfigError, match="a gate's activation is 'relu'"):
-        kernels.experts(32, 16, SOFTMAX, torch.float32, "relu")
+        kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "relu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import pytest
@@ -13,7 +13,14 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
 from inflight.layers.formats.gguf import BlockMatrix, BlockScheme, common_scheme, mxfp4_blocks
-from inflight.layers.kernels import CLAMPED_SILU, CLAMPED_SILU_SLOPE, ExpertRouting, Experts, Residual
+from inflight.layers.kernels import (
+    CLAMPED_SILU,
+    CLAMPED_SILU_SLOPE,
+    ExpertRouting,
+    Experts,
+    ExpertsShape,
+    Residual,
+)
 from inflight.layers.native_gguf import KINDS
 from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import Library, native_library
@@ -69,7 +76,7 @@ class Layer:
         gate_up = common_scheme(matrix.scheme for part in ("gate", "up") for matrix in matrices[part])
         down = common_scheme(matrix.scheme for matrix in matrices["down"])
         sizes = HIDDEN, INNER, ROUTING, torch.bfloat16, self.activation, self.has_bias, LIMIT
-        experts = kernels.experts(*sizes, None, held, gate_up, down)
+        experts = kernels.experts(ExpertsShape(*sizes, held, gate_up, down))
         experts.router.load(self.router)
         for part in PARTS:
             for expert in held:
@@ -161,11 +168,10 @@ def test_mxfp4_of_other_checkpoints_is_held_in_blocks(library: Library) -> None:
     """The experts of gpt-oss, whose safetensors pair neighbouring columns."""
     kernels, scheme = kernels_of(library, "others"), GroupScheme("fp4", 32)
     generator = torch.Generator().manual_seed(0)
-    sizes = 64, 96, ExpertRouting(num_experts=2, top_k=2, scores="chosen"), torch.bfloat16, "silu"
-    grouped = kernels.experts(*sizes, gate_up_scheme=scheme, down_scheme=scheme)
-    in_blocks = kernels.experts(
-        *sizes, gate_up_scheme=BlockScheme(("MXFP4",)), down_scheme=BlockScheme(("MXFP4",))
-    )
+    routing, blocks = ExpertRouting(num_experts=2, top_k=2, scores="chosen"), BlockScheme(("MXFP4",))
+    sizes = ExpertsShape(64, 96, routing, torch.bfloat16, "silu", gate_up_scheme=scheme, down_scheme=scheme)
+    grouped = kernels.experts(sizes)
+    in_blocks = kernels.experts(replace(sizes, gate_up_scheme=blocks, down_scheme=blocks))
     router = torch.randn(2, 64, generator=generator)
     for experts in (grouped, in_blocks):
         experts.router.load(router)
@@ -181,9 +187,8 @@ def test_mxfp4_of_other_checkpoints_is_held_in_blocks(library: Library) -> None:
 
 def test_matrices_that_are_missing_or_incomplete_are_rejected(library: Library) -> None:
     scheme, kernels = BlockScheme(("Q8_0",)), kernels_of(library, "others")
-    experts = kernels.experts(
-        64, 64, ROUTING, torch.bfloat16, "silu", gate_up_scheme=scheme, down_scheme=scheme
-    )
+    shape = ExpertsShape(64, 64, ROUTING, torch.bfloat16, "silu", gate_up_scheme=scheme, down_scheme=scheme)
+    experts = kernels.experts(shape)
     with pytest.raises(ConfigError, match="rows 0 to 19 of an expert cannot be loaded alone"):
         experts.load("gate", 0, blocks("Q8_0", 20, 64))
     with pytest.raises(ConfigError, match="cannot be loaded into a layer of 64 columns"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme, QuantizedMatrix
-from inflight.layers.kernels import ExpertRouting, Linear, Residual
+from inflight.layers.kernels import ExpertRouting, ExpertsShape, Linear, Residual
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.native_linears import NarrowLinear, NativeLinear
 from inflight.native.library import native_library
@@ -141,10 +143,9 @@ def test_parts_of_rows_and_other_schemes_are_rejected(kernels: NativeKernels) ->
 def test_experts_match_those_with_dequantized_weights(kernels: NativeKernels, scheme: GroupScheme) -> None:
     torch.manual_seed(7)
     routing = ExpertRouting(num_experts=4, top_k=2, scores="softmax")
-    quantized = kernels.experts(
-        64, 96, routing, torch.float32, "silu", gate_up_scheme=scheme, down_scheme=scheme
-    )
-    exact = native().experts(64, 96, routing, torch.float32, "silu")
+    sizes = ExpertsShape(64, 96, routing, torch.float32, "silu", gate_up_scheme=scheme, down_scheme=scheme)
+    quantized = kernels.experts(sizes)
+    exact = native().experts(replace(sizes, gate_up_scheme=None, down_scheme=None))
     router = torch.randn(4, 64)
     quantized.router.load(router)
     exact.router.load(router)

@@ -12,7 +12,7 @@ from inflight.errors import WeightsError
 from inflight.layers import triton_experts
 from inflight.layers.formats import GroupedMatrix, GroupScheme, QuantizedMatrix
 from inflight.layers.formats.schemes import pack_nibbles
-from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton.mxfp4 import pack_codes
 from inflight.layers.triton.tuning import GroupedTile, PairTile
 from inflight.layers.triton_experts import TritonExperts
@@ -91,9 +91,8 @@ def make(
     }
     weights = dequantized(random, matrices)
     kernels = TritonKernels(dtype, DEVICE)
-    experts = kernels.experts(
-        HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, reduce, held, scheme, scheme
-    )
+    shape = ExpertsShape(HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, held, scheme, scheme)
+    experts = kernels.experts(shape, reduce)
     assert isinstance(experts, TritonExperts)
     load(experts, weights, matrices, held or range(routing.num_experts), inner)
     return experts, weights
@@ -219,9 +218,10 @@ def test_ranks_add_up_to_all_experts(split: str, scheme: GroupScheme, num_tokens
 def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
     kernels = TritonKernels(torch.bfloat16, DEVICE)
     for scheme in (GroupScheme("int8", 16), GroupScheme("fp4", 64), GroupScheme("int4", 16, zeros=True)):
-        experts = kernels.experts(
+        shape = ExpertsShape(
             64, 32, ROUTING, torch.bfloat16, "silu", gate_up_scheme=scheme, down_scheme=scheme
         )
+        experts = kernels.experts(shape)
         assert isinstance(experts, TritonExperts)
         assert experts.down.weight.dtype == torch.bfloat16
         experts.load("down", 0, scheme.quantize(torch.randn(64, 32, device=DEVICE)))

@@ -15,7 +15,7 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError, WeightsError
 from inflight.layers.formats import GroupScheme, PlainFormat
 from inflight.layers.formats.packed import AwqFormat, GptqFormat
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton.quantized import QuantizedWeight
 from inflight.layers.triton_experts import TritonExperts
 from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels

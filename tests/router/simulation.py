@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream, NoTimeline
+from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 from inflight.router import Router
 from inflight.scheduling import Batch, Sampled
+from tests.support.no_timeline import NoTimeline
 from tests.support.requests import FakeEngine, make_request
 
 STEP_TOKENS = 16  # that a step takes as long as, beside those that it has
@@ -67,9 +68,6 @@ class SteppedClient(NoTimeline):
         """It has none to give."""
 
     async def describe(self, request_id: str) -> RequestState | None:
-        raise NotImplementedError
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
         raise NotImplementedError
 
     def watch_cache(self, observer: CacheObserver) -> None:

@@ -24,7 +24,6 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
 )
-from inflight.events import StepRecord
 from inflight.models.checkpoint import fingerprint_now
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router import Router
@@ -161,20 +160,20 @@ async def test_full_queue_sends_to_the_next_replica_and_rejects_when_all_are_ful
         await until(lambda: not any(engine.core.has_work for engine in engines))
 
 
-async def test_observers_get_the_steps_of_all_replicas_with_their_ids() -> None:
+async def test_viewers_get_the_steps_of_all_replicas_with_their_ids() -> None:
     async with in_process(2, "round_robin") as (router, _):
-        records: list[StepRecord] = []
-        stop = router.watch(records.append)
+        shown: list[str] = []
+        stop = router.watch_timeline(lambda replica, _: shown.append(replica))
         await asyncio.gather(*(read(router, make_request([index], 3)) for index in range(4)))
-        await until(lambda: {record.engine_id for record in records} == {"0", "1"})
+        await until(lambda: set(shown) == {"0", "1"})
         await router.replicas.add()
         for index in range(3):
             await answer(router, [7, index], 2)
-        await until(lambda: {record.engine_id for record in records} == {"0", "1", "2"})
+        await until(lambda: set(shown) == {"0", "1", "2"})
         stop()
-        num_told = len(records)
+        num_shown = len(shown)
         await asyncio.gather(*(read(router, make_request([index], 3)) for index in range(6)))
-        assert len(records) == num_told
+        assert len(shown) == num_shown
 
 
 async def test_invalid_requests_are_rejected() -> None:

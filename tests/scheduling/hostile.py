@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,8 @@ class Contrary(Policy):
     def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
         return budget
 
-    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
-        yield from self.candidates()
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Iterable[Request]:  # noqa: ARG002
+        return self.candidates()
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
         return running[::-1]

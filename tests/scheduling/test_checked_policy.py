@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,23 +114,17 @@ def offered(candidates: Callable[[], Any], refused: Sequence[Request] = ()) -> l
     policy = checked("candidates", None)
     policy.policy.candidates = lambda: candidates()  # type: ignore[method-assign]
     result = []
-    generator = policy.candidates()
-    request = next(generator, None)
-    while request is not None:
+    for request in policy.candidates():
         result.append(request)
         if request not in refused:
             policy.remove(request)
-        try:
-            request = generator.send(request not in refused)
-        except StopIteration:
-            break
     return result
 
 
 def test_invalid_candidates_are_replaced() -> None:
     first, second, third = WAITING
 
-    def breaks_down() -> Generator[Request, bool, None]:
+    def breaks_down() -> Iterator[Request]:
         yield third
         raise RuntimeError("no")
 
@@ -149,13 +142,10 @@ def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixtur
     first, second, _ = WAITING
     for answer in ([second, RUNNING[0], first], [second, [], first]):
         policy = checked("candidates_ahead", answer)
-        candidates, result = policy.candidates_ahead(RUNNING), []
-        with contextlib.suppress(StopIteration):
-            request = next(candidates)
-            while True:
-                result.append(request)
-                policy.remove(request)
-                request = candidates.send(True)
+        result = []
+        for request in policy.candidates_ahead(RUNNING):
+            result.append(request)
+            policy.remove(request)
         assert result == [second], "later ones wait until `candidates` is called"
     assert list(checked("candidates_ahead", RuntimeError("no")).candidates_ahead(RUNNING)) == []
     assert len(caplog.records) == 3

@@ -16,12 +16,12 @@ import tokenizers
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
-from inflight.engine.client import NoTimeline, StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request
 from tests.server.live import Backend, Live, live_server
 from tests.support.checkpoints import write_tokenizer
+from tests.support.no_timeline import NoTimeline
 from tests.text.templates import QWEN3
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
@@ -102,9 +102,6 @@ class ScriptedClient(NoTimeline):
 
     async def describe(self, request_id: str) -> RequestState | None:  # noqa: ARG002
         return None
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:  # noqa: ARG002
-        return lambda: None
 
     async def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, KVUsage(0, 0, 0, 0, 16, 0))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import inflight
 from inflight.constraints.validator import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
-from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
-from inflight.request import MAX_SALT_LENGTH
+from inflight.request import MAX_SALT_LENGTH, MAX_TENANT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.http.bodies import MAX_PARTS, MAX_VALUES, PIECE

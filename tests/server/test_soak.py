@@ -73,7 +73,6 @@ def test_soak_leaves_no_request_task_or_block_behind(questions: list[Question]) 
             live.wait_until("no more tasks than before", lambda: len(asyncio.all_tasks()) <= num_tasks)
             kv = backend.run(backend.engine.stats()).kv
             assert (kv.num_used, kv.num_empty + kv.num_cached) == (0, 512)
-            assert client.num_dropped_frames == 0
     finally:
         backend.close()
 

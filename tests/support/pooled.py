@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from inflight.config import EngineConfig
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta
 from inflight.loading import LoadedEngine, load_engine
 from inflight.models.decoders.decoder import Decoder
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES, attention_of, make_model, randomise, write_tokenizer
+from tests.support.steps import StepRecord, observe
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -37,7 +38,7 @@ class PooledEngine:
     @classmethod
     def load(cls, folder: Path | str, **options: Any) -> PooledEngine:
         engine = cls(load_engine(EngineConfig.create(folder, **options)))
-        engine.loaded.core.observers.append(engine.records.append)
+        observe(engine.loaded.core, engine.records.append)
         return engine
 
     def add(self, name: str, token_ids: Sequence[int], max_tokens: int = 0) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
-from inflight.events import Delta, PositionLogprobs, StepRecord
+from inflight.events import Delta, PositionLogprobs
 from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
+from tests.support.steps import StepRecord, observe
 
 _ids = itertools.count()
 
@@ -60,7 +61,7 @@ class FakeEngine:
         self.core = EngineCore(
             self.scheduler, self.runner, self.pipeline_depth, clock=lambda: next(ticks) * 1e-6
         )
-        self.core.observers.append(self.records.append)
+        observe(self.core, self.records.append)
 
     @property
     def facts(self) -> ModelFacts:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
-from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.attention import AttentionSpec
 from inflight.models.decoders.spec import DecoderSpec, Shard
 from inflight.models.decoders.sublayers import LayerBuilder

@@ -8,10 +8,10 @@ from typing import Any
 
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
-from inflight.events import StepRecord
 from inflight.kv import BlockManager, KVLayout, NoPrefixCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
 from tests.support.requests import make_request
+from tests.support.steps import StepRecord, observe
 
 MAX_TOKENS = 4096
 BASE, EACH = 4.0, 0.02  # milliseconds: of any step, and of each of its tokens
@@ -55,7 +55,7 @@ class Timed:
         scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.token_budget)
         self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)
         self.records: list[StepRecord] = []
-        self.core.observers.append(self.records.append)
+        observe(self.core, self.records.append)
         self.outputs: dict[str, list[int]] = {}
 
     def add(self, num_prompt: int, max_tokens: int) -> str:

@@ -18,7 +18,7 @@ from inflight.timeline import (
     TimelineQuery,
     decode_chunk,
 )
-from inflight.timeline.chunks import SlotRun, encode_chunk
+from inflight.timeline.chunks import SlotRun, encode_chunk, token_at
 
 
 class Cell(NamedTuple):
@@ -36,13 +36,12 @@ def cells_of(runs: Iterable[SlotRun | Sequence[int]]) -> list[Cell]:
     cells = []
     for run in (SlotRun(*values) for values in runs):
         for index in range(run.num_steps):
+            step = run.first_step + index
+            token = token_at(run, step)
             if run.kind == SlotKind.DECODE:
-                several = run.outputs > run.num_steps
-                outputs = run.outputs if several else int(index < run.outputs)
+                outputs = min(token_at(run, step + 1) - token, run.outputs)
             else:
                 outputs = run.outputs if index == run.num_steps - 1 else 0
-            token = run.first_token + index * run.tokens_per_step
-            step = run.first_step + index
             cells.append(Cell(step, run.slot, run.request, run.kind, run.tokens_per_step, token, outputs))
     return sorted(cells)
 
@@ -85,6 +84,7 @@ class NaiveRecorder(Recorder):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.cells: list[Cell] = []
+        self._begun: set[str] = set()  # requests that have returned a token since they were admitted
         self._naively_held: dict[int, tuple[int, int]] = {}  # request number: slot and tokens
 
     def step(
@@ -92,28 +92,34 @@ class NaiveRecorder(Recorder):
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        num_outputs: int,
+        outputs: Sequence[int],
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
-        super().step(step, deltas, ended, num_outputs, pool, times, error)
+        super().step(step, deltas, ended, outputs, pool, times, error)
+        assert list(outputs) == [len(delta.token_ids) for delta in (() if error else deltas)]
         batch = step.batch
         tokens: Counter[str] = Counter()
         for delta in () if error else deltas:
             tokens[delta.request_id] += len(delta.token_ids)
         number, present = self._base + batch.step, set()
+        self._begun -= {admission.request.request_id for admission in batch.admissions}
         for entry, request in enumerate(step.requests):
-            outputs = tokens[request.request_id] if batch.samples[entry] else 0
+            num_outputs = tokens[request.request_id] if batch.samples[entry] else 0
             count, start = batch.counts[entry], batch.starts[entry]
-            if batch.samples[entry] and not outputs and not error:
+            is_decode = count == 1 or request.request_id in self._begun
+            if batch.samples[entry] and not num_outputs and not error:
                 kind = SlotKind.HELD
+            elif is_decode and start >= request.num_prompt_tokens:
+                kind, start, count = SlotKind.DECODE, start + count - 1, 1
             else:
-                is_decode = count == 1 and start >= request.num_prompt_tokens
-                kind = SlotKind.DECODE if is_decode else SlotKind.PREFILL
+                kind = SlotKind.PREFILL
+            if num_outputs:
+                self._begun.add(request.request_id)
             present.add(request.record.number)
             self.cells.append(
-                Cell(number, batch.rows[entry], request.record.number, kind, count, start, outputs)
+                Cell(number, batch.rows[entry], request.record.number, kind, count, start, num_outputs)
             )
         for request_number, (row, token) in self._naively_held.items():
             if request_number not in present:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
+from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
 from inflight.timeline import Chunk, RecordedRequest, Recorder, TimelineEvent
-from inflight.timeline.chunks import SlotRun, decode_chunk, pack_runs
+from inflight.timeline.chunks import PackedRuns, SlotRun, decode_chunk
 from inflight.timeline.stream import ChunkConverter, TimelineStream
 from tests.scheduling.test_machine import EngineMachine
 from tests.timeline.cells import Replay, chunks_of
@@ -53,7 +54,7 @@ def disguised(chunks: Sequence[Chunk], rng: Random) -> list[list[Chunk]]:
             result[-1].append(between)
         own = [run for run in chunk.runs() if is_own(run.request)]
         cells = _cells_of_others(chunk, own, rng)
-        runs = _mixed(own, cells, rng)
+        runs = PackedRuns(_mixed(own, cells, rng))
         infos = [info for info in chunk.requests if sees(info)]
         infos = _mixed(infos, [_request(cell.request, rng) for cell in cells], rng)
         events = [event for event in chunk.events if is_own(event.request)]
@@ -61,7 +62,13 @@ def disguised(chunks: Sequence[Chunk], rng: Random) -> list[list[Chunk]]:
         failed = {number: f"failed: {rng.random()}" for number in chunk.failed}
         result[-1].append(
             chunk._replace(
-                run_data=pack_runs(runs), requests=infos, events=events, first_event=num_events, failed=failed
+                run_data=runs.data,
+                run_counts=runs.counts,
+                requests=infos,
+                events=events,
+                first_event=num_events,
+                failed=failed,
+                experts={chunk.first_step: ExpertUsage(((rng.randrange(99), rng.randrange(99)),))},
             )
         )
         num_events += len(events)
@@ -80,7 +87,14 @@ def _without_steps(chunk: Chunk, num_events: int, rng: Random) -> Chunk:
     events = [_event(rng) for _ in range(rng.randrange(1, 4))]
     infos = [_request(event.request, rng) for event in events]
     return chunk._replace(
-        at=b"", columns=b"", run_data=b"", failed={}, requests=infos, events=events, first_event=num_events
+        at=b"",
+        columns=b"",
+        run_data=b"",
+        run_counts={},
+        failed={},
+        requests=infos,
+        events=events,
+        first_event=num_events,
     )
 
 
@@ -95,7 +109,7 @@ def _cells_of_others(chunk: Chunk, own: Sequence[SlotRun], rng: Random) -> list[
         taken = {run.slot for run in own if run.first_step <= step < run.first_step + run.num_steps}
         for slot in rng.sample([slot for slot in range(chunk.slots) if slot not in taken], count):
             values = (rng.randrange(3), step, 1, rng.randrange(99), rng.randrange(99), rng.randrange(3))
-            cells.append(SlotRun(slot, _number(rng), *values))
+            cells.append(SlotRun(slot, _number(rng), *values, rng.choice([(), (), (2,), (5,)])))
     return cells
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
+from inflight.engine.fake import FakeRunner
 from inflight.request import RequestOrigin
-from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk
+from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk, read_chunks, recorded_steps
 from inflight.timeline import recorder as recorder_module
-from inflight.timeline.chunks import COLUMNS, chunk_json
+from inflight.timeline.chunks import COLUMNS, chunk_json, token_at
+from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.test_machine import EngineMachine
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import NaiveRecorder, cells_of, chunks_of
@@ -88,6 +91,48 @@ def test_steady_decoding_is_one_run_per_slot() -> None:
     assert all((run.num_steps, run.outputs, run.first_token) == (39, 39, 3) for run in decodes)
     prefills = [run for run in runs if run.kind == SlotKind.PREFILL]
     assert all((run.num_steps, run.tokens_per_step, run.outputs) == (1, 3, 1) for run in prefills)
+
+
+@pytest.mark.parametrize("kind", [SeveralRunner, VerifyingRunner])
+def test_decodes_that_return_several_tokens_are_one_run(kind: type[SeveralRunner]) -> None:
+    engine = FakeEngine(num_blocks=200, make_runner=kind)
+    recorder = recording(engine)
+    engine.add(make_request([1, 2, 3], 12))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    prefill, decodes = chunk.runs()
+    assert (prefill.kind, prefill.num_steps, prefill.outputs) == (SlotKind.PREFILL, 1, 3)
+    assert (decodes.kind, decodes.num_steps, decodes.outputs) == (SlotKind.DECODE, 3, 9)
+    assert (decodes.first_token, list(decodes.counts)) == (5, [3, 3, 3])
+    steps = list(recorded_steps(read_chunks(engine.core.read_timeline, TimelineQuery(0.0))))
+    assert [(step.slots[0].start, step.slots[0].num_outputs) for step in steps[1:]] == [
+        (5, 3),
+        (8, 3),
+        (11, 3),
+    ]
+    part = decodes.after(chunk.first_step + 2)
+    assert part is not None
+    assert (part.first_token, part.outputs, list(part.counts)) == (8, 6, [3, 3])
+
+
+class SometimesSeveral(VerifyingRunner):
+    """Returns one token in most steps, and three in some."""
+
+    def _sample(self, row: Any, length: int) -> list[int]:
+        return super()._sample(row, length) if length % 5 == 0 else FakeRunner._sample(self, row, length)
+
+
+def test_steps_with_one_token_need_no_counts() -> None:
+    engine = FakeEngine(num_blocks=200, make_runner=SometimesSeveral)
+    recorder = recording(engine)
+    engine.add(make_request([1, 2, 3], 16))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    _, decodes = chunk.runs()
+    assert decodes.outputs == 15
+    assert decodes.num_steps > len(decodes.counts)
+    assert set(decodes.counts) == {1, 3}
+    assert token_at(decodes, decodes.first_step + decodes.num_steps) == decodes.first_token + 15
 
 
 def test_steady_decoding_looks_at_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from inflight.engine import EngineClient, InprocClient
 from inflight.router import Router
-from inflight.timeline import Chunk
+from inflight.timeline import Chunk, TimelinePage, TimelineQuery
 from inflight.timeline import stream as stream_module
 from inflight.timeline.chunks import MAX_KNOWN, chunk_json
-from inflight.timeline.stream import ChunkConverter, TimelineStream
+from inflight.timeline.stream import ChunkConverter, Cut, TimelineStream
 from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until
@@ -235,3 +235,57 @@ async def test_viewer_that_leaves_does_not_end_the_conversion_for_others() -> No
     assert await reading[1]
     with pytest.raises(asyncio.CancelledError):
         await reading[0]
+
+
+class HeldPages(Replay):
+    """A recording whose pages are read one by one, when the test says so."""
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        super().__init__(chunks)
+        self.num_begun, self.may_end = 0, asyncio.Event()
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        self.num_begun += 1
+        await self.may_end.wait()
+        return await super().read_timeline(query)
+
+
+async def leave(reading: asyncio.Task[Any]) -> None:
+    """Cancel a reader once it waits."""
+    for _ in range(10):  # turns of the event loop: nothing else happens until the test goes on
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_page_of_a_viewer_that_left_is_read_before_the_next_one() -> None:
+    source = HeldPages(recorded_chunks(1, 30))
+    converter = ChunkConverter(source, None, 0.0, asyncio.to_thread)
+    for _ in range(20):
+        leaving = asyncio.create_task(past(TimelineStream(source, converter, time.monotonic)))
+        await leave(leaving)
+    assert source.num_begun == 1, "the engine has one page of a key to read at a time"
+    source.may_end.set()
+    assert await past(TimelineStream(source, converter, time.monotonic))
+
+
+async def test_viewers_that_left_leave_nothing_to_convert() -> None:
+    source = Replay(recorded_chunks(1, 30))
+    begun, may_end = 0, asyncio.Event()
+
+    async def slowly(function: Callable[[], Any]) -> Any:
+        nonlocal begun
+        begun += 1
+        await may_end.wait()
+        return function()
+
+    converter = ChunkConverter(source, None, 0.0, slowly)
+    chunk = (await source.read_timeline(TimelineQuery(0.0, None))).chunks[0]
+    for step in range(20):  # each wants another part of it
+        leaving = asyncio.create_task(converter.convert(*chunk, Cut(0.0, step, 0)))
+        await leave(leaving)
+    assert begun == 1
+    assert not converter._converted
+    may_end.set()
+    assert (await converter.convert(*chunk, Cut(0.0, 5, 0))).first_step == 5
+    assert begun == 2

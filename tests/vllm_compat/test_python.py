@@ -21,11 +21,8 @@ from inflight.engine import Health
 from inflight.errors import ConfigError, EngineDeadError, ParameterError, PromptError
 from inflight.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
 from inflight.vllm_compat.python_api import (
-    LLM_METHODS,
     LLM_RULES,
     METHOD_RULES,
-    MISSING_MODULES,
-    MISSING_NAMES,
     PROMPT_RULES,
     SAMPLING_RULES,
 )
@@ -80,20 +77,12 @@ def output(llm: LLM) -> RequestOutput:
 
 
 def check_table(title: str, rules: CompatRules) -> None:
-    """Check that the page has the same reasons and names as the code."""
+    """Check that the page has a line for each name that is replaced, which is written by hand."""
     lines = {line.names: line for line in section(title)}
-    for rule in rules.rows:
+    replaced = [rule for rule in rules.rows if any(rule.mapping.values())]
+    for rule in replaced:
         names = tuple(name for name in rule.names if not name.startswith("-"))
-        if any(rule.mapping.values()):  # another name, or other values
-            assert lines[names].outcome in (SAME, OTHER_NAME)
-            continue
-        reason, _, harmless = lines[names].here.partition(" (accepted: ")
-        assert reason == rule.explanation(flags=False)
-        assert lines[names].outcome == (ACCEPTED if rule.mapping is IGNORED else ABSENT)
-        if rule.mapping is not IGNORED:
-            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in rule.mapping)
-    unknown = [line.names for line in lines.values() if line.outcome in (ACCEPTED, ABSENT)]
-    assert all(rules.find(name) for names in unknown for name in names)
+        assert lines[names].outcome in (SAME, OTHER_NAME)
 
 
 def rule_of(rules: CompatRules, name: str) -> CompatRule:
@@ -128,8 +117,6 @@ def test_names_can_be_imported_or_have_a_replacement() -> None:
             elif name != "PromptType":
                 expected = line.code[0] if line.outcome == OTHER_NAME else name
                 assert getattr(inflight, name).__name__ == expected
-    absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
-    assert absent == MISSING_NAMES
     assert inflight.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
 
 
@@ -145,8 +132,6 @@ def test_modules_name_a_replacement() -> None:
                 )
             else:
                 importlib.import_module(module)
-    absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
-    assert absent == {f"vllm.{name}": reason for name, reason in MISSING_MODULES.items()}
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'inflight\.nosuch'"):
         importlib.import_module("inflight.nosuch")
 
@@ -266,13 +251,7 @@ def test_methods_exist_or_name_a_replacement(llm: LLM) -> None:
             else:
                 with pytest.raises(AttributeError) as caught:
                     getattr(llm, name)
-                assert (
-                    str(caught.value)
-                    == f"LLM has no {name}: {line.here}"
-                    == f"LLM has no {name}: {LLM_METHODS[name]}"
-                )
-    absent = {name for line in lines if line.outcome == ABSENT for name in line.names}
-    assert absent == LLM_METHODS.keys()
+                assert str(caught.value) == f"LLM has no {name}: {line.here}"
     with pytest.raises(AttributeError, match="LLM has no colour"):
         _ = llm.colour
 

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { eachPixel } from "../src/timeline/draw";
-import { Kind, Replica, Store, type Chunk } from "../src/timeline/store";
+import { Kind, Replica, Store, tokenAt, type Chunk } from "../src/timeline/store";
 
 /** A chunk of steps that take 1 ms each, one after the other. */
 export function chunk(first: number, number: number, runs: Chunk["runs"] = [], extra: Partial<Chunk> = {}): Chunk {
@@ -19,13 +19,23 @@ describe("Replica", () => {
     replica.add(chunk(0, 10, [[1, 7, Kind.Prefill, 0, 1, 30, 0], [1, 7, Kind.Decode, 1, 9, 1, 30]]));
     replica.add(chunk(10, 10, [[1, 7, Kind.Decode, 10, 4, 1, 39], [1, 8, Kind.Prefill, 14, 1, 5, 0]]));
     expect(replica.runs[1]).toEqual([
-      { slot: 1, request: 7, kind: Kind.Prefill, first: 0, end: 1, tokens: 30, firstToken: 0 },
-      { slot: 1, request: 7, kind: Kind.Decode, first: 1, end: 14, tokens: 1, firstToken: 30 },
-      { slot: 1, request: 8, kind: Kind.Prefill, first: 14, end: 15, tokens: 5, firstToken: 0 },
+      { slot: 1, request: 7, kind: Kind.Prefill, first: 0, end: 1, tokens: 30, firstToken: 0, counts: [] },
+      { slot: 1, request: 7, kind: Kind.Decode, first: 1, end: 14, tokens: 1, firstToken: 30, counts: [] },
+      { slot: 1, request: 8, kind: Kind.Prefill, first: 14, end: 15, tokens: 5, firstToken: 0, counts: [] },
     ]);
     expect(replica.runAt(1, 13)!.request).toBe(7);
     expect(replica.runAt(1, 14)!.request).toBe(8);
     expect(replica.runAt(1, 15)).toBeNull();
+  });
+
+  it("counts the tokens of decodes that return several", () => {
+    const replica = new Replica("0"), tokens = () => Array.from({ length: 9 }, (_, step) => tokenAt(replica.runs[1]![0]!, step));
+    replica.add(chunk(0, 4, [[1, 7, Kind.Decode, 0, 4, 1, 30, 7, [1, 3, 2]]]));
+    expect(tokens().slice(0, 5)).toEqual([30, 31, 34, 36, 37]);
+    replica.add(chunk(2, 4, [[1, 7, Kind.Decode, 2, 4, 1, 34, 5, [2]]]));  // a stream that was opened again
+    replica.add(chunk(6, 2, [[1, 7, Kind.Decode, 6, 2, 1, 39, 5, [1, 4]]]));
+    expect(tokens()).toEqual([30, 31, 34, 36, 37, 38, 39, 40, 44]);
+    expect(replica.runs[1]!.length).toBe(1);
   });
 
   it("shows as many of the lowest free slots in use as others have", () => {

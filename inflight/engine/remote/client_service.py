@@ -26,7 +26,6 @@ from inflight.engine.remote.wire import (
     RunCommand,
     ServiceMessage,
     StepOutputs,
-    Watch,
     WatchTimeline,
 )
 from inflight.engine.stats import EngineStats
@@ -55,7 +54,6 @@ class ClientService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._is_flushing = False
-        self._stop_watching: Callable[[], None] | None = None
         self._stop_timeline: Callable[[], None] | None = None
 
     @property
@@ -76,8 +74,6 @@ class ClientService:
             case Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
-            case Watch(enabled):
-                self._watch(enabled)
             case WatchTimeline(enabled):
                 self._watch_timeline(enabled)
             case ReadTimeline() | ReadMemory():
@@ -89,7 +85,6 @@ class ClientService:
 
     async def close(self) -> None:
         """Abort all requests and calls of the process, which is gone."""
-        self._watch(False)
         self._watch_timeline(False)
         for task in self._tasks:
             task.cancel()
@@ -149,15 +144,6 @@ class ClientService:
     async def _run_command(self, message: RunCommand) -> Reply:
         await self._client.command(message.command)
         return Reply(message.call)
-
-    def _watch(self, enabled: bool) -> None:
-        if self._stop_watching is not None:
-            self._stop_watching()
-        self._stop_watching = self._client.watch(self._observe) if enabled else None
-
-    def _observe(self, record: Any) -> None:
-        self._outbox.observe(record)
-        self._flush_soon()
 
     def _watch_timeline(self, enabled: bool) -> None:
         if self._stop_timeline is not None:

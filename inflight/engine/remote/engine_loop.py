@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 from collections import deque
@@ -25,13 +24,12 @@ from inflight.engine.remote.wire import (
     RunCommand,
     StepOutputs,
     ToEngine,
-    Watch,
     WatchCache,
     WatchTimeline,
 )
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, InflightError
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.processes.channel import RemoteError, Stop, Unreadable
 from inflight.request import Request
@@ -88,7 +86,7 @@ class EngineLoop:
         """Return the progress of the loop. Called from another thread."""
         working = self._core.has_work  # read first: work that arrives now has not waited since the last step
         since = self._core.clock() - self.last_progress
-        return Heartbeat(since, working, self._sockets.incoming.num_dropped)
+        return Heartbeat(since, working)
 
     def _take_messages(self) -> None:
         for _ in range(MAX_MESSAGES):
@@ -133,12 +131,6 @@ class EngineLoop:
                 self._run_command(call, command)
             case Ack(num_read):
                 self._outbox.taken(num_read)
-            case Watch(enabled):
-                observers = self._core.observers
-                with contextlib.suppress(ValueError):
-                    observers.remove(self._outbox.observe)
-                if enabled:
-                    observers.append(self._outbox.observe)
             case WatchCache(enabled):
                 self._outbox.cache_changes = changes = CacheChanges() if enabled else None
                 self._core.scheduler.blocks.cache.report(changes)
@@ -227,7 +219,6 @@ class EngineLoop:
 
 WINDOW = 64  # unacknowledged StepOutputs; further ones are merged here
 STATS_EVERY = 0.05  # seconds between statistics while the engine is busy
-MAX_STEPS = 1024  # step records kept for a client that does not read
 MAX_CHUNKS = 64  # chunks of the timeline kept for a client that does not read
 
 
@@ -251,7 +242,6 @@ class Outbox:
         self._deltas: dict[int, Delta] = {}  # by handle
         self._replies: list[Reply] = []
         self._lost: list[tuple[int, RemoteError]] = []
-        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._timeline: deque[tuple[str, bytes]] = deque(maxlen=MAX_CHUNKS)
         self.cache_changes: CacheChanges | None = None  # None unless they are observed
         self._stats_at = -STATS_EVERY
@@ -271,9 +261,6 @@ class Outbox:
     @property
     def has_replies(self) -> bool:
         return bool(self._replies)
-
-    def observe(self, record: StepRecord) -> None:
-        self._steps.append(record)
 
     def show(self, data: bytes | None, replica: str = "0") -> None:
         """Send a chunk of the timeline, if there is one."""
@@ -309,19 +296,22 @@ class Outbox:
         prompt takes many such steps.
         """
         has_results = self._deltas or self._replies or self._lost
-        has_output = has_results or self._steps or self._timeline or self.cache_changes
+        has_output = has_results or self._timeline or self.cache_changes
         if not has_output and not (stepped and (idle or self._clock() - self._stats_at >= STATS_EVERY)):
             return
         if not self.is_read:
             return
-        handles, token_ids, others = [], [], []
+        handles, token_ids, counts, others = [], [], [], []
         for handle, delta in self._deltas.items():
             plain = delta.finish_reason is None and delta.logprobs is None and delta.prompt_logprobs is None
-            if plain and len(delta.token_ids) == 1:
+            if plain and delta.token_ids:
                 handles.append(handle)
-                token_ids.append(delta.token_ids[0])
+                token_ids += delta.token_ids
+                counts.append(len(delta.token_ids))
             else:
                 others.append((handle, delta))
+        if len(handles) == counts.count(1):
+            counts = []
         now, stats = self._clock(), None
         if idle or self._replies or now - self._stats_at >= STATS_EVERY:
             stats, self._stats_at = self._stats(), now
@@ -329,9 +319,9 @@ class Outbox:
         outputs = StepOutputs(
             handles,
             token_ids,
+            counts,
             others,
             self._replies,
-            list(self._steps),
             stats,
             cache,
             self._lost,
@@ -340,5 +330,4 @@ class Outbox:
         self._send(outputs)
         self._num_sent += 1
         self._deltas, self._replies, self._lost = {}, [], []
-        self._steps.clear()
         self._timeline.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -24,11 +23,9 @@ from inflight.engine.client import (
     MemoryState,
     ModelFacts,
     RequestState,
-    StepObserver,
     TimelineObserver,
     id_in_use,
     not_added,
-    notify,
     wait_while,
 )
 from inflight.engine.remote.supervisor import (
@@ -48,14 +45,13 @@ from inflight.engine.remote.wire import (
     Reply,
     RunCommand,
     StepOutputs,
-    Watch,
     WatchCache,
     WatchTimeline,
     encode_add,
 )
 from inflight.engine.stats import EngineStats
 from inflight.errors import ConfigError, EngineDeadError
-from inflight.events import Delta, RequestRecord, StepRecord
+from inflight.events import Delta, RequestRecord
 from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
 from inflight.request import Request
@@ -77,9 +73,6 @@ class EngineConnection(Protocol):
 
     @property
     def state(self) -> str: ...
-
-    @property
-    def num_dropped(self) -> int: ...
 
     def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]: ...
 
@@ -136,7 +129,6 @@ class ProcessClient:
         self._open: dict[int, _OpenRequest] = {}  # by handle, until the engine has ended them
         self._calls: PendingCalls[Reply] = PendingCalls()
         self._history = History()
-        self._observers: list[StepObserver] = []
         self._timeline_observers: list[TimelineObserver] = []
         self._cache_observer: CacheObserver | None = None
         self._num_received = 0
@@ -172,11 +164,6 @@ class ProcessClient:
     def process_id(self) -> int | None:
         return self._connection.engine_process.process_id
 
-    @property
-    def num_dropped_frames(self) -> int:
-        """The number of frames that either side could not decode."""
-        return self._connection.engine_process.codec.num_dropped + self._connection.num_dropped
-
     # ---- messages from the engine ----
 
     async def _read(self) -> None:
@@ -200,8 +187,6 @@ class ProcessClient:
         """Note that a process is ready, the first or a later one."""
         self.facts, self._stats = facts, stats
         self._num_received = 0
-        if self._observers:
-            self._send(Watch(True))
         if self._timeline_observers:
             self._send(WatchTimeline(True))
         if self._cache_observer is not None:
@@ -219,10 +204,10 @@ class ProcessClient:
     def _deliver(self, outputs: StepOutputs) -> None:
         if outputs.cache is not None and self._cache_observer is not None:
             self._cache_observer(outputs.cache)
-        for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=False):
+        for handle, token_ids in zip(outputs.handles, outputs.tokens_of_handles(), strict=False):
             opened = self._open.get(handle)
             if opened is not None:
-                opened.queue.put(Delta(opened.record.request_id, [token_id]))
+                opened.queue.put(Delta(opened.record.request_id, token_ids))
         for handle, delta in outputs.deltas:
             opened = self._open.get(handle)
             if opened is None:
@@ -241,8 +226,6 @@ class ProcessClient:
             self._calls.resolve(reply.call, reply)
         if outputs.stats is not None:
             self._stats = outputs.stats
-        for record in outputs.steps:
-            self._observe(record)
         for replica, data in outputs.timeline:
             for show in self._timeline_observers[:]:
                 show(replica, data)
@@ -250,12 +233,6 @@ class ProcessClient:
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
             self._send(Ack(self._num_received))
-
-    def _observe(self, record: StepRecord) -> None:
-        if self._observers:
-            notify(self._observers, record)
-            if not self._observers:
-                self._send(Watch(False))
 
     # ---- calls to the engine ----
 
@@ -336,18 +313,6 @@ class ProcessClient:
     async def command(self, command: Command) -> None:
         call = next(self._numbers)
         await self._call(call, lambda: self._send(RunCommand(call, command)))
-
-    def watch(self, observer: StepObserver) -> Callable[[], None]:
-        self._observers.append(observer)
-        self._send(Watch(True))
-
-        def stop() -> None:
-            with contextlib.suppress(ValueError):
-                self._observers.remove(observer)
-            if not self._observers:
-                self._send(Watch(False))
-
-        return stop
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         self._timeline_observers.append(observer)

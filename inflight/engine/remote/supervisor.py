@@ -83,7 +83,6 @@ class Supervisor:
         self.engine_process: EngineProcess
         self._generations = itertools.count() if generations is None else generations
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
-        self.num_dropped = 0  # frames that the process could not decode
         self.working = False  # the engine has requests, as far as we know
         self.closing = False
         self._build = build
@@ -186,9 +185,9 @@ class Supervisor:
                     self._progress_at = self._received_at
                     yield message
                     continue
-                case Heartbeat(since_step, working, num_dropped):
+                case Heartbeat(since_step, working):
                     self._progress_at = self._received_at - since_step
-                    self.working, self.num_dropped = working, num_dropped
+                    self.working = working
                 case Stopped(text):
                     process.reason = text
             trouble = self.trouble()

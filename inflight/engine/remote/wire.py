@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from inflight.engine.client import Command, MemoryState, ModelFacts, RequestState
 from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError
-from inflight.events import CacheUpdate, Delta, StepRecord
+from inflight.events import CacheUpdate, Delta
 from inflight.processes.channel import ChildSockets, Codec, Message, RemoteError, Stop
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
@@ -66,12 +68,6 @@ class Ack(Message, frozen=True):
     """The number of StepOutputs that the client has read so far."""
 
     num_read: int
-
-
-class Watch(Message, frozen=True):
-    """Turns StepRecords on or off."""
-
-    enabled: bool
 
 
 class WatchCache(Message, frozen=True):
@@ -131,19 +127,26 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(Message, frozen=True):
-    """The outputs of one step or several. Most deltas are a single token: those are sent as two columns."""
+    """The outputs of one step or several. Most deltas are nothing but tokens: those are sent as columns."""
 
     handles: list[int] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
+    counts: list[int] = msgspec.field(default_factory=list)  # tokens of each handle; empty if each has one
     # The other deltas, each with its request's handle.
     deltas: list[tuple[int, Delta]] = msgspec.field(default_factory=list)
     replies: list[Reply] = msgspec.field(default_factory=list)
-    steps: list[StepRecord] = msgspec.field(default_factory=list)
     stats: EngineStats | None = None
     cache: CacheUpdate | None = None
     # Requests that a `ClientService` lost, with the error that ends their streams. An engine sends none.
     lost: list[tuple[int, RemoteError]] = msgspec.field(default_factory=list)
     timeline: list[tuple[str, bytes]] = msgspec.field(default_factory=list)  # replicas and their chunks
+
+    def tokens_of_handles(self) -> Iterator[list[int]]:
+        """Return the tokens of each handle."""
+        if not self.counts:
+            return ([token_id] for token_id in self.token_ids)
+        token_ids = iter(self.token_ids)
+        return (list(islice(token_ids, count)) for count in self.counts)
 
 
 class Heartbeat(Message, frozen=True):
@@ -151,7 +154,6 @@ class Heartbeat(Message, frozen=True):
 
     since_step: float  # seconds
     working: bool
-    num_dropped: int  # frames
 
 
 class Stopped(Message, frozen=True):
@@ -161,7 +163,7 @@ class Stopped(Message, frozen=True):
 
 
 ReadMessage = ReadTimeline | ReadMemory
-ServiceMessage = Add | Abort | Describe | RunCommand | Ack | Watch | WatchTimeline | ReadMessage
+ServiceMessage = Add | Abort | Describe | RunCommand | Ack | WatchTimeline | ReadMessage
 ToEngine = Start | ServiceMessage | WatchCache | Stop
 FromEngine = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 

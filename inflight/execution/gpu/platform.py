@@ -32,7 +32,8 @@ from inflight.kv.budget import (
     blocks_for_memory,
     gpu_kv_memory,
 )
-from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.encoders.encoder import PoolingEncoder

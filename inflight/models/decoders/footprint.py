@@ -17,8 +17,9 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
 from inflight.kv.layout import KVLayout
 from inflight.layers.gpu_weights import scheme_on_gpu
-from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of, whole_shard
 from inflight.models.tensors import tensors_of

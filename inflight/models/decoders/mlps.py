@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from inflight.layers.kernels import ExpertRouting, Experts, Linear, Residual
+from inflight.layers.kernels import ExpertRouting, Experts, ExpertsShape, Linear, Residual
 from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, Shard
 from inflight.models.decoders.sublayers import LayerBuilder, Mlp, norm_targets
 from inflight.models.tensors import (
@@ -114,17 +114,19 @@ class ExpertsMlp:
         self._held = shard.part(len(experts)) if spec.expert_parallel else experts
         self._inner = range(mlp.inner) if spec.expert_parallel else shard.part(mlp.inner)
         self.experts: Experts = layer.kernels.experts(
-            hidden,
-            len(self._inner),
-            mlp.routing,
-            layer.dtype,
-            mlp.activation,
-            mlp.bias,
-            mlp.limit,
+            ExpertsShape(
+                hidden,
+                len(self._inner),
+                mlp.routing,
+                layer.dtype,
+                mlp.activation,
+                mlp.bias,
+                mlp.limit,
+                self._held,
+                layer.scheme(*EXPERTS_GATE_UP),
+                layer.scheme(EXPERTS_DOWN),
+            ),
             shard.collective,
-            self._held,
-            layer.scheme(*EXPERTS_GATE_UP),
-            layer.scheme(EXPERTS_DOWN),
         )
         self.in_norm = layer.norm(True)
         self.shared_gate_up: Linear | None = None

@@ -14,7 +14,8 @@ import torch
 from inflight.attention.backend import AttentionBackend
 from inflight.errors import WeightsError
 from inflight.layers.formats import PLAIN
-from inflight.layers.kernels import Kernels, TorchKernels
+from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec

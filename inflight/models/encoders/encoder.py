@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
-from inflight.layers.kernels import Kernels, Linear, Residual, TorchKernels
+from inflight.layers.kernels import Kernels, Linear, Residual
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.encoders.families import EncoderHead
 from inflight.models.encoders.spec import EncoderSpec

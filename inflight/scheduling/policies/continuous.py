@@ -10,7 +10,7 @@ not left idle. Once `ageing` requests have passed it, no more may. `ageing=0` is
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from inflight.request import Request
 from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
@@ -51,18 +51,19 @@ class Continuous(Policy):
         if not len(self.queue):
             self._unsorted.clear()
 
-    def candidates(self) -> Generator[Request, bool, None]:
+    def candidates(self) -> Iterable[Request]:
         yield from super().candidates()
         passed: list[Request] = []
         for request in self.queue.head(LOOKAHEAD):
-            admitted = (yield request) if passed else False  # the first in line was just tried
-            if admitted:
+            if passed:
+                yield request
+            else:  # the first in line was just refused
+                request.num_passed += self._num_ahead
+            if request in self.queue:
+                passed.append(request)
+            else:
                 for older in passed:
                     older.num_passed += 1
-            else:
-                if not passed:
-                    request.num_passed += self._num_ahead
-                passed.append(request)
             if any(older.num_passed >= self.ageing for older in passed):
                 return
 
@@ -91,7 +92,7 @@ class Continuous(Policy):
                 if self._num_left(request) <= self.short:
                     self._short_queue.push(request)
 
-    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Iterable[Request]:  # noqa: ARG002
         first = self.queue.first()
         while (request := self._short_queue.first()) is not None:
             if (
@@ -103,8 +104,8 @@ class Continuous(Policy):
             if request.num_tokens > self.short < self._num_left(request):  # its prefix has been evicted
                 self._short_queue.remove(request)
                 continue
-            admitted = yield request
-            if not admitted:
+            yield request
+            if request in self.queue:
                 return
             if request is first:
                 first = self.queue.first()

@@ -9,10 +9,10 @@ raised to the smallest one of the active tenants, so idle time is not saved up.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
-from inflight.request import Request
+from inflight.request import Request, Status
 from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
 
@@ -96,22 +96,22 @@ class Fair(Policy):
                 return tenant
         return None
 
-    def candidates(self) -> Generator[Request, bool, None]:
+    def candidates(self) -> Iterable[Request]:
         while (tenant := self._least()) is not None:
             request = self._queues[tenant].first()
             assert request is not None
-            admitted = yield request
-            if not admitted:
+            yield request
+            if request.status is Status.WAITING:
                 return
 
     def tokens_ahead(self, prompts: Sequence[Request], budget: int) -> int:
         return budget if self._next_ahead({request.tenant for request in prompts}) is not None else 0
 
-    def candidates_ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
+    def candidates_ahead(self, prompts: Sequence[Request]) -> Iterable[Request]:
         running = {request.tenant for request in prompts}
         while (request := self._next_ahead(running)) is not None:
-            admitted = yield request
-            if not admitted:
+            yield request
+            if request.status is Status.WAITING:
                 return
 
     def _next_ahead(self, running: set[str]) -> Request | None:

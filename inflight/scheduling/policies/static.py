@@ -4,7 +4,7 @@ A batch consists of the requests that are waiting when it opens, as far as rows 
 length is allocated at once. A finished request keeps its row until all have finished.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Sequence
 
 from inflight.request import Request
 from inflight.scheduling.policy import Policy
@@ -20,7 +20,7 @@ class Static(Policy):
         super().push(request, step)
         self._newest = max(self._newest, request.arrival)
 
-    def candidates(self) -> Generator[Request, bool, None]:
+    def candidates(self) -> Iterable[Request]:
         yield from super().candidates()
         if len(self):  # the next in line does not fit: the batch is complete
             self._last = -1

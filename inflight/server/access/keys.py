@@ -19,7 +19,9 @@ from weakref import WeakValueDictionary
 from inflight.errors import ConfigError
 from inflight.events import RequestRecord
 from inflight.option import read_yaml
+from inflight.request import RequestContext
 from inflight.server.errors import ApiError
+from inflight.server.schemas import EngineBody
 
 _FIELDS = {"name", "key", "key_env", "weight", "requests_per_minute", "max_concurrent", "cache"}
 MAX_NAME = 64
@@ -63,16 +65,15 @@ class Caller:
     _allowance: float = field(default=0.0, init=False)
     _counted_at: float = field(default=-math.inf, init=False)
 
-    def tenant(self, user: str | None) -> str:
-        """Return the tenant that fair scheduling charges for a request."""
-        return self.name or user or ""
+    def context(self, body: EngineBody, user: str | None) -> RequestContext:
+        """Return the context of a request; `user` is who fair scheduling charges if the key has no name.
 
-    def salt(self, salt: str) -> str:
-        """Return the salt of this caller's cached prefixes. It is hashed, so that no client can choose another's."""
-        owner = self.name if self.own_cache else ""
-        if not owner and not salt:
-            return ""
-        return hashlib.sha256(f"{owner}\0{salt}".encode()).hexdigest()
+        The salt is hashed, so that no client can choose that of another key's cached prefixes.
+        """
+        owner, salt = self.name if self.own_cache else "", body.cache_salt or ""
+        if owner or salt:
+            salt = hashlib.sha256(f"{owner}\0{salt}".encode()).hexdigest()
+        return RequestContext(body.priority or 0, self.name or user or "", salt)
 
     def enter(self) -> None:
         """Count one more request. Raises ApiError if a limit is reached."""

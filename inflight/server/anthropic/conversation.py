@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools
-from inflight.frontend.input_processor import MAX_TENANT_LENGTH
+from inflight.request import MAX_TENANT_LENGTH
 from inflight.server.anthropic.schemas import (
     ContentBlock,
     ConversationBody,

@@ -53,12 +53,12 @@ async def create_message(request: Request) -> Response:
             constraint=text_constraint(body),
         ),
     )
-    user, request_id = user_of(body), body.request_id or f"msg_{secrets.token_hex(12)}"
+    request_id = body.request_id or f"msg_{secrets.token_hex(12)}"
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller, lambda: prepare_conversation(model, caller, body, chat_of(body), params, user)
+            caller, lambda: prepare_conversation(model, chat_of(body), params, response.context)
         )
         await response.generate(prepared, params)
 
@@ -68,9 +68,8 @@ async def create_message(request: Request) -> Response:
         answer,
         request_id=request_id,
         model_name=name,
+        context=caller.context(body, user_of(body)),
         stream=bool(body.stream),
-        priority=body.priority,
-        user=user,
         formatter=MessagesFormatter(request_id, name, shows_thinking),
     )
 

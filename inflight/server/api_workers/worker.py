@@ -85,7 +85,6 @@ class MainConnection:
     def __init__(self, sockets: AsyncChildSockets) -> None:
         self.engine_process = sockets
         self.closing = self.working = False
-        self.num_dropped = 0
         self.state = "running"
         self._outputs: asyncio.Queue[StepOutputs] = asyncio.Queue()
         self._health = Health(True, 0.0)

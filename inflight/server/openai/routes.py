@@ -46,7 +46,7 @@ async def completions(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread_if(
-            is_long, caller, lambda: prepare_completion(model, caller, body, params, prompts)
+            is_long, caller, lambda: prepare_completion(model, body, params, prompts, response.context)
         )
         await response.generate(prepared, params)
 
@@ -56,9 +56,8 @@ async def completions(request: Request) -> Response:
         answer,
         request_id=request_id,
         model_name=name,
+        context=caller.context(body, body.user),
         stream=bool(body.stream),
-        priority=body.priority,
-        user=body.user,
         formatter=CompletionFormatter(request_id, name, **_format_options(model, body, params)),
     )
 
@@ -75,7 +74,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
-            caller, lambda: prepare_conversation(model, caller, body, chat_request(body), params, body.user)
+            caller, lambda: prepare_conversation(model, chat_request(body), params, response.context)
         )
         await response.generate(prepared, params)
 
@@ -85,9 +84,8 @@ async def chat_completions(request: Request) -> Response:
         answer,
         request_id=request_id,
         model_name=name,
+        context=caller.context(body, body.user),
         stream=bool(body.stream),
-        priority=body.priority,
-        user=body.user,
         formatter=ChatFormatter(
             request_id,
             name,

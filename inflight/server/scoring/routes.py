@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from inflight.server.scoring.schemas import (
     ScoringBody,
     TextsBody,
 )
-from inflight.server.state import ServedModel, state_of
+from inflight.server.state import ServedModel, caller_of, state_of
 
 router = APIRouter()
 
@@ -65,7 +65,7 @@ async def embeddings(request: Request) -> Response:
         **_truncation(body),
     )
     write = partial(write_embeddings, base64=body.encoding_format == "base64")
-    pooling = PoolingCall("embed", len(texts), body.cache_salt, call, write, {"texts": "input"})
+    pooling = PoolingCall("embed", len(texts), call, write, {"texts": "input"})
     return _response(request, model, name, body, pooling)
 
 
@@ -76,7 +76,7 @@ async def classify(request: Request) -> Response:
     body, model, name = await _read(request, ClassifyBody, "classify")
     texts = read_inputs(body.input, model.options.max_documents)
     call = partial(model.engine.classify, texts, scale=body.scale, **_truncation(body))
-    pooling = PoolingCall("classify", len(texts), body.cache_salt, call, write_classes, {"texts": "input"})
+    pooling = PoolingCall("classify", len(texts), call, write_classes, {"texts": "input"})
     return _response(request, model, name, body, pooling)
 
 
@@ -92,7 +92,7 @@ async def score(request: Request) -> Response:
     query = queries[0] if len(queries) == 1 else queries
     call = partial(model.engine.score, query, documents, **_scoring(body))
     params = {"query": first, "documents": second}
-    pooling = PoolingCall("score", len(documents), body.cache_salt, call, write_scores, params)
+    pooling = PoolingCall("score", len(documents), call, write_scores, params)
     return _response(request, model, name, body, pooling)
 
 
@@ -105,7 +105,7 @@ async def rerank(request: Request) -> Response:
     documents = read_documents(body.documents, model.options.max_documents)
     call = partial(model.engine.rerank, body.query, documents, body.top_n, **_scoring(body))
     write = partial(write_ranking, documents=body.documents if body.return_documents else None)
-    pooling = PoolingCall("rerank", len(documents), body.cache_salt, call, write, {})
+    pooling = PoolingCall("rerank", len(documents), call, write, {})
     return _response(request, model, name, body, pooling)
 
 
@@ -141,8 +141,7 @@ def _response(
         pooling.answer,
         request_id=body.request_id or f"{pooling.task}-{secrets.token_hex(16)}",
         model_name=name,
-        priority=body.priority,
-        user=body.user,
+        context=caller_of(request).context(body, body.user),
         awaited="result",
     )
 
@@ -153,7 +152,6 @@ class PoolingCall:
 
     task: Task
     num_texts: int
-    cache_salt: str | None
     call: Callable[..., Awaitable[Pooled]]  # a method of the engine, with the arguments of this task
     write: Callable[[AnswerHead, Any], bytes]
     params: dict[str, str]  # the body's names of the call's parameters, where they differ
@@ -168,9 +166,7 @@ class PoolingCall:
         try:
             pooled = await self.call(
                 request_id=engine_id,
-                priority=logged.priority,
-                tenant=logged.tenant,
-                cache_salt=response.caller.salt(self.cache_salt or ""),
+                **asdict(response.context),
                 origin=RequestOrigin(logged.request_id, key=response.caller.name, route=logged.route),
                 on_record=partial(self._count, response),
             )

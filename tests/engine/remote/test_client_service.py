@@ -16,7 +16,6 @@ from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.wire import FromEngine, Ready, StepOutputs, ToEngine
 from inflight.errors import EngineDeadError, EngineError, RequestError
-from inflight.events import StepRecord
 from inflight.processes.channel import Codec, Message
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until, until_idle
@@ -30,7 +29,6 @@ class Loopback:
 
     def __init__(self, client: InprocClient) -> None:
         self.closing = self.working = False
-        self.num_dropped = 0
         self.state = "running"
         self.process_id: int | None = None
         self.codec: Codec[ToEngine] = Codec(SECRET, ToEngine)
@@ -91,8 +89,6 @@ async def read(client: ProcessClient, request_id: str) -> list[int]:
 
 async def test_service_returns_the_results_of_its_client() -> None:
     async with linked() as (client, below, _):
-        steps: list[StepRecord] = []
-        stop = client.watch(steps.append)
         prompts = [[number, 7, 8] for number in range(8)]
         for number, prompt in enumerate(prompts):
             await client.add(make_request(prompt, 40, f"r{number}"))
@@ -101,8 +97,6 @@ async def test_service_returns_the_results_of_its_client() -> None:
         state = await client.describe("r3")
         assert state is not None
         assert (state.status, state.record.num_output_tokens) == ("finished", 40)
-        assert steps
-        stop()
         await below.add(make_request([1], LONG, "taken"))
         with pytest.raises(RequestError, match="already in use") as refused:
             await client.add(make_request([1], 1, "taken"))

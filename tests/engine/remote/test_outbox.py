@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from inflight.engine.remote.engine_loop import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
+from inflight.engine.remote.engine_loop import STATS_EVERY, WINDOW, Outbox
 from inflight.engine.remote.wire import Reply, StepOutputs
-from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob, pack_logprobs
-from tests.support.requests import FakeEngine, make_request
+from inflight.events import Delta, PositionLogprobs, TokenLogprob, pack_logprobs
+from tests.support.requests import FakeEngine
 
 
 class Sender:
@@ -39,6 +39,18 @@ def test_single_tokens_are_sent_as_columns() -> None:
     assert [sender.outbox.id_of(handle) for handle in (10, 12, 99)] == ["r0", None, None]
 
 
+def test_several_tokens_are_sent_as_columns_too() -> None:
+    sender = Sender()
+    sender.step(Delta("r0", [4, 5, 6]), Delta("r1", [7]), Delta("r2", [8, 9]))
+    sender.step(Delta("r0", [1]), Delta("r1", [2]))
+    several, single = sender.outputs
+    assert (several.deltas, several.handles) == ([], [10, 11, 12])
+    assert (several.token_ids, several.counts) == ([4, 5, 6, 7, 8, 9], [3, 1, 2])
+    assert list(several.tokens_of_handles()) == [[4, 5, 6], [7], [8, 9]]
+    assert single.counts == []
+    assert list(single.tokens_of_handles()) == [[1], [2]]
+
+
 def test_nothing_is_sent_without_output() -> None:
     sender = Sender()
     sender.step()
@@ -58,8 +70,10 @@ def test_slow_client_gets_merged_deltas() -> None:
     sender.outbox.flush(idle=True)
     last = sender.outputs[-1]
     assert len(sender.outputs) == WINDOW + 1
-    assert [(handle, delta.token_ids) for handle, delta in last.deltas] == [(10, [*range(1000)]), (11, [7])]
-    assert last.deltas[1][1].finish_reason == "length"
+    assert (last.handles, last.token_ids, last.counts) == ([10], [*range(1000)], [1000])
+    assert [(handle, delta.token_ids, delta.finish_reason) for handle, delta in last.deltas] == [
+        (11, [7], "length")
+    ]
     assert last.replies == [Reply(3)]
     sender.step(Delta("r0", [1]))
     assert sender.outputs[-1].token_ids == [1]
@@ -97,20 +111,3 @@ def test_statistics_are_sent_periodically_with_replies_and_when_idle() -> None:
     sender.step(Delta("r0", [4]))
     sender.step(Delta("r0", [5]), idle=True)
     assert [outputs.stats is not None for outputs in sender.outputs] == [True, False, True, True, False, True]
-
-
-def test_step_records_are_bounded() -> None:
-    records: list[StepRecord] = []
-    engine = FakeEngine(records=records)
-    engine.add(make_request([1], 3))
-    engine.run()
-    sender = Sender()
-    sender.fill()
-    for _ in range(MAX_STEPS):
-        sender.outbox.observe(records[0])
-    sender.outbox.observe(records[1])
-    sender.outbox.taken(WINDOW)
-    sender.outbox.flush(idle=False)
-    steps = sender.outputs[-1].steps
-    assert len(steps) == MAX_STEPS
-    assert steps[-1] is records[1]

@@ -21,7 +21,7 @@ from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.shapes import TextShape
 from inflight.execution.platforms import CpuPlatform, EncoderKernels
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec

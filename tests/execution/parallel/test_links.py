@@ -10,7 +10,7 @@ import torch
 
 from inflight.execution.parallel import links
 from inflight.execution.parallel.layout import RankLayout
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from tests.execution.parallel.test_shared_memory import LIBRARY, memories
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="ranks need the compiled kernels")

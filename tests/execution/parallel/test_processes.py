@@ -21,7 +21,6 @@ from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
 from inflight.config import ProcessConfig
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
-from inflight.events import StepRecord
 from inflight.execution.parallel import rank_processes, starting
 from inflight.execution.parallel.layout import RankLayout
 from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
@@ -31,6 +30,7 @@ from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS
 from tests.support.processes import children, runs
+from tests.support.steps import observe
 from tests.support.waiting import until, wait_until
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
@@ -87,11 +87,11 @@ def test_dead_rank_ends_the_engine_with_an_error_that_names_it(
     assert shared_memory() - before
     (rank,) = ranks()
 
-    def kill(_: StepRecord) -> None:
+    def kill(_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
 
-    llm._engine.core.observers.append(kill)
+    observe(llm._engine.core, kill)
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
     with pytest.raises(DeviceLostError, match="rank 1 of 2"):

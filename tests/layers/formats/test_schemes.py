@@ -9,7 +9,7 @@ from inflight.errors import ConfigError, WeightsError
 from inflight.layers.formats import GroupScheme, plain
 from inflight.layers.formats.schemes import FP4_VALUES, Codes
 from inflight.layers.formats.weight_format import Mxfp4Format
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 
 SCHEMES = [
     GroupScheme("fp8"),

@@ -15,15 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inflight.errors import ModelError, WeightsError
-from inflight.layers import kernels
-from inflight.layers.kernels import (
-    CLAMPED_SILU,
-    ExpertRouting,
-    Residual,
-    TorchKernels,
-    choose_experts,
-)
+from inflight.layers import torch_kernels
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels, choose_experts
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import DenseMlpSpec, ExpertsMlp, ExpertsMlpSpec
 from inflight.models.decoders.spec import shard_of
@@ -331,7 +326,7 @@ def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPat
         counts.append(torch.bincount(ids.view(-1), minlength=8))
         return ids, weights
 
-    monkeypatch.setattr(kernels, "choose_experts", choose)
+    monkeypatch.setattr(torch_kernels, "choose_experts", choose)
     tokens = torch.randint(2000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     fields = {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 2000, "mlp_only_layers": []}
     logprobs(dummy("qwen3-moe", seed=0, **fields), tokens)

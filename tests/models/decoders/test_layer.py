@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
-from inflight.layers.kernels import Residual, TorchKernels
+from inflight.layers.kernels import Residual
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder, Layer
 from inflight.models.decoders.families import decoder_spec

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import WeightsError
-from inflight.layers.kernels import TorchKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec

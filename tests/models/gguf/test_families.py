@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.layers.kernels import TorchKernels
 from inflight.layers.native_kernels import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.footprint import meta_decoder, meta_kernels, num_bytes
 from tests.models.running import load, logprobs, prompt, transformers_logprobs
 from tests.support.checkpoints import FAMILIES, RECURRENT_FAMILIES, make_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.frontend.chat import ChatRequest, NamedTool
-from inflight.frontend.input_processor import MAX_TENANT_LENGTH
+from inflight.request import MAX_TENANT_LENGTH
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.schemas import MessagesBody
 from inflight.server.errors import ApiError

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from inflight import LLM
-from inflight.events import StepRecord
 from tests.server.faults.cases import PATH, Case, ClientView, health, make_case, process_id, wait_for_running
 from tests.server.faults.conftest import MAX_QUEUE, NUM_SLOTS
 from tests.server.faulty import crawling
 from tests.server.live import Backend, Live
+from tests.support.steps import StepRecord, observe
 
 
 def connect(live: Live) -> socket.socket:
@@ -68,7 +68,7 @@ def test_aborts_take_effect_with_the_next_step(
 
     monkeypatch.setattr(backend.engine.client, "abort", recording_abort)
     neighbour = make_case(llm, [9, 9], 300)
-    backend.core.observers.append(steps.append)
+    stop = observe(backend.core, steps.append)
     try:
         with backend.held_steps(10) as held:
             view = neighbour.send(threads, live)
@@ -77,7 +77,7 @@ def test_aborts_take_effect_with_the_next_step(
                 wait_for_running(live, 2)
             assert neighbour.is_correct(view.result())
     finally:
-        backend.core.observers.remove(steps.append)
+        stop()
     ((name, number),) = num_before.items()
     later = [step for step in steps[number:] if any(slot.request_id == name for slot in step.slots)]
     assert len(later) <= 2  # the one that ran just then, and one that may have begun

@@ -4,7 +4,7 @@
 // of a frame depends on the pixels and the runs in view, not on the number of steps.
 
 import { short } from "../format";
-import { firstEndingAfter, Kind, type Replica, type Run } from "./store";
+import { firstEndingAfter, Kind, tokenAt, type Replica, type Run } from "./store";
 
 export interface View { from: number; seconds: number }
 export interface Focus { request: number | null; replica: string | null; key: string | null; slot: number | null; step: number | null }
@@ -205,7 +205,7 @@ export class Painter {
     }
   }
 
-  /** The number of prompt tokens in each cell that computes some. */
+  /** The number of prompt tokens in each cell that computes some; in a decode the index of its token, and how many it returned if several. */
   private paintLabels(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number) {
     const context = this.context;
     context.font = `${Math.min(11, lanes.slotHeight - 2)}px ui-monospace, monospace`;
@@ -220,7 +220,8 @@ export class Painter {
         context.fillStyle = "#fff";
         context.strokeStyle = "rgba(0,0,0,.65)";
         context.lineWidth = 2.5;
-        const text = run.kind === Kind.Prefill ? `${short(run.tokens)} P` : String(run.firstToken + (step - run.first) * run.tokens);
+        const token = tokenAt(run, step), returned = tokenAt(run, step + 1) - token;
+        const text = run.kind === Kind.Prefill ? `${short(run.tokens)} P` : returned > 1 ? `${token} +${returned}` : String(token);
         const y = lanes.top + (slot + 0.5) * lanes.slotHeight + 4;
         context.strokeText(text, middle, y);
         context.fillText(text, middle, y);

@@ -7,7 +7,7 @@ import { access } from "../api";
 import { layOut, Painter, type Focus, type Lanes, type Theme, type View } from "./draw";
 import { Feed } from "./feed";
 import type { Recording } from "./recording";
-import { Kind, Replica, Store } from "./store";
+import { Kind, Replica, Store, tokenAt, type Run } from "./store";
 
 const DEFAULT_SECONDS = 10, MAX_SECONDS = 600, MIN_SECONDS = 20e-6;
 const LIVE_DELAY = 0.15;  // seconds that the live view lags behind, so that it moves smoothly
@@ -379,17 +379,19 @@ export class TimelinePage implements Page {
     if (row >= replica.end) return this.detail.replaceChildren(make("p", {}, `Step ${count(step)} is no longer known.`));
     const run = replica.runAt(slot, step);
     this.detail.replaceChildren(
-      make("p", { class: "what" }, run ? this.describe(replica, run.request, run.kind, run.tokens, run.firstToken + (step - run.first) * run.tokens)
+      make("p", { class: "what" }, run ? this.describe(replica, run, step)
         : replica.isOthers(slot, row) ? "In use by a request of another key." : "This slot was free.",
         run && make("button", { type: "button", onclick: () => this.followSelected() }, "Follow"),
         run && this.requestLink(replica, run.request)),
       make("p", { class: "figure" }, describeStep(replica, row, slot, this.moment(replica.get("at", row)))));
   }
 
-  private describe(replica: Replica, number: number, kind: Kind, tokens: number, token: number): string {
+  private describe(replica: Replica, run: Run, step: number): string {
+    const { request: number, kind } = run, token = tokenAt(run, step), next = tokenAt(run, step + 1);
     const info = replica.requests.get(number), name = info?.id ? `${info.id}${info.answer ? ` (answer ${info.answer + 1})` : ""}` : `request ${number}`;
     const cached = replica.eventsOf(number).find((event) => event.type === "admit")?.cached;
-    const what = kind === Kind.Prefill ? `prompt tokens ${count(token)} to ${count(token + tokens - 1)}` : kind === Kind.Decode ? `decode, token ${count(token)}` : KINDS[kind];
+    const what = kind === Kind.Prefill ? `prompt tokens ${count(token)} to ${count(next - 1)}`
+      : kind === Kind.Decode ? `decode, token ${count(token)}${next > token + 1 ? `, returned ${next - token}` : ""}` : KINDS[kind];
     const prompt = info?.prompt_tokens === undefined ? "" : `; its prompt has ${count(info.prompt_tokens)} tokens${cached ? `, ${count(cached)} of them from the prefix cache` : ""}`;
     return `${name}: ${what}${prompt}${info?.text ? ` — “${info.text}”` : ""} `;
   }

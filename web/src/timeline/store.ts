@@ -17,7 +17,7 @@ export interface Chunk {
   replica: string; slots: number; budget: number; kv: { blocks: number; block_size: number };
   steps: Record<Exclude<ColumnName, "others">, number[]> & { others?: number[] };  // recordings of comparisons have no others
   failed?: Record<string, string>;
-  runs: [slot: number, request: number, kind: Kind, firstStep: number, numSteps: number, tokens: number, firstToken: number][];
+  runs: [slot: number, request: number, kind: Kind, firstStep: number, numSteps: number, tokens: number, firstToken: number, outputs?: number, counts?: number[]][];
   requests?: RequestInfo[];
   events?: TimelineEvent[];
   skipped?: number;
@@ -31,8 +31,15 @@ export interface Summary { slowest: number; longest: number; output: number; run
 
 const BLOCK_BITS = 5;  // steps are summarized in blocks of 32, so that a long time can be drawn without looking at each
 
-/** Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step. */
-export interface Run { slot: number; request: number; kind: Kind; first: number; end: number; tokens: number; firstToken: number }
+/** Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step; in decodes, the first steps returned `counts`. */
+export interface Run { slot: number; request: number; kind: Kind; first: number; end: number; tokens: number; firstToken: number; counts: number[] }
+
+/** The index of the token that a run has reached in a step. */
+export function tokenAt(run: Run, step: number): number {
+  const number = step - run.first, { length } = run.counts;
+  if (!length) return run.firstToken + number * run.tokens;
+  return run.counts.slice(0, number).reduce((sum, count) => sum + count, run.firstToken) + Math.max(0, number - length);
+}
 
 const MAX_STEPS = 1 << 20;  // ten minutes at 1,000 steps/s fit
 const MAX_RUNS = 1 << 18;
@@ -178,8 +185,8 @@ export class Replica {
       }
     }
     for (const [step, message] of Object.entries(chunk.failed ?? {})) this.failed.set(Number(step), message);
-    for (const [slot, request, kind, first, number, tokens, firstToken] of chunk.runs)
-      if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken });
+    for (const [slot, request, kind, first, number, tokens, firstToken, , counts] of chunk.runs)
+      if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken, counts: counts ?? [] });
     this.countShared(chunk);
     this.addEvents(chunk.events ?? []);
     this.begin = Math.max(this.begin, this.end - this.maxSteps + 1);
@@ -188,9 +195,13 @@ export class Replica {
 
   private addRun(run: Run) {
     const runs = (this.runs[run.slot] ??= []), last = runs.at(-1);
-    if (last && last.end >= run.first && last.request === run.request && last.kind === run.kind && last.tokens === run.tokens)
+    if (last && last.end >= run.first && last.request === run.request && last.kind === run.kind && last.tokens === run.tokens) {
+      if (run.counts.length && run.end > last.end) {
+        const known = last.counts.slice(0, run.first - last.first);
+        last.counts = [...known, ...Array<number>(run.first - last.first - known.length).fill(1), ...run.counts];
+      }
       last.end = Math.max(last.end, run.end);
-    else {
+    } else {
       runs.push(run);
       this.numRuns++;
     }

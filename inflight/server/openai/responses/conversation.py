@@ -10,6 +10,7 @@ from inflight.agents import INPUT
 from inflight.errors import shown
 from inflight.frontend import OutputProcessor
 from inflight.frontend.chat import ChatRequest, num_characters
+from inflight.request import RequestContext
 from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
@@ -177,14 +178,14 @@ class ResponseTurn(ResponseInput):
         self._model, self._sampled = model, body
         self._ended: StoredResponse | None = None
 
-    def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
+    def prepare(self, params: GenerationParams, context: RequestContext) -> list[OutputProcessor]:
         """Render the conversation. Takes long: call it in a thread."""
         body = self._sampled
         check_repeated(body)
         chat = self.chat()
         if body.store is False:
             self.items = []
-        return prepare_conversation(self._model, self._caller, body, chat, params, user_of(body))
+        return prepare_conversation(self._model, chat, params, context)
 
     def set_ended(self, response: dict[str, Any]) -> None:
         """Set the finished response, for `store`."""

@@ -78,7 +78,7 @@ async def create_response(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         await turn.look_up()
-        prepared = await state.in_thread(caller, lambda: turn.prepare(params))
+        prepared = await state.in_thread(caller, lambda: turn.prepare(params, response.context))
         await response.generate(prepared, params, before_end=turn.store)
 
     return EngineResponse(
@@ -87,9 +87,8 @@ async def create_response(request: Request) -> Response:
         answer,
         request_id=response_id,
         model_name=name,
+        context=caller.context(body, user_of(body)),
         stream=bool(body.stream),
-        priority=body.priority,
-        user=user_of(body),
         formatter=ResponsesFormatter(
             head,
             turn.set_ended if body.store is not False else None,

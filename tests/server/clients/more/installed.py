@@ -1,5 +1,4 @@
-"""Clients that cannot share the packages of .venv: `make clients` installs each into a folder of its own, which comes
-first in the module path."""
+"""Clients that cannot share the packages of .venv. `make test-clients` installs each into its own folder."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from tests.support.missing import missing
 
-FOLDER = Path(__file__).parent.parent.parent.parent / "build" / "clients"
+FOLDER = Path(__file__).parents[4] / "build" / "clients"
 SECONDS = 240.0
 
 
@@ -18,7 +17,7 @@ def run_client(name: str, *words: str, home: Path, **variables: str) -> str:
     """Return what a client prints. It runs in `home`, a folder of the test's own."""
     packages = FOLDER / name
     if not (packages / ".installed").exists():
-        missing(f"{name} is not installed: make clients")
+        missing(f"{name} is not installed: make test-clients")
     environment = os.environ | {"PYTHONPATH": str(packages), "HOME": str(home)} | variables
     ended = subprocess.run(
         [sys.executable, *words],

@@ -82,7 +82,7 @@ def run(server: Live, project: Path, question: str) -> Any:
     """Return what the program prints, with the variables of docs/clients.md."""
     node = shutil.which("node")
     if node is None or not PROGRAM.is_file():
-        missing("Node or Claude Code is not installed: install nodejs and npm, then run make clients")
+        missing("Node or Claude Code is not installed: install nodejs and npm, then run make test-clients")
     variables = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_API_KEY": KEY,

@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from tests.server.clients.installed import run_client
+from tests.server.clients.more.installed import run_client
 from tests.server.live import Live
 
 # Its command, several times in one process: each start would take seconds.

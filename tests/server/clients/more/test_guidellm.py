@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.server.clients.installed import run_client
+from tests.server.clients.more.installed import run_client
 from tests.server.live import Live
 
 PROMPTS = (

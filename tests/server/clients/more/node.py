@@ -19,7 +19,7 @@ def run_script(name: str, **environment: str) -> Any:
     """Return what the script printed."""
     node = shutil.which("node")
     if node is None or not (FOLDER / "node_modules").is_dir():
-        missing("no Node, or not its packages: install nodejs and npm, then `make clients`")
+        missing("no Node, or not its packages: install nodejs and npm, then `make test-clients`")
     command = [node, str(FOLDER / name)]
     ended = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.clients.node import run_script
+from tests.server.clients.more.node import run_script
 from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox
 
 

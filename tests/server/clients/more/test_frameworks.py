@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.clients.installed import run_client
+from tests.server.clients.more.installed import run_client
 from tests.server.clients.task import ANSWER, KEY, QUESTION, Served, Toolbox, knowing_model
 
 # Before each script: its arguments, and the two tools.

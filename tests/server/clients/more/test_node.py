@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.clients.node import run_script
+from tests.server.clients.more.node import run_script
 from tests.server.live import Backend, live_server
 from tests.support.held_steps import taking_turns
+from tests.support.steps import observe
 
 MODEL = "inflight-builtin"
 QUESTION = "Why does it rain?"
@@ -22,11 +23,11 @@ CLIENTS = ("openai", "langchain", "ai")
 @contextmanager
 def streaming(backend: Backend) -> Iterator[None]:
     """Have the server send tokens as they come: it merges those for which it had no time."""
-    backend.core.observers.append(observer := taking_turns(backend.loop))
+    stop = observe(backend.core, taking_turns(backend.loop))
     try:
         yield
     finally:
-        backend.core.observers.remove(observer)
+        stop()
 
 
 @pytest.fixture(scope="module")
