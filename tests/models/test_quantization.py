@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.footprint import num_bytes
+from inflight.models.decoders.footprint import META, meta_decoder, num_bytes
 from inflight.models.decoders.spec import shard_of
-from inflight.models.decoders.weights import load_decoder
+from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization
 from tests.models.running import CPU, load, logprobs, prompt
@@ -192,6 +193,36 @@ def test_rank_holds_its_part_of_quantized_weights(case: str, rank: int, tmp_path
             first = weights
         for weight, other in zip(weights, first, strict=True):
             torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "modules"),
+    [
+        ("llama", "compressed int4 with zeros", ("q_proj", "gate_proj")),
+        ("llama", "gptq with zeros", ("q_proj", "gate_proj")),
+        ("llama", "awq", ("q_proj", "gate_proj")),
+        ("llama", "fp8 in blocks", ("q_proj", "gate_proj")),
+        ("gpt-oss", "mxfp4", ("experts.gate_up_proj_",)),
+        ("gpt-oss", "mxfp4 of whole experts", ("experts.gate_up_proj_", "experts.down_proj_")),
+    ],
+)
+def test_ranks_together_read_quantized_rows_once(family: str, case: str, modules: tuple[str, ...]) -> None:
+    quantization = CASES[case][1] if case in CASES else {"quant_method": "mxfp4"}
+    config = FAMILIES[family](intermediate_size=256, hidden_size=256).to_dict()
+    spec = decoder_spec(config | {"quantization_config": quantization})
+    spec = replace(spec, expert_parallel="whole" in case)
+    read: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    for rank in (0, 1):
+        decoder = meta_decoder(shard_of(spec, rank, 2), TorchKernels(device=META), torch.float32)
+        for placement in placements(decoder):
+            has_rows = not placement.name.endswith(("bias", "g_idx"))
+            if has_rows and any(module in placement.name for module in modules):
+                tensor = torch.empty(placement.shape, device=META)
+                read[placement.name] = read.get(placement.name, 0) + tensor[placement.needed].numel()
+                stored[placement.name] = tensor.numel()
+    assert read == stored
+    assert read
 
 
 def test_rank_whose_columns_cut_a_group_is_rejected(original: Path, tmp_path: Path) -> None:
