@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from inflight.models.decoders.spec import shard_of
 from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization
+from inflight.models.tensors import tensors_of
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.quantized import (
@@ -318,7 +320,7 @@ def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: P
 def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    folder = write_checkpoint(tmp_path / "plain", "gpt-oss", intermediate_size=32)
+    folder = write_checkpoint(tmp_path / "plain", "gpt-oss", intermediate_size=64)
     tensors = load_file(folder / "model.safetensors")
     quantized = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -340,6 +342,17 @@ def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:
     expected = logprobs(load(folder), prompt())
     for decoder in (load(tmp_path / "mxfp4"), keeping(tmp_path / "mxfp4")):
         torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=1e-4, atol=1e-4)
+    kernels = TorchKernels()
+    backend = ComposedAttention(kernels, TorchCpuAttention())
+    for rank, expert_parallel in itertools.product((0, 1), (False, True)):
+        held = []
+        for path in (folder, tmp_path / "mxfp4"):
+            checkpoint = open_checkpoint(str(path))
+            spec = replace(decoder_spec(checkpoint.config), expert_parallel=expert_parallel)
+            shard = shard_of(spec, rank, 2)
+            decoder = load_decoder(checkpoint, kernels, backend, torch.float32, CPU, shard=shard)
+            held.append(list(tensors_of(decoder.layers)))
+        assert all(torch.equal(plain, quantized) for plain, quantized in zip(*held, strict=True))
     edited(tmp_path / "mxfp4", "model.layers.1.mlp.experts.down_proj_scales", lambda t: t | 255)
     with pytest.raises(WeightsError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj of expert 0: scales"):
         load(tmp_path / "mxfp4")

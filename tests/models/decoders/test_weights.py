@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import ExpertsMlpSpec
-from inflight.models.decoders.weights import load_decoder, placements
-from inflight.models.tensors import LinearRows, fill_random
+from inflight.models.decoders.spec import shard_of
+from inflight.models.decoders.weights import check_files, load_decoder, placements
+from inflight.models.tensors import LinearRows, fill, fill_random, read_headers, tensors_of
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.specs import attentions
@@ -201,6 +203,27 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     if decoder.layer_inputs is not None:
         expected += decoder.layer_inputs.table.numel() * (spec.vocab_size + hidden) // spec.vocab_size
     assert weights == expected
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rank_reads_all_that_it_keeps(family: str, expert_parallel: bool, tmp_path: Path) -> None:
+    """It holds the same as if it had read whole tensors."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path, family)))
+    spec = replace(decoder_spec(checkpoint.config), expert_parallel=expert_parallel)
+    shard, stored = shard_of(spec, 1, 2), read_headers(checkpoint.weight_files)
+    variant, layout = check_files(shard, stored)
+    kernels, held = TorchKernels(), []
+    for reads_all in (False, True):
+        attention = ComposedAttention(kernels, TorchCpuAttention())
+        decoder = Decoder(spec, kernels, attention, torch.float32, CPU, shard=shard)
+        needed = {placement.name: placement for placement in placements(decoder, variant, layout)}
+        if reads_all:
+            needed = {name: replace(placement, needed=(), first=0) for name, placement in needed.items()}
+        fill(needed, stored)
+        held.append(list(tensors_of(decoder.layers)))
+    for read, whole in zip(*held, strict=True):
+        assert torch.equal(read, whole)
 
 
 def test_refilling_replaces_all_weights() -> None:
