@@ -21,7 +21,8 @@ from benchmarks.report import show
 from inflight import LLM, SamplingParams
 from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
-from inflight.execution.gpu.runner import GpuStepHandle, PendingLogprobs
+from inflight.execution.gpu.runner import GpuStepHandle
+from inflight.execution.gpu.sampling import PendingLogprobs, PendingSamples
 from inflight.frontend import OutputProcessor
 from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.scheduling import Batch, Sampled
@@ -56,16 +57,8 @@ class CannedRunner:
             width = columns.shape[2]
             logprobs = PendingLogprobs(columns.flatten(), [width - 1] * len(with_logprobs), width)
         sampled = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
-        return GpuStepHandle(
-            num_entries=len(batch.rows),
-            sampling_entries=entries,
-            sampled=sampled,
-            logprobs=logprobs,
-            logprob_entries=with_logprobs,
-            prompt_logprobs=[],
-            pooled=None,
-            done=None,
-        )
+        samples = PendingSamples(len(batch), entries, sampled, logprobs, with_logprobs)
+        return GpuStepHandle(len(batch), [samples])
 
     def collect(self, handle: GpuStepHandle) -> Sampled:
         return handle.read()

@@ -1,6 +1,4 @@
 // A row's sampling parameters, and how they change its logits before a token is chosen.
-//
-// Logits start with the token `first`: they cover the whole vocabulary, or the part that one of several ranks holds.
 #pragma once
 
 #include "ranking.h"
@@ -43,17 +41,15 @@ struct Chosen {
 };
 
 // Copy the logits that the row's mask allows; the others become -inf.
-inline void copy_allowed(const float* from, float* to, int64_t first, int64_t size, const uint32_t* mask) {
+inline void copy_allowed(const float* from, float* to, int64_t size, const uint32_t* mask) {
+    static_assert(32 % kWidth == 0, "a vector's bits are in one word");
     const WordVec lane_bits = bits<WordVec>((lane_numbers() - lane_numbers() + 1) << lane_numbers());
     int64_t i = 0;
     for (; i + kWidth <= size; i += kWidth) {
-        const int64_t word = (first + i) / 32, shift = (first + i) % 32;
-        uint32_t window = mask[word] >> shift;
-        if (shift + kWidth > 32) window |= mask[word + 1] << (32 - shift);
-        const WordVec allowed = window & lane_bits;
+        const WordVec allowed = (mask[i / 32] >> (i % 32)) & lane_bits;
         store(to + i, allowed != 0 ? load<Vec>(from + i) : splat(-kInfinity));
     }
-    for (; i < size; ++i) to[i] = mask[(first + i) / 32] >> ((first + i) % 32) & 1 ? from[i] : -kInfinity;
+    for (; i < size; ++i) to[i] = mask[i / 32] >> (i % 32) & 1 ? from[i] : -kInfinity;
 }
 
 // Return whether the last outputs are the first `count` ids of a bad word. Prompt tokens are not matched.
@@ -62,45 +58,32 @@ inline bool follows(const int32_t* ids, int64_t count, const Row& row, const His
     return first >= row.num_prompt_tokens && std::equal(ids, ids + count, history.tokens + first);
 }
 
-// Part of a row's logits, indexed by token id.
-struct Part {
-    float* logits;
-    int64_t first, size;
-
-    bool has(int64_t id) const { return id >= first && id < first + size; }
-    float& operator[](int64_t id) const { return logits[id - first]; }
-};
-
-inline void forbid(const Part& part, const Row& row, const History& history) {
+inline void forbid(float* logits, const Row& row, const History& history) {
     const int32_t* word = row.bad_words;
     for (int32_t i = 0; i < row.num_bad_words; ++i) {
         const int32_t last = word[0];
-        if (part.has(word[last]) && (last == 1 || follows(word + 1, last - 1, row, history)))
-            part[word[last]] = -kInfinity;
+        if (last == 1 || follows(word + 1, last - 1, row, history)) logits[word[last]] = -kInfinity;
         word += 1 + last;
     }
     if (history.length < row.min_length)
-        for (int32_t i = 0; i < row.num_stops; ++i)
-            if (part.has(row.stops[i])) part[row.stops[i]] = -kInfinity;
+        for (int32_t i = 0; i < row.num_stops; ++i) logits[row.stops[i]] = -kInfinity;
 }
 
 // Apply the repetition penalty to tokens of the whole row, frequency and presence penalties to its outputs. Each token
 // is penalised once, however often it was seen.
-inline void penalise(const Part& part, const Row& row, const History& history, std::vector<int32_t>& seen) {
+inline void penalise(float* logits, int64_t size, const Row& row, const History& history, std::vector<int32_t>& seen) {
     constexpr int32_t kSeen = 1 << 30;  // above any count
-    seen.resize(part.size);
-    for (int64_t i = 0; i < history.length; ++i)
-        if (part.has(history.tokens[i])) {
-            int32_t& state = seen[history.tokens[i] - part.first];
-            state = (state | kSeen) + (i >= row.num_prompt_tokens);
-        }
+    seen.resize(size);
     for (int64_t i = 0; i < history.length; ++i) {
-        if (!part.has(history.tokens[i])) continue;
-        int32_t& state = seen[history.tokens[i] - part.first];
+        int32_t& state = seen[history.tokens[i]];
+        state = (state | kSeen) + (i >= row.num_prompt_tokens);
+    }
+    for (int64_t i = 0; i < history.length; ++i) {
+        int32_t& state = seen[history.tokens[i]];
         if (!state) continue;
         const int32_t count = state - kSeen;
         state = 0;
-        float& logit = part[history.tokens[i]];
+        float& logit = logits[history.tokens[i]];
         logit = logit > 0 ? logit / row.repetition_penalty : logit * row.repetition_penalty;
         logit -= row.frequency_penalty * static_cast<float>(count);
         if (count) logit -= row.presence_penalty;
@@ -108,16 +91,15 @@ inline void penalise(const Part& part, const Row& row, const History& history, s
 }
 
 // Apply all rules in the order of execution/sampling/sampler.py. `to` may be `from`; `seen` is all 0 before and after.
-inline void adjust(const float* from, const Part& to, const Row& row, const History& history,
+inline void adjust(const float* from, float* to, int64_t size, const Row& row, const History& history,
                    std::vector<int32_t>& seen) {
     if (row.mask)
-        copy_allowed(from, to.logits, to.first, to.size, row.mask);
-    else if (to.logits != from)
-        std::copy(from, from + to.size, to.logits);
+        copy_allowed(from, to, size, row.mask);
+    else if (to != from)
+        std::copy(from, from + size, to);
     forbid(to, row, history);
-    for (int32_t i = 0; i < row.num_biases; ++i)
-        if (to.has(row.bias_ids[i])) to[row.bias_ids[i]] += row.biases[i];
-    if (row.penalises) penalise(to, row, history, seen);
+    for (int32_t i = 0; i < row.num_biases; ++i) to[row.bias_ids[i]] += row.biases[i];
+    if (row.penalises) penalise(to, size, row, history, seen);
 }
 
 }  // namespace inflight

@@ -1,7 +1,8 @@
-// Shared-memory operations of the ranks of one engine: sums, and streams of bytes.
+// Shared-memory operations of the ranks of one engine: sums, gathers, and streams of bytes.
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "group.h"
 
@@ -55,6 +56,28 @@ int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins,
         for (int other = 2; other < size; ++other) {
             const float* part = reinterpret_cast<const float*>(member.part(other, round));
             for (int64_t i = 0; i < n; ++i) to[i] += part[i];
+        }
+    }
+    return 0;
+}
+
+// Rank r contributes x [num_rows][widths[r]]: out [num_rows] gets the columns of all ranks side by side. A slot holds at
+// least one row of the widest rank.
+int inflight_group_gather(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, const float* x,
+                          int64_t num_rows, const int64_t* widths, float* out) {
+    const Member member{static_cast<Group*>(group), rank, size, spins, slot, limit};
+    const int64_t mine = widths[rank], total = std::accumulate(widths, widths + size, int64_t{0});
+    const int64_t most = slot / (*std::max_element(widths, widths + size) * static_cast<int64_t>(sizeof(float)));
+    for (int64_t done = 0; done < num_rows; done += most) {
+        const int64_t n = std::min(most, num_rows - done);
+        const uint32_t round = member.next();
+        std::memcpy(member.part(rank, round), x + done * mine, n * mine * sizeof(float));
+        if (const int status = member.meet(round)) return status;
+        float* to = out + done * total;
+        for (int other = 0; other < size; to += widths[other++]) {
+            const float* part = reinterpret_cast<const float*>(member.part(other, round));
+            for (int64_t i = 0; i < n; ++i)
+                std::memcpy(to + i * total, part + i * widths[other], widths[other] * sizeof(float));
         }
     }
     return 0;

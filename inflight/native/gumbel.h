@@ -71,14 +71,6 @@ class GumbelMax {
         return winner_;
     }
 
-    // Return the score of the last winner.
-    float score() const { return best_; }
-
-    // Return the score of a token with this logit.
-    static float score(float logit, int32_t token, float temperature, const NoiseKey& key) {
-        return score_of(logit, static_cast<int32_t>(key.bits(static_cast<uint32_t>(token)) >> 1), temperature);
-    }
-
   private:
     static constexpr float kLeastChance = 0x1p-33f;  // the smallest uniform number is twice that
 

@@ -187,20 +187,13 @@ class Library:
         logprobs = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *logprobs)
         self.token_logprobs = self._bind("token_logprobs", _P, _L, _L, _P, *logprobs)
-        # Operations of a group of ranks; these return 0, -1 or 1 + a rank: see group.cpp and rank_sampling.cpp.
+        # Operations of a group of ranks; these return 0, -1 or 1 + a rank: see group.cpp.
         member = (_P, _I, _I, _L, _I, _L)
         self.group_bytes = int(self._bind("group_bytes", result=_L)())
         self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
         self.group_lose = self._bind("group_lose", _P)
         self.group_sum = self._bind("group_sum", *member, _P, _L, result=_I)
-        self.candidates_bytes = self._bind("candidates_bytes", _L, result=_L)
-        part = (*member, _L, _L, _L)
-        self.group_sample = self._bind(
-            "group_sample", *part, _P, _L, *(_P,) * 4, _L, _P, _P, *logprobs, result=_I
-        )
-        self.group_token_logprobs = self._bind(
-            "group_token_logprobs", *part, _P, _L, _P, *logprobs, result=_I
-        )
+        self.group_gather = self._bind("group_gather", *member, _P, _L, _P, _P, result=_I)
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)

@@ -1,7 +1,7 @@
 // A row of logits ranked by (logit, greatest first; id, lowest first), without a sort.
 //
-// The tokens are the whole vocabulary, or the part that one of several ranks holds. Logits are grouped in blocks whose
-// greatest one is known, so a search reads only blocks that can contain what it looks for.
+// Logits are grouped in blocks whose greatest one is known, so a search reads only blocks that can contain what it looks
+// for.
 // Sums run over the blocks in order: a row's numbers do not depend on the threads or on the other rows.
 #pragma once
 
@@ -58,10 +58,9 @@ inline bool any(IntVec mask) {
 class Ranking {
   public:
     // Read all logits once. They must stay valid and unchanged for as long as the ranking is used.
-    void read(const float* logits, int64_t size, int64_t first = 0) {
+    void read(const float* logits, int64_t size) {
         logits_ = logits;
         size_ = size;
-        first_ = first;
         num_blocks_ = (size + kBlock - 1) / kBlock;
         std::fill(tail_, tail_ + kBlock, -kInfinity);
         const int64_t whole = size / kBlock * kBlock;
@@ -84,8 +83,7 @@ class Ranking {
     }
 
     int64_t num_blocks() const { return num_blocks_; }
-    bool has(int64_t token) const { return token >= first_ && token < first_ + size_; }
-    float logit(int64_t token) const { return logits_[token - first_]; }
+    float logit(int64_t token) const { return logits_[token]; }
     float top() const { return tops_[top_block_]; }
 
     // Whether the logits contain NaN or inf.
@@ -97,7 +95,7 @@ class Ranking {
     const float* tops() const { return tops_.data(); }
 
     // The id of a block's first token.
-    int32_t id_of(int64_t b) const { return static_cast<int32_t>(first_ + b * kBlock); }
+    int32_t id_of(int64_t b) const { return static_cast<int32_t>(b * kBlock); }
 
     // Return kBlock logits, padded with -inf after the last token.
     const float* block(int64_t b) const {
@@ -198,7 +196,7 @@ class Ranking {
     }
 
     const float* logits_ = nullptr;
-    int64_t size_ = 0, first_ = 0, num_blocks_ = 0, top_block_ = 0;
+    int64_t size_ = 0, num_blocks_ = 0, top_block_ = 0;
     bool poisoned_ = true;
     float tail_[kBlock];  // a padded copy of the last block, if it is not full
     std::vector<float> tops_, order_;

@@ -70,7 +70,7 @@ Chosen sample_row(float* logits, int64_t size, const Row& row, const History& hi
                 mine.logits.resize(size);
                 adjusted = mine.logits.data();
             }
-            adjust(logits, {adjusted, 0, size}, row, history, mine.seen);
+            adjust(logits, adjusted, size, row, history, mine.seen);
             ranking = &mine.adjusted;
             ranking->read(adjusted, size);
             if (ranking->bad()) chosen.bad = kHasNoToken;

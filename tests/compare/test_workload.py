@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from inflight.compare.prompts import KINDS, draw_prompts
-from inflight.compare.workload import Arrival, Workload, build_jobs
+from inflight.compare.workload import KINDS, Arrival, Workload, build_jobs, draw_prompts
 from inflight.errors import ParameterError
 from inflight.loading import LoadedEngine
 

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from benchmarks.shapes import SHAPES
 from inflight.attention.triton.backend import TritonAttention
 from inflight.config import EngineConfig
-from inflight.execution.gpu import runner
+from inflight.execution.gpu import attention
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY
 from inflight.layers.triton_kernels import TritonKernels
@@ -80,7 +80,7 @@ def test_weights_buffers_and_largest_step_take_the_planned_memory(
     shape: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
-    monkeypatch.setattr(runner, "_num_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(attention, "_num_processors", lambda _: PROCESSORS)
     hf_config, dtype = SHAPES[shape] | {"num_hidden_layers": 4}, torch.bfloat16
     config = EngineConfig.create(
         "-",

@@ -18,9 +18,8 @@ from inflight.errors import ConfigError, ModelError, WeightsError
 from inflight.layers.formats import GroupScheme, PlainFormat
 from inflight.layers.formats.packed import AwqFormat, GptqFormat
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.layers.triton.quantized import QuantizedWeight
 from inflight.layers.triton_experts import TritonExperts
-from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels
+from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
@@ -169,9 +168,8 @@ def test_int8_is_held_and_multiplied_on_a_gpu(
     folder = rewrite(original, tmp_path / "quantized", {"_proj": write}, config)
     decoder = on_gpu(folder)
     down = decoder.layers[0].mlp.down  # type: ignore[union-attr]
-    assert isinstance(down, QuantizedTritonLinear)
-    assert isinstance(down.weight, QuantizedWeight)
-    assert down.weight.codes.dtype == torch.int8
+    assert isinstance(down, TritonLinear)
+    assert down.weights.codes.dtype == torch.int8
     expected = logprobs(load(folder / "plain"), prompt())
     torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=error, atol=error)
 
@@ -310,7 +308,7 @@ def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: P
     decoder = on_gpu(quantized)
     experts = decoder.layers[0].mlp.experts  # type: ignore[union-attr]
     assert isinstance(experts, TritonExperts)
-    assert experts.down.weight.dtype == (
+    assert experts.down.codes.dtype == (
         torch.int8 if "int8" in case else torch.int16
     )  # int16: four codes of 4 bits
     expected = logprobs(load(quantized / "plain"), prompt())

@@ -1,4 +1,7 @@
-"""Collectives of ranks on GPUs: over each other's memory, by NCCL, or as a last resort through the host."""
+"""Collectives of ranks on GPUs: over each other's memory, by NCCL, or as a last resort through the host.
+
+docs/scaling.md lists which one is used when. Ranks on a CPU use `SharedCollective`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from inflight.execution.parallel.peer_memory import PeerMemory
 from inflight.execution.parallel.shared_memory import HostCollective, SharedCollective, all_agree, exchange
 from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS, gather_kernel, sum_kernel
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
-from inflight.models.decoders.spec import GatheringCollective
+from inflight.models.decoders.spec import Collective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 logger = logging.getLogger(__name__)
@@ -38,8 +41,7 @@ def buffer_bytes(size: int, slot: int) -> int:
 
 
 class PeerCollective:
-    """Implements `GatheringCollective` and `AddingReduce`: every rank reads the parts of all ranks and adds them in
-    order.
+    """Implements `Collective` and `AddingReduce`: every rank reads the parts of all ranks and adds them in order.
 
     What does not fit a slot is exchanged piece by piece. Steps can be captured.
     """
@@ -77,8 +79,7 @@ class PeerCollective:
         """Return whether x fits one exchange."""
         return x.nbytes <= self.slot
 
-    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
-        """Gather columns on every rank."""
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         at_once = self.slot // (4 * max(widths))
@@ -91,7 +92,6 @@ class PeerCollective:
             gather_kernel[(min(num_units, MAX_PROGRAMS),)](
                 x[rows],
                 target,
-                None if num_needed is None else num_needed[rows],
                 *self._group_arguments(num_rows),
                 num_columns,
                 self.slot,
@@ -134,8 +134,8 @@ class PeerCollective:
 
 
 class NcclCollective:
-    """Implements `GatheringCollective`. All ranks get the same bits of a sum, whose order NCCL chooses. Steps can be
-    captured once the group has been used."""
+    """Implements `Collective`. All ranks get the same bits of a sum, whose order NCCL chooses. Steps can be captured
+    once the group has been used."""
 
     capturable = True
 
@@ -148,13 +148,8 @@ class NcclCollective:
         self._group.allreduce([x]).wait()
         return x
 
-    def gather(
-        self,
-        x: Tensor,
-        widths: Sequence[int],
-        num_needed: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        """Gather on every rank. Parts are padded to the widest."""
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Gather parts that are padded to the widest."""
         num_rows, widest = len(x), max(widths)
         mine = torch.zeros(num_rows, widest, dtype=torch.float32, device=x.device)
         mine[:, : x.shape[1]] = x
@@ -178,7 +173,7 @@ def nccl_group(shared: SharedCollective, device: torch.device) -> Any:
 
 
 class DeviceCollective:
-    """Implements `GatheringCollective` and `AddingReduce`: small sums over the peers' memory, large ones by NCCL."""
+    """Implements `Collective` and `AddingReduce`: small sums over the peers' memory, large ones by NCCL."""
 
     capturable = True
 
@@ -196,14 +191,12 @@ class DeviceCollective:
     ) -> bool:
         return x.nbytes <= self._one_shot and self._peers.add_sum(hidden, x, norm, eps, next_norm)
 
-    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
-        """Gather over the peers' memory: each part is read once, and unneeded columns are not read."""
-        return self._peers.gather(x, widths, num_needed)
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Gather over the peers' memory: each part is read once."""
+        return self._peers.gather(x, widths)
 
 
-def device_collective(
-    memory: RankMemory, shared: SharedCollective, device: torch.device
-) -> GatheringCollective:
+def device_collective(memory: RankMemory, shared: SharedCollective, device: torch.device) -> Collective:
     """Return the best collective that all ranks of a stage support. All ranks call this together, with the same
     result."""
     torch.cuda.set_device(device)

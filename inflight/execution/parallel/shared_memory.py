@@ -130,6 +130,13 @@ class SharedCollective:
         self.call(self.library.group_sum, x.data_ptr(), x.numel())
         return x
 
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        x = x.to(torch.float32).contiguous()
+        columns = torch.tensor(widths)
+        out = torch.empty(len(x), sum(widths))
+        self.call(self.library.group_gather, x.data_ptr(), len(x), columns.data_ptr(), out.data_ptr())
+        return out
+
     def call(self, function: Callable[..., int], *arguments: int | None) -> None:
         """Call a function of the library that all ranks call together."""
         limit = 0
@@ -158,7 +165,7 @@ def all_agree(shared: SharedCollective, mine: bool) -> bool:
 
 
 class HostCollective:
-    """Implements `GatheringCollective` for any device and dtype, through the host: correct, but slow.
+    """Implements `Collective` for any device and dtype, through the host: correct, but slow.
 
     Each operation waits for the device, so steps cannot be captured.
     """
@@ -171,13 +178,5 @@ class HostCollective:
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(self._shared.sum(x.float().cpu()))
 
-    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
-        """Gather columns; rows with num_needed[i] == 0 are not transferred."""
-        first, width = sum(widths[: self._shared.rank]), sum(widths)
-        out = torch.empty(len(x), width, device=x.device)
-        rows = slice(None) if num_needed is None else num_needed.nonzero()[:, 0]
-        mine = x[rows].cpu()
-        columns = torch.zeros(len(mine), width)
-        columns[:, first : first + x.shape[1]] = mine
-        out[rows] = self._shared.sum(columns).to(x.device)
-        return out
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return self._shared.gather(x.cpu(), widths).to(x.device)

@@ -77,7 +77,7 @@ def start_ranks(
         tensor=tensor,
         pipeline=pipeline,
         threads=_threads(library, parallel.num_ranks),
-        slot=slot_bytes(library, spec.vocab_size, tensor),
+        slot=slot_bytes(spec.vocab_size, tensor),
         # Holds all steps in flight: no stage waits for the next one to read.
         hand_over=pipeline * max_tokens * spec.hidden_size * 4,
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
@@ -185,10 +185,9 @@ def parallel_core(
     )
 
 
-def slot_bytes(library: Library, vocab_size: int, size: int) -> int:
-    """Return the bytes of a slot that holds the candidates of one of `size` ranks for one row."""
-    needed: int = library.candidates_bytes(-(-vocab_size // size))
-    return max(SLOT, -(-needed // LINE) * LINE)
+def slot_bytes(vocab_size: int, size: int) -> int:
+    """Return the bytes of a slot that holds the logits of one of `size` ranks for one row."""
+    return max(SLOT, -(-4 * -(-vocab_size // size) // LINE) * LINE)
 
 
 def _named(share: RankShare, count: int) -> str:

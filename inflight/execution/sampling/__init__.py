@@ -10,7 +10,7 @@ from inflight.execution.sampling.interface import (
     LogprobTensors,
     SampledTensors,
 )
-from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, VocabularyPart, cpu_sampler
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, cpu_sampler
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.sampler import Sampler
 
@@ -24,6 +24,5 @@ __all__ = [
     "SampledTensors",
     "Sampler",
     "SamplingRows",
-    "VocabularyPart",
     "cpu_sampler",
 ]

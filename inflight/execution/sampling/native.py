@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -97,28 +96,12 @@ class NativeSamplingRows:
         return [i for i in ids if 0 <= i < self.vocab_size]
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyPart:
-    """The part of the vocabulary whose logits one of several ranks has."""
-
-    tokens: range
-    most: int  # the size of the largest part
-    call: Callable[..., None]  # calls a function of the library on all ranks together
-
-
 class NativeSampler:
-    """`Sampler` in one call of the library. Threads take whole rows, so a row's result does not depend on the others.
+    """`Sampler` in one call of the library. Threads take whole rows: a row's result does not depend on the others."""
 
-    With a `part`, all ranks make the same call, each with the logits of its own tokens, and all get the same result.
-    """
-
-    def __init__(
-        self, library: Library, state: NativeSamplingRows, part: VocabularyPart | None = None
-    ) -> None:
+    def __init__(self, library: Library, state: NativeSamplingRows) -> None:
         self.state = state
         self._library = library
-        self._part = part
-        self._size = state.vocab_size if part is None else len(part.tokens)
 
     def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
         """Choose token number lengths[i] of row rows[i] from logits[i].
@@ -127,7 +110,7 @@ class NativeSampler:
         each row before the new one. tokens [max_rows, max_len] int32 hold them.
         """
         table = self.state.address(rows)
-        _check(logits, self._size)
+        _check(logits, self.state.vocab_size)
         if tokens.dtype != torch.int32 or tokens.stride(1) != 1:
             raise EngineError(
                 f"tokens are {tokens.dtype} with strides {tokens.stride()}: they must be dense int32"
@@ -140,7 +123,9 @@ class NativeSampler:
         lengths = lengths.to(torch.int64).contiguous()
         token_ids = torch.empty(len(rows), dtype=torch.int64)
         bad = torch.empty(len(rows), dtype=torch.uint8)
-        arguments = (
+        self._library.sample(
+            logits.data_ptr(),
+            *logits.shape,
             table,
             row_ids.data_ptr(),
             lengths.data_ptr(),
@@ -151,31 +136,16 @@ class NativeSampler:
             *_pointers(logprobs),
             self._library.threads,
         )
-        self._call(self._library.sample, self._library.group_sample, logits, arguments)
         return SampledTensors(token_ids, bad, logprobs, entries)
 
     def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
         """Score the prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
-        _check(logits, self._size)
+        _check(logits, self.state.vocab_size)
         target_ids = target_ids.contiguous()
         logprobs = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
-        arguments = target_ids.data_ptr(), *_pointers(logprobs), self._library.threads
-        self._call(self._library.token_logprobs, self._library.group_token_logprobs, logits, arguments)
+        to = *_pointers(logprobs), self._library.threads
+        self._library.token_logprobs(logits.data_ptr(), *logits.shape, target_ids.data_ptr(), *to)
         return logprobs
-
-    def _call(
-        self,
-        alone: Callable[..., None],
-        together: Callable[..., int],
-        logits: Tensor,
-        arguments: tuple[int | None, ...],
-    ) -> None:
-        if self._part is None:
-            alone(logits.data_ptr(), len(logits), self._size, *arguments)
-        else:
-            tokens = self._part.tokens
-            part = tokens.start, len(tokens), self._part.most
-            self._part.call(together, *part, logits.data_ptr(), len(logits), *arguments)
 
 
 def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:
@@ -199,15 +169,9 @@ def _check(logits: Tensor, vocab_size: int) -> None:
         )
 
 
-def cpu_sampler(
-    max_rows: int, vocab_size: int, part: VocabularyPart | None = None
-) -> NativeSampler | Sampler:
-    """Return the compiled sampler, or the one in torch where the library cannot be built.
-
-    With a `part` (several ranks), the library is required.
-    """
+def cpu_sampler(max_rows: int, vocab_size: int) -> NativeSampler | Sampler:
+    """Return the compiled sampler, or the one in torch where the library cannot be built."""
     library = native_library()
     if library is None:
-        assert part is None
         return Sampler(SamplingRows(max_rows, vocab_size, "cpu"))
-    return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size), part)
+    return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))

@@ -30,7 +30,7 @@ from inflight.layers.rotary import Rope
 from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.layer_inputs import InputGate, LayerInputs
 from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp
-from inflight.models.decoders.spec import DecoderSpec, GatheringCollective, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
 from inflight.models.decoders.sublayers import LayerBuilder, Mixer, MixerStep, Mlp
 from inflight.models.heads import Head
 from inflight.models.tensors import PlainTensor, Target
@@ -275,19 +275,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
-        logits, collective = self.own_logits(hidden), self.shard.collective
-        if collective is None:
-            return logits
-        assert isinstance(collective, GatheringCollective), "CPU ranks do not gather logits"
-        return collective.gather(logits, self.shard.vocab_sizes)
-
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's part of the vocabulary."""
         logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
-        cap = self.spec.logit_softcap
-        return logits if cap is None else self.kernels.softcap(logits, cap)
+        if self.spec.logit_softcap is not None:
+            logits = self.kernels.softcap(logits, self.spec.logit_softcap)
+        shard = self.shard
+        return logits if shard.collective is None else shard.collective.gather(logits, shard.vocab_sizes)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""

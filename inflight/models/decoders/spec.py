@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
 from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
-from inflight.layers.formats.gguf import common_scheme
+from inflight.layers.formats.schemes import common_scheme
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
 from inflight.models.tensors import StoredTensor
@@ -233,14 +233,8 @@ class Collective(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, added in rank order: bit-identical on each rank. May overwrite x."""
 
-
-@runtime_checkable
-class GatheringCollective(Collective, Protocol):
-    """A collective that also gathers, on GPUs. CPU ranks never hold all columns."""
-
-    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
-        """Return the columns of all ranks side by side, [n, sum of widths]. `num_needed` [n] int32, equal on all ranks,
-        limits how many columns of each rank a row needs; the others are undefined."""
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks side by side, [n, sum of widths] float32."""
 
 
 @dataclass(frozen=True, slots=True)

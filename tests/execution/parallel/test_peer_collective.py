@@ -107,33 +107,6 @@ def test_a_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_col
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 
 
-def test_unneeded_columns_are_not_gathered() -> None:
-    ranks = OneOfSeveral(0, 2)
-    parts = torch.randn(2, 4, 5, device=DEVICE)
-    ranks.others_give(parts)
-    gathered = ranks.collective.gather(parts[0], [5, 5], ints([9, 0, 2, 5]))
-    columns = torch.cat(list(parts), dim=1)
-    assert torch.equal(gathered[::3], columns[::3])
-    assert not torch.equal(gathered[1], columns[1])
-    assert torch.equal(gathered[2, [0, 1, 5, 6]], columns[2, [0, 1, 5, 6]])
-    assert not torch.equal(gathered[2], columns[2])
-
-
-def test_a_gather_of_nothing_does_not_wait() -> None:
-    """The same holds for a piece of a larger gather, and it does not count as an exchange."""
-    ranks = OneOfSeveral(1, 2)
-    rows = SLOT // (4 * 5)
-    parts = torch.randn(2, 2 * rows, 5, device=DEVICE)
-    ranks.collective.gather(parts[1], [5, 5], ints([0] * 2 * rows))
-    ranks.others_give(parts[:, rows:])
-    gathered = ranks.collective.gather(parts[1], [5, 5], ints([0] * rows + [5] * rows))
-    assert torch.equal(gathered[rows:], torch.cat(list(parts[:, rows:]), dim=1))
-
-
-def ints(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
 def test_waiting_ends_when_a_rank_is_lost() -> None:
     ranks = OneOfSeveral(0, 2)
     ranks.lost.fill_(1)

@@ -1,4 +1,4 @@
-"""Sums and streams through shared memory, between threads that act as ranks."""
+"""Sums, gathers and streams through shared memory, between threads that act as ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.shared_memory import SharedCollective
+from inflight.execution.parallel.starting import slot_bytes
 from inflight.native.library import native_library
 from tests.support.waiting import SECONDS, wait_until
 
@@ -58,6 +59,24 @@ def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
         expected = expected + part
     for sums in together(size, lambda rank, of: [of.sum(parts[rank].clone()) for _ in range(3)]):
         assert all(torch.equal(each, expected) for each in sums)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 50])
+def test_gathers_return_the_columns_of_all_ranks(size: int, num_rows: int) -> None:
+    """Parts are uneven, and many rows are gathered in pieces."""
+    whole = torch.randn(num_rows, 101)
+    whole[num_rows // 2 :, 7] = torch.nan
+    parts = whole.tensor_split(size, dim=1)
+    widths = [part.shape[1] for part in parts]
+    for results in together(size, lambda rank, of: [of.gather(parts[rank], widths) for _ in range(3)]):
+        assert all(torch.equal(each.nan_to_num(), whole.nan_to_num()) for each in results)
+        assert all(torch.equal(each.isnan(), whole.isnan()) for each in results)
+
+
+def test_one_row_of_the_widest_rank_fits_a_slot() -> None:
+    for vocab_size, size in ((151_936, 2), (1_000_001, 3), (2_000_000, 2)):
+        assert slot_bytes(vocab_size, size) >= 4 * -(-vocab_size // size)
 
 
 def test_extra_patience_applies_to_one_exchange() -> None:

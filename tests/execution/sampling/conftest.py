@@ -1,4 +1,4 @@
-"""All samplers of a CPU: in torch, compiled, and compiled with several ranks."""
+"""Both samplers of a CPU: in torch, and compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench
 
 
-@pytest.fixture(scope="module", params=["torch", "native", "ranks"])
+@pytest.fixture(scope="module", params=["torch", "native"])
 def each_sampler(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kind of sampler that `Bench` has: every test of a module that uses this runs with each of them."""
     if request.param != "torch" and native_library() is None:

@@ -20,7 +20,6 @@ from inflight.execution.sampling import (
 from inflight.native.library import native_library
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from tests.execution.sampling.rank_samplers import RankSamplers
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
@@ -140,15 +139,11 @@ def acceptable(job: Job) -> set[int]:
     return answers
 
 
-def make_sampler(
-    kind: str, max_rows: int, vocab_size: int, device: str = "cpu"
-) -> Sampler | NativeSampler | RankSamplers:
+def make_sampler(kind: str, max_rows: int, vocab_size: int, device: str = "cpu") -> Sampler | NativeSampler:
     if kind == "torch":
         return Sampler(SamplingRows(max_rows, vocab_size, device))
     library = native_library()
     assert library is not None
-    if kind == "ranks":
-        return RankSamplers(library, NativeSamplingRows(max_rows, vocab_size), min(3, vocab_size))
     return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))
 
 
@@ -162,7 +157,7 @@ class Bench:
     max_rows: int = 16
     max_len: int = 64
     device: str = "cpu"
-    kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch", "native" or "ranks"
+    kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch" or "native"
 
     def __post_init__(self) -> None:
         self.sampler = make_sampler(self.kind, self.max_rows, len(self.jobs[0].logits), self.device)

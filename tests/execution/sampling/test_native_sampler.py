@@ -66,8 +66,7 @@ def make_job(vocab: int, options: dict[str, Any], rng: np.random.Generator, logi
 
 @pytest.mark.parametrize("vocab", [1, 2, 17, 50, 127, 128, 129, 1000, 3001])
 @pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
-@pytest.mark.parametrize("kind", ["native", "ranks"])
-def test_every_parameter_at_odd_sizes_matches_the_oracle(vocab: int, shape: str, kind: str) -> None:
+def test_every_parameter_at_odd_sizes_matches_the_oracle(vocab: int, shape: str) -> None:
     rng = np.random.default_rng(vocab)
     logits = {
         "spread": rng.normal(scale=3, size=vocab),
@@ -75,7 +74,7 @@ def test_every_parameter_at_odd_sizes_matches_the_oracle(vocab: int, shape: str,
         "flat": np.zeros(vocab),
     }[shape]
     jobs = [make_job(vocab, options, rng, logits) for options in OPTIONS for _ in range(3)]
-    sampled = sample_with(kind, jobs)
+    sampled = sample_with("native", jobs)
     for one, token_id, bad in zip(jobs, sampled.token_ids, sampled.bad, strict=True):
         nothing_left = bool(np.all(adjusted(one) == -np.inf))
         assert bad == (HAS_NO_TOKEN if nothing_left else 0)

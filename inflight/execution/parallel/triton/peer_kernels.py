@@ -31,7 +31,6 @@ from inflight.triton_utils.pdl import launch_dependents, wait, wait_then_launch_
 # this many.
 MAX_PROGRAMS = 64
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-_ROWS = tl.constexpr(256)  # per iteration
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -92,7 +91,6 @@ def sum_kernel(
 def gather_kernel(
     x,  # [num_rows, the rank's columns] float32
     out,  # [num_rows, num_columns] float32
-    num_needed,  # [num_rows] int32, the same on all ranks: how many columns of each rank to read; None: all
     peers,
     lost,
     state,
@@ -104,12 +102,9 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gather columns. If no row wants any, there is no exchange."""
+    """Gather columns."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     wait(PDL)
-    if num_needed is not None:
-        if not _any(num_needed, num_rows):
-            return
     number = tl.load(state) + 1
     base, more = num_columns // SIZE, num_columns % SIZE
     num_blocks = tl.cdiv(base + 1, BLOCK)
@@ -117,7 +112,7 @@ def gather_kernel(
     mine = _slot(peers, rank, number, slot_bytes, tl.float32, SIZE)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-        live = column < _num_to_read(num_needed, row, width)
+        live = column < width
         place = row * width + column
         tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
     _wait_for_all(peers, lost, rank, program, number, SIZE)
@@ -126,29 +121,12 @@ def gather_kernel(
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
             width = base + (peer < more).to(tl.int32)
-            live = column < _num_to_read(num_needed, row, width)
+            live = column < width
             first = peer * base + tl.minimum(peer, more)
             slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
             values = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
             tl.store(out + row * num_columns + first + column, values, mask=live)
     _finish(state, number)
-
-
-@triton.jit
-def _any(num_needed, num_rows):
-    most = 0
-    for start in range(0, num_rows, _ROWS):
-        row = start + tl.arange(0, _ROWS)
-        most = tl.maximum(most, tl.max(tl.load(num_needed + row, mask=row < num_rows, other=0), 0))
-    return most > 0
-
-
-@triton.jit
-def _num_to_read(num_needed, row, width):
-    """Return how many of a rank's `width` columns of a row are needed."""
-    if num_needed is not None:
-        width = tl.minimum(tl.load(num_needed + row), width)
-    return width
 
 
 @triton.jit

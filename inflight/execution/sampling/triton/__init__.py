@@ -1,6 +1,5 @@
-"""Sampling for CUDA graphs: four kernel launches for any mix of parameters, eleven with several ranks."""
+"""Sampling for CUDA graphs: four kernel launches for any mix of parameters."""
 
-from inflight.execution.sampling.triton.ranks import RankTokens, sample_by_ranks
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.execution.sampling.triton.sample import (
     MAX_LOGPROBS,
@@ -15,12 +14,10 @@ from inflight.execution.sampling.triton.sample import (
 __all__ = [
     "MAX_LOGPROBS",
     "LogprobBuffers",
-    "RankTokens",
     "SamplingBatch",
     "SamplingWorkspace",
     "TritonSamplingRows",
     "read_logprobs",
-    "sample_by_ranks",
     "sample_tokens",
     "score_all",
 ]

@@ -25,9 +25,7 @@ from inflight.execution.sampling.triton.gumbel import (
     gumbel_scores,
     ids_of_chunk,
     noise_key,
-    settled_by_candidates,
 )
-from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -79,7 +77,6 @@ def choose_kernel(
     group_tops,  # [S, num_groups]
     group_list,  # [S, num_groups] int32: scratch
     candidates,  # [S, 4 * CANDIDATES] int32: scratch
-    rank_candidates,  # of all ranks, or None; rows that they settle have nothing in the five buffers above
     tokens,  # [max_rows, max_len] int32, rows tokens_stride apart
     out_ids,  # [S] int32
     out_bad,  # [S]
@@ -94,7 +91,6 @@ def choose_kernel(
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups per iteration
     CANDIDATES: tl.constexpr,
-    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -104,19 +100,13 @@ def choose_kernel(
         return
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)
     chunks = tl.arange(0, CHUNKS)
-    num_written = num_chunks
-    if rank_candidates is not None:
-        num_written = tl.where(settled_by_candidates(table, row), 0, num_chunks)
-    exists = chunks < num_written
+    exists = chunks < num_chunks
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
     ids = tl.load(chunk_ids + place, mask=exists, other=NO_TOKEN)
     tops = tl.load(chunk_tops + place, mask=exists, other=-float("inf"))
     top = tl.max(tops, 0)
     _, token_id = best_of(scores, ids)
-    if rank_candidates is not None:
-        if settled_by_candidates(table, row):
-            token_id, top = best_winner(rank_candidates, entry, RANKS)
     bad = tl.abs(top) == float("inf")
 
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
@@ -136,20 +126,10 @@ def choose_kernel(
         usable = (groups < num_groups) & (greatest * inverse_temperature >= floor)
         keys = tl.where(usable, key_of(greatest), LEAST_KEY)
         if (k > 0) & (k <= FEW):
-            if rank_candidates is None:
-                listed, few = space
-                few_keys, few_ids, count = sorted_top(
-                    x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
-                )
-            else:
-                num_logprobs, _few = list_sizes(table, row)
-                few_keys, few_ids, count = best_listed(
-                    rank_candidates, entry, LISTS + 2 * num_logprobs, k, candidates + entry * 4 * CANDIDATES,
-                    RANKS, CANDIDATES,
-                )  # fmt: skip
             token_id = _sample_few(
-                few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
-            )
+                x, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
+                GROUPS, GROUP, TILE, CANDIDATES,
+            )  # fmt: skip
         else:
             whole_mass = 0.0
             if p < 1 and k == 0 and log_p == -float("inf"):
@@ -163,23 +143,42 @@ def choose_kernel(
     tl.store(out_ids + entry, token_id)
     not_finite = (top == float("inf")) | ((flags & ADJUSTS) == 0)
     tl.store(out_bad + entry, tl.where(bad, tl.where(not_finite, _IS_NOT_FINITE, _HAS_NO_TOKEN), 0))
-    at = tokens + row.to(tl.int64) * tokens_stride
-    tl.store(at + length, token_id)
-    # Update the state that the row's next step reads.
+    _append(
+        token_id,
+        row,
+        length,
+        flags,
+        table,
+        tokens + row.to(tl.int64) * tokens_stride,
+        forbidden,
+        seen,
+        vocab_size,
+    )
+
+
+@triton.jit
+def _append(token_id, row, length, flags, table, tokens, forbidden, seen, vocab_size):
+    """Append the token to the row's own, and update the state that its next step reads."""
+    tl.store(tokens + length, token_id)
     if flags & PENALTIES:
         known = seen + row.to(tl.int64) * padded(vocab_size) + token_id
         times_seen = tl.load(known).to(tl.int32)
         tl.debug_barrier()  # wait until all threads have read it
         tl.store(known, tl.where((times_seen & COUNT) < COUNT, times_seen + 1, times_seen).to(tl.int16))
     if flags & FORBID:
-        update_forbidden(row, length + 1, table, at, forbidden, vocab_size)
+        update_forbidden(row, length + 1, table, tokens, forbidden, vocab_size)
 
 
 @triton.jit
 def _sample_few(
-    keys, ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES: tl.constexpr
-):
-    """Return the Gumbel-max winner among the top k that min_p and then top_p allow. Keys and ids [CANDIDATES]."""
+    logits, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Return the Gumbel-max winner among the top k, sorted, that min_p and then top_p allow."""
+    group_list, candidates = space
+    keys, ids, count = sorted_top(
+        logits, vocab_size, group_list, candidates, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
+    )
     c = tl.arange(0, CANDIDATES)
     x = value_of(keys)
     allowed = (c < count) & (x * inverse_temperature >= floor)

@@ -105,22 +105,6 @@ def best_of(scores, token_ids):
 
 
 @triton.jit
-def settled_by_candidates(table, row):
-    """Return whether a few tokens decide the row: the overall winner, or the best of a small top_k.
-
-    Ranks that share a vocabulary then need not exchange logits, see `rank_candidates.py`.
-    """
-    k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
-    free = (k <= 0) & (p >= 1) & (log_p == -float("inf"))
-    return free | ((k > 0) & (k <= FEW)) | (int_of(table, row, ARGMAX) != 0)
-
-
-# Which rows run: all of them, or with several ranks, those settled by candidates (over the rank's own tokens) and then
-# the others (over the whole vocabulary).
-ALL, SETTLED, NOT_SETTLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit(do_not_specialize=["first_id"])
 def gumbel_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
@@ -132,12 +116,10 @@ def gumbel_kernel(
     chunk_masses,  # [S, num_chunks] float32: the sum of exp((logit - top) / temperature), for top_p alone
     group_tops,  # [S, num_chunks * GROUPS] float32: the greatest logit of each group, for restricted rows
     vocab_size,
-    first_id,  # the first of these tokens, where they are part of a vocabulary
     num_chunks,  # capacity of each row
     logits_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
-    WHO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunk, entry = tl.program_id(0), tl.program_id(1)
@@ -147,18 +129,15 @@ def gumbel_kernel(
         return
     if int_of(table, row, FLAGS) & SPECIAL:
         return
-    if WHO != ALL:
-        if settled_by_candidates(table, row) == (WHO == NOT_SETTLED):
-            return
     token_ids = ids_of_chunk(chunk, GROUPS, GROUP)
     x = load_chunk(logits + entry.to(tl.int64) * logits_stride, token_ids, vocab_size)
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     place = entry * num_chunks + chunk
     length = tl.load(lengths + entry)
-    gumbel_max(x, first_id + token_ids, tl.max(x), row, length, table, place, between, GROUPS)
+    gumbel_max(x, token_ids, tl.max(x), row, length, table, place, between, GROUPS)
 
 
-@triton.jit(do_not_specialize=["first_id"])
+@triton.jit
 def special_gumbel_kernel(
     logits,
     rows,
@@ -177,13 +156,10 @@ def special_gumbel_kernel(
     raw_masses,
     raw_group_tops,
     vocab_size,
-    whole_size,  # of the whole vocabulary
-    first_id,
     num_chunks,
     logits_stride,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    WHO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_chunk, entry = tl.program_id(0), tl.program_id(1)
@@ -194,9 +170,6 @@ def special_gumbel_kernel(
     flags = int_of(table, row, FLAGS)
     if (flags & SPECIAL) == 0:
         return
-    if WHO != ALL:
-        if settled_by_candidates(table, row) == (WHO == NOT_SETTLED):
-            return
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     length = tl.load(lengths + entry)
     for chunk in range(first_chunk, tl.cdiv(vocab_size, GROUPS * GROUP), tl.num_programs(0)):
@@ -207,12 +180,12 @@ def special_gumbel_kernel(
         if flags & LOGPROBS:
             store_chunk(x, top, place, raw_tops, raw_masses, raw_group_tops, GROUPS)
         if flags & ADJUSTS:
-            ids = first_id + tl.minimum(token_ids, vocab_size - 1)
-            x = adjusted(x, ids, flags, row, table, mask, forbidden, seen, whole_size)
+            ids = tl.minimum(token_ids, vocab_size - 1)
+            x = adjusted(x, ids, flags, row, table, mask, forbidden, seen, vocab_size)
             x = tl.where(token_ids < vocab_size, x, -float("inf"))
             top = tl.where(top == float("inf"), top, tl.max(x))
             tl.store(changed + entry.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)
-        gumbel_max(x, first_id + token_ids, top, row, length, table, place, between, GROUPS)
+        gumbel_max(x, token_ids, top, row, length, table, place, between, GROUPS)
 
 
 @triton.jit

@@ -5,14 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.triton.gumbel import ids_of_chunk, load_chunk, store_chunk
-from inflight.execution.sampling.triton.rank_candidates import (
-    LISTS,
-    best_listed,
-    counted_rank,
-    mass_of_parts,
-    total_mass,
-)
+from inflight.execution.sampling.triton.gumbel import LOG2_E, ids_of_chunk, load_chunk, store_chunk
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     key_of,
@@ -22,6 +15,8 @@ from inflight.execution.sampling.triton.ranking import (
     value_of,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
+
+_LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -56,9 +51,6 @@ def logprobs_kernel(
     group_tops,  # [S, num_groups]
     group_list,  # [S, num_groups] int32: scratch
     candidates,  # [S, 4 * CANDIDATES] int32: scratch
-    rank_candidates,  # this and the next two: see `RankCandidates`; or None
-    counted,
-    is_counted,
     results,  # [places, 3, width] int32: ids, log-probabilities as bits, ranks; the target comes first
     vocab_size,
     num_chunks,
@@ -69,7 +61,6 @@ def logprobs_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -81,18 +72,13 @@ def logprobs_kernel(
     result = results + place * 3 * width
     target = tl.load(targets + entry)
     space = candidates + entry * 4 * CANDIDATES
-    if rank_candidates is not None:
-        if tl.load(is_counted + entry) != 0:
-            _write_ranked(
-                rank_candidates, counted, entry, target, count, space, result, width, RANKS, CANDIDATES
-            )
-            return
     chunks = tl.arange(0, CHUNKS)
     at = entry * num_chunks + chunks
     chunk_tops = tl.load(tops + at, mask=chunks < num_chunks, other=-float("inf"))
     chunk_masses = tl.load(masses + at, mask=chunks < num_chunks, other=0.0)
-    top, mass = mass_of_parts(chunk_tops, chunk_masses)
-    log_mass = tl.log(mass)
+    top = tl.max(chunk_tops, 0)
+    finite = tl.maximum(top, _LEAST_FLOAT)
+    log_mass = tl.log(tl.sum(chunk_masses * tl.exp2((chunk_tops - finite) * LOG2_E), 0))
 
     x = logits + entry.to(tl.int64) * logits_stride
     listed = group_list + entry * num_groups
@@ -112,20 +98,6 @@ def logprobs_kernel(
             x, vocab_size, listed, space, keys, count, top, GROUPS, GROUP, TILE, CANDIDATES
         )
         _write_most_likely(top_keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
-
-
-@triton.jit
-def _write_ranked(
-    rank_candidates, counted, entry, target, count, space, result, width,
-    RANKS: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    top, mass = total_mass(rank_candidates, entry, RANKS)
-    log_mass = tl.log(mass)
-    logit, above = counted_rank(counted, entry, RANKS)
-    _write_target(target, logit, above, top, log_mass, result, width)
-    if count > 0:
-        keys, ids, num_found = best_listed(rank_candidates, entry, LISTS, count, space, RANKS, CANDIDATES)
-        _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
 
 
 @triton.jit

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
 from inflight.execution.sampling.interface import pack_columns
 from inflight.execution.sampling.triton.choose import choose_kernel
-from inflight.execution.sampling.triton.gumbel import ALL, FEW, gumbel_kernel, special_gumbel_kernel
+from inflight.execution.sampling.triton.gumbel import FEW, gumbel_kernel, special_gumbel_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
-from inflight.execution.sampling.triton.rank_candidates import CANDIDATE_COLUMNS
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
@@ -95,14 +93,9 @@ class SamplingWorkspace:
         """Return the buffers that the Gumbel-max kernels write and the choice reads."""
         return self.chunk_scores, self.chunk_ids, self.chunk_tops, self.chunk_masses, self.group_tops
 
-    def chunks_of(self, vocab_size: int) -> int:
-        """Return the number of chunks of `vocab_size` tokens."""
-        num_chunks: int = triton.cdiv(vocab_size, self.group * GROUPS_OF_CHUNK)
-        return num_chunks
-
-    def searches(self, vocab_size: int) -> dict[str, int]:
-        """Return the compile-time arguments of kernels that search `vocab_size` tokens."""
-        chunks = triton.next_power_of_2(self.chunks_of(vocab_size))
+    def searches(self) -> dict[str, int]:
+        """Return the compile-time arguments of kernels that search the vocabulary."""
+        chunks = triton.next_power_of_2(self.num_chunks)
         return {
             "CHUNKS": chunks,
             "GROUPS": chunks * GROUPS_OF_CHUNK,
@@ -144,15 +137,6 @@ class SamplingBatch:
     logprobs: LogprobBuffers
 
 
-@dataclass(frozen=True, slots=True)
-class RankCandidates:
-    """The candidates of all ranks, from which they all sample the same tokens; see `rank_candidates.py`."""
-
-    candidates: Tensor  # [S, ranks * CANDIDATE_COLUMNS]
-    counted: Tensor  # [S, ranks * COUNTED]
-    is_counted: Tensor  # [S] int32: nonzero where candidates settle the row and it wants log-probabilities
-
-
 def read_logprobs(results: Tensor, counts: Sequence[int], width: int) -> list[PositionLogprobs]:
     """Unpack results in host memory: `counts` of the entries that want log-probabilities, in order of their places."""
     columns = results[: 3 * width * len(counts)].view(len(counts), 3, width)
@@ -171,46 +155,38 @@ def sample_tokens(
     logits [S, V] float32, contiguous in the last dimension, are not modified. tokens [max_rows, max_len] int32.
     """
     workspace.check(logits)
-    launch_gumbel(logits, 0, batch, state, workspace, ALL)
-    choose(logits, batch, state, tokens, workspace)
-    write_logprobs(logits, batch.ids, batch.logprobs, workspace, supports_pdl(logits.device))
+    _launch_gumbel(logits, batch, state, workspace)
+    _choose(logits, batch, state, tokens, workspace)
+    _write_logprobs(logits, batch.ids, batch.logprobs, workspace, supports_pdl(logits.device))
 
 
-def launch_gumbel(
-    logits: Tensor,
-    first_id: int,
-    batch: SamplingBatch,
-    state: TritonSamplingRows,
-    workspace: SamplingWorkspace,
-    who: tl.constexpr,
+def _launch_gumbel(
+    logits: Tensor, batch: SamplingBatch, state: TritonSamplingRows, workspace: SamplingWorkspace
 ) -> None:
-    """Find the Gumbel-max winner of every chunk of logits [S, n], whose tokens start at `first_id`.
+    """Find the Gumbel-max winner of every chunk of logits [S, V].
 
     The second launch does it for rows that modify their logits or want log-probabilities.
     """
     pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
-    num_chunks = workspace.chunks_of(vocab_size)
     constants = {
         "GROUPS": GROUPS_OF_CHUNK,
         "GROUP": workspace.group,
-        "WHO": who.value,
         "PDL": pdl,
         "num_warps": GUMBEL_WARPS,
         **launch_options(pdl),
     }
-    gumbel_kernel[(num_chunks, len(logits))](
+    gumbel_kernel[(workspace.num_chunks, len(logits))](
         logits,
         batch.rows,
         batch.lengths,
         state.table,
         *workspace.between(),
         vocab_size,
-        first_id,
         workspace.num_chunks,
         logits.stride(0),
         **constants,
     )
-    special_gumbel_kernel[(min(SPECIAL_PROGRAMS, num_chunks), len(logits))](
+    special_gumbel_kernel[(min(SPECIAL_PROGRAMS, workspace.num_chunks), len(logits))](
         logits,
         batch.rows,
         batch.lengths,
@@ -224,26 +200,20 @@ def launch_gumbel(
         workspace.raw_masses,
         workspace.raw_group_tops,
         vocab_size,
-        state.vocab_size,
-        first_id,
         workspace.num_chunks,
         logits.stride(0),
         **constants,
     )
 
 
-def choose(
+def _choose(
     logits: Tensor,
     batch: SamplingBatch,
     state: TritonSamplingRows,
     tokens: Tensor,
     workspace: SamplingWorkspace,
-    rank_candidates: Tensor | None = None,
 ) -> None:
-    """Choose a token for each row of logits [S, V].
-
-    With several ranks, rows that `rank_candidates` [S, ranks * CANDIDATE_COLUMNS] settle have no logits of their own.
-    """
+    """Choose a token for each row of logits [S, V]."""
     pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
     choose_kernel[(len(logits),)](
         logits,
@@ -256,7 +226,6 @@ def choose(
         *workspace.between(),
         workspace.group_list,
         workspace.candidates,
-        rank_candidates,
         tokens,
         batch.ids,
         batch.bad,
@@ -266,9 +235,8 @@ def choose(
         logits.stride(0),
         tokens.stride(0),
         CHUNK=GROUPS_OF_CHUNK,
-        RANKS=0 if rank_candidates is None else rank_candidates.shape[1] // CANDIDATE_COLUMNS,
         PDL=pdl,
-        **workspace.searches(vocab_size),
+        **workspace.searches(),
         **launch_options(pdl),
     )
 
@@ -294,24 +262,14 @@ def score_all(logits: Tensor, targets: Tensor, count: int, workspace: SamplingWo
         GROUP=workspace.group,
         num_warps=GUMBEL_WARPS,
     )
-    write_logprobs(logits, targets, buffers, workspace, pdl=False)
+    _write_logprobs(logits, targets, buffers, workspace, pdl=False)
     return results
 
 
-def write_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    buffers: LogprobBuffers,
-    workspace: SamplingWorkspace,
-    pdl: bool,
-    rank_candidates: RankCandidates | None = None,
+def _write_logprobs(
+    logits: Tensor, targets: Tensor, buffers: LogprobBuffers, workspace: SamplingWorkspace, pdl: bool
 ) -> None:
     """Write the log-probabilities of targets [S] and of the most likely tokens."""
-    ranks: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
-    num_ranks = 0
-    if rank_candidates is not None:
-        ranks = rank_candidates.candidates, rank_candidates.counted, rank_candidates.is_counted
-        num_ranks = rank_candidates.candidates.shape[1] // CANDIDATE_COLUMNS
     logprobs_kernel[(len(logits),)](
         logits,
         targets,
@@ -323,14 +281,12 @@ def write_logprobs(
         workspace.raw_group_tops,
         workspace.group_list,
         workspace.candidates,
-        *ranks,
         buffers.results,
         logits.shape[1],
         workspace.num_chunks,
         workspace.num_groups,
         logits.stride(0),
-        RANKS=num_ranks,
         PDL=pdl,
-        **workspace.searches(logits.shape[1]),
+        **workspace.searches(),
         **launch_options(pdl),
     )
