@@ -163,7 +163,7 @@ def compare_reranking(
     progress: Progress | None = None,
 ) -> RerankComparison:
     """Score the same pairs under every strategy, one after the other."""
-    processor = engine.scoring_processor("rerank")
+    processor = engine.frontend.scoring_processor("rerank")
     if processor.facts.scores != "pair" or processor.facts.splittable:
         raise ParameterError(
             "the rerank workload needs a cross-encoder, which reads a question and a passage together in one step: "
@@ -227,7 +227,7 @@ def measure_pairs(
     """Score the pairs under a strategy, on a fresh engine core with the same weights."""
     longest = max(len(request.token_ids) for request in requests)
     # Every slot can be used in every step, even if all texts are padded to the longest.
-    max_tokens = max(num_slots * longest, engine.max_model_len)
+    max_tokens = max(num_slots * longest, engine.frontend.max_model_len)
     core = engine.use(policy=strategy, max_num_seqs=num_slots, max_num_batched_tokens=max_tokens)
     runner = core.runner
     assert isinstance(runner, TextRunner)

@@ -65,8 +65,8 @@ def build_jobs(workload: Workload, engine: LoadedEngine) -> list[Job]:
 
     Every job has its own seed, so its tokens do not depend on the strategy.
     """
-    if not engine.generates:
-        raise unsupported_task("generate", engine.pooling, generates=False)
+    if not engine.frontend.generates:
+        raise unsupported_task("generate", engine.frontend.pooling, generates=False)
     rng = Random(workload.seed)
     prompts = (
         _real_prompts(workload, engine) if workload.lengths == "real" else _ragged_prompts(workload, engine)
@@ -83,7 +83,7 @@ _Prompt = tuple[str, list[int], int | None]
 
 
 def _params(workload: Workload, engine: LoadedEngine, seed: int, num_output: int | None) -> SamplingParams:
-    options: dict[str, Any] = {**engine.default_params, "seed": seed}
+    options: dict[str, Any] = {**engine.frontend.default_params, "seed": seed}
     if workload.temperature is not None:
         options["temperature"] = workload.temperature
     options["max_tokens"] = workload.token_limit if num_output is None else num_output
@@ -92,13 +92,13 @@ def _params(workload: Workload, engine: LoadedEngine, seed: int, num_output: int
 
 def _real_prompts(workload: Workload, engine: LoadedEngine) -> list[_Prompt]:
     """Return chat prompts whose answers end when the model ends them."""
-    tokenizer = engine.tokenizer
+    tokenizer = engine.frontend.tokenizer
     if tokenizer is None:
         raise ConfigError("this model has no tokenizer, which chat prompts need: use --lengths ragged")
     prompts: list[_Prompt] = []
     for text in draw_prompts(workload.num_requests, workload.seed):
-        if engine.chat_template:
-            rendered = engine.chat_template.render([{"role": "user", "content": text}])
+        if engine.frontend.chat_template:
+            rendered = engine.frontend.chat_template.render([{"role": "user", "content": text}])
             ids = tokenizer.encode(rendered, add_special_tokens=False)
         else:
             ids = tokenizer.encode(text)
@@ -109,12 +109,12 @@ def _real_prompts(workload: Workload, engine: LoadedEngine) -> list[_Prompt]:
 def _ragged_prompts(workload: Workload, engine: LoadedEngine) -> list[_Prompt]:
     """Return prompts of random token ids; the lengths of prompts and answers are fixed and uniformly distributed."""
     rng = Random(f"{workload.seed}/ragged")
-    high = min(workload.token_limit, engine.max_model_len // 2)
+    high = min(workload.token_limit, engine.frontend.max_model_len // 2)
     low = max(1, high // RAGGED_SPREAD)
     prompts: list[_Prompt] = []
     for _ in range(workload.num_requests):
         num_prompt, num_output = rng.randint(low, high), rng.randint(low, high)
-        ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(num_prompt)]
+        ids = [rng.randrange(engine.frontend.input_processor.vocab_size) for _ in range(num_prompt)]
         prompts.append((f"{num_prompt} random tokens", ids, num_output))
     return prompts
 

@@ -156,7 +156,7 @@ class LocalEngine:
 
     @property
     def frontend(self) -> Frontend:
-        return self._loaded
+        return self._loaded.frontend
 
     @property
     def description(self) -> str:

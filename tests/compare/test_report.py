@@ -73,7 +73,7 @@ def test_open_loop_waits_for_arrivals(engine: LoadedEngine) -> None:
 def test_engine_core_is_replaced_only_when_idle(engine: LoadedEngine) -> None:
     core = engine.use(policy="continuous", max_num_seqs=3)
     assert core.scheduler.limits.max_num_seqs == 3
-    core.add(engine.input_processor.requests("x", [5, 6, 7], SamplingParams(max_tokens=2))[1][0])
+    core.add(engine.frontend.input_processor.requests("x", [5, 6, 7], SamplingParams(max_tokens=2))[1][0])
     with pytest.raises(EngineError, match="can only be changed while it is idle"):
         engine.use(policy="static")
     core.abort("x")

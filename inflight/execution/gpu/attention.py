@@ -151,7 +151,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
     is_quantized = any(layer.is_quantized for layer in shape.layers)
     planners: dict[HeadShape, AttentionPlanner] = {}
     of_tables: list[AttentionPlanner | None] = [None] * len(shape.windows)
-    for layer, place in zip(decoder.spec.kv_layers.values(), shape.places, strict=True):
+    for layer in decoder.attention_layers:
         heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in planners:
             planners[heads] = AttentionPlanner(
@@ -162,7 +162,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
                 processors,
                 is_quantized=is_quantized,
             )
-        of_tables[place.table] = planners[heads]
+        of_tables[layer.table] = planners[heads]
     return of_tables
 
 
