@@ -211,7 +211,7 @@ def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]
 def breakdown(llm: LLM, num_rows: int) -> list[tuple[Any, ...]]:
     """Return medians in µs of what happens to the masks of a step."""
     runner: Any = llm._engine.core.runner
-    rows: ConstrainedRows = runner.constrained
+    rows: ConstrainedRows = getattr(runner, "sampling", runner).constrained  # on GPUs a part of the step
     results: list[tuple[Any, ...]] = []
     for name, constraint in ENDLESS.items():
         times: list[MaskTimes] = []

@@ -95,7 +95,7 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
             layer = TritonLinear(fused, features, rows, bias=False)
             layer.load(bench.randn(rows, features) * features**-0.5)
             same = TritonLinear(composed, features, rows, bias=False)
-            same.weight = layer.weight
+            same.weights = layer.weights
             layers["fused"].append(layer)
             layers["composed"].append(same)
         for num_tokens in bench.tokens:
@@ -123,7 +123,7 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
 
             case, num_bytes = f"{name} M={num_tokens}", 2 * rows * features
             work = num_bytes * num_tokens
-            calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers["fused"]]
+            calls: list[Call] = [_bind(F.linear, x, layer.weights.codes[0]) for layer in layers["fused"]]
             yield Case("linear", case, "cublas", calls, num_bytes, work)
             for label, read in contenders.items():
                 calls = [_bind(call, read, layer) for layer in layers[label]]

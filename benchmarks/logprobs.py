@@ -21,7 +21,8 @@ from benchmarks.report import show
 from inflight import LLM, SamplingParams
 from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
-from inflight.execution.gpu.runner import GpuStepHandle, PendingLogprobs
+from inflight.execution.gpu.runner import GpuStepHandle
+from inflight.execution.gpu.sampling import PendingLogprobs, PendingSamples
 from inflight.frontend import OutputProcessor
 from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.scheduling import Batch, Sampled
@@ -56,16 +57,8 @@ class CannedRunner:
             width = columns.shape[2]
             logprobs = PendingLogprobs(columns.flatten(), [width - 1] * len(with_logprobs), width)
         sampled = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
-        return GpuStepHandle(
-            num_entries=len(batch.rows),
-            sampling_entries=entries,
-            sampled=sampled,
-            logprobs=logprobs,
-            logprob_entries=with_logprobs,
-            prompt_logprobs=[],
-            pooled=None,
-            done=None,
-        )
+        samples = PendingSamples(len(batch), entries, sampled, logprobs, with_logprobs)
+        return GpuStepHandle(len(batch), [samples])
 
     def collect(self, handle: GpuStepHandle) -> Sampled:
         return handle.read()
@@ -121,7 +114,7 @@ def prompts_with_answers(
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
     found = []
     for index, delta in enumerate(deltas):
-        prompt = llm._engine.prepare(f"p{index}", [5] * PROMPT_LENGTH, params)
+        prompt = llm._engine.frontend.prepare(f"p{index}", [5] * PROMPT_LENGTH, params)
         request_id = prompt.answers[0].request.request_id
         for _ in range(num_tokens):
             assert delta.logprobs is not None
@@ -131,7 +124,7 @@ def prompts_with_answers(
 
 
 def as_json(llm: LLM, prompts: list[OutputProcessor], logprobs: int) -> int:
-    tokenizer = llm._engine.tokenizer
+    tokenizer = llm._engine.frontend.tokenizer
     formatter = ChatFormatter(
         "id", "model", created=0, tokenizer=tokenizer, fingerprint="fp", num_logprobs=logprobs
     )

@@ -39,9 +39,8 @@ def _lost(code: int) -> NoReturn:
 def decode_step(step: int, num_stages: int) -> RankStep:
     """256 decodes, of which one in sixteen gets a new block. Stages also get the tokens of an earlier step."""
     rows = list(range(NUM_REQUESTS))
-    batch = Batch(
-        step, rows, [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS, NUM_REQUESTS
-    )
+    starts, counts, samples = [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS
+    batch = Batch(step, rows, starts, counts, samples, NUM_REQUESTS, NUM_REQUESTS)
     batch.tables = [TableUpdate(row, 63, [row * 7]) for row in rows[::16]]
     sampled = [SampledIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
     return RankStep(batch, sampled if num_stages > 1 else [])

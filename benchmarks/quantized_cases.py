@@ -14,22 +14,12 @@ from benchmarks.device_timing import Call, Ceilings, num_copies
 from benchmarks.shapes import SHAPES
 from inflight.layers.formats import GroupScheme
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
-from inflight.layers.triton.expert_parts import ExpertWeights
 from inflight.layers.triton.grouped_experts import grouped_down, grouped_gate_up
+from inflight.layers.triton.held import HeldWeights, Int4Weights
 from inflight.layers.triton.linear_parts import SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
-from inflight.layers.triton.quantized import (
-    FP8,
-    INT4,
-    INT8,
-    MXFP4,
-    PRODUCTS,
-    QuantizedInputs,
-    QuantizedWeight,
-    dequantize,
-    quantize_rows,
-)
+from inflight.layers.triton.quantized_inputs import QuantizedInputs, quantize_rows
 from inflight.layers.triton.routing import Chosen, choose_experts
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import (
@@ -40,17 +30,12 @@ from inflight.layers.triton.tuning import (
     GroupedTile,
     LinearTile,
     choose_grouped,
-    choose_grouped_quantized,
-    choose_medium,
     choose_pairs,
-    choose_small_quantized,
-    max_small_quantized,
-    num_multiprocessors,
     shared_memory,
     token_bucket,
 )
 from inflight.layers.triton_experts import TritonExperts
-from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels
+from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 
 SCHEMES = {
     "int8": GroupScheme("int8", inputs="int8"),
@@ -171,10 +156,10 @@ class LinearProblem:
         distinct = scheme.quantize(torch.randn(min(rows, _DISTINCT_ROWS), features, device=device))
         plain = distinct.dequantize(_DTYPE)
         self._plain: list[Tensor] = []
-        self._layers: list[QuantizedTritonLinear] = []
+        self._layers: list[TritonLinear] = []
         for _ in range(num_copies(rows * features) if copied else 1):
             layer = kernels.linear(features, rows, _DTYPE, False, scheme=scheme)
-            assert isinstance(layer, QuantizedTritonLinear)
+            assert isinstance(layer, TritonLinear)
             for row in range(0, rows, len(distinct)):
                 layer.load(distinct[: rows - row], row)
             self._layers.append(layer)
@@ -183,22 +168,19 @@ class LinearProblem:
         self.candidates = self._candidates(tune)
 
     @property
-    def _weight(self) -> QuantizedWeight:
-        weight = self._layers[0].weight
-        assert isinstance(weight, QuantizedWeight)
-        return weight
+    def _weights(self) -> HeldWeights:
+        return self._layers[0].weights
 
     def _candidates(self, tune: bool) -> list[Candidate]:
-        own, device, sizes = self._weight, self._x.device, (self._rows, self._features)
-        chip = num_multiprocessors(device), shared_memory(device)
+        held, shared_bytes = self._weights, shared_memory(self._x.device)
         bucket = max(16, token_bucket(self._num_tokens))
-        small = choose_small_quantized(bucket, *sizes, own.kind, own.group, *chip)
-        if own.kind not in PRODUCTS:
-            if self._num_tokens > max_small_quantized(own.kind):
+        small = held.small_tile(bucket)
+        if not held.quantizes_inputs:
+            if not held.pays_small(self._num_tokens, True):
                 return []
             current, other = Candidate("small", small, small.block_m), []
         else:
-            tile = choose_medium(self._num_tokens, *sizes, 1, *chip, own.group)
+            tile = held.medium_tile(self._num_tokens)
             current, medium = (
                 Candidate("small", small, small.block_m),
                 Candidate("medium", tile, tile.block_m),
@@ -211,14 +193,14 @@ class LinearProblem:
         assert isinstance(current.tile, LinearTile)
         near = [
             replace(current, tile=tile, block_m=tile.block_m)
-            for tile in _near(current.tile, current.kernel == "medium", own.group)
-            if self._fits(tile, current.kernel, chip[1])
+            for tile in _near(current.tile, current.kernel == "medium", held.group)
+            if self._fits(tile, current.kernel, shared_bytes)
         ]
         return [current, *other, *near]
 
     def _fits(self, tile: LinearTile, kernel: str, shared_bytes: int) -> bool:
         if kernel == "small":
-            packed = 2 if self._weight.kind == INT4 else 1
+            packed = 2 if isinstance(self._weights, Int4Weights) else 1
             stage = tile.block_n * tile.block_k // packed + 2 * tile.block_m * tile.block_k
         else:
             stage = (tile.block_m + tile.block_n) * tile.block_k
@@ -235,40 +217,37 @@ class LinearProblem:
     def calls(self, candidate: Candidate) -> list[Call]:
         return [_bind(self._multiply, layer, candidate) for layer in self._layers]
 
-    def _multiply(self, layer: QuantizedTritonLinear, candidate: Candidate) -> Tensor:
-        assert isinstance(layer.weight, QuantizedWeight)
+    def _multiply(self, layer: TritonLinear, candidate: Candidate) -> Tensor:
         assert isinstance(candidate.tile, LinearTile)
         kernels = self._kernels
         after: dict[str, Any] = {"activation": self._activation, "tile": candidate.tile, "pdl": kernels.pdl}
         if candidate.kernel == "small":
-            return small_linear(self._x, layer.weight, kernels.workspace, **after)
-        return medium_linear(self._inputs(layer.weight), layer.weight, kernels.workspace, **after)
+            return small_linear(self._x, layer.weights, kernels.workspace, **after)
+        return medium_linear(self._inputs(layer.weights), layer.weights, kernels.workspace, **after)
 
-    def _inputs(self, weight: QuantizedWeight) -> QuantizedInputs:
-        return quantize_rows(self._x, group=weight.group, pdl=self._kernels.pdl, dtype=weight.codes.dtype)
+    def _inputs(self, held: HeldWeights) -> QuantizedInputs:
+        return quantize_rows(self._x, group=held.group, pdl=self._kernels.pdl, dtype=held.codes.dtype)
 
     def others(self) -> Iterator[tuple[str, list[Call]]]:
         yield "bf16", [_bind(self._gated, _bind(F.linear, self._x, plain)) for plain in self._plain]
-        kind, group = self._weight.kind, self._weight.group
-        if kind == INT8 and not group and self._num_tokens > 16 and self._x.is_cuda:  # what it allows
+        held = self._weights
+        integers = held.codes.dtype == torch.int8
+        if (
+            held.quantizes_inputs
+            and integers
+            and not held.group
+            and self._num_tokens > 16
+            and self._x.is_cuda
+        ):
             # Sums of 32 bits alone: another kernel would have to scale them.
-            inputs = self._inputs(self._weight)
-            yield (
-                "library",
-                [
-                    _bind(torch._int_mm, inputs.codes, layer.weight.codes.T)
-                    for layer in self._layers
-                    if isinstance(layer.weight, QuantizedWeight)
-                ],
-            )
-        if (kind == FP8 and not group and self._num_tokens > MAX_TOKENS) or kind not in PRODUCTS:
+            codes = self._inputs(held).codes
+            yield "library", [_bind(torch._int_mm, codes, layer.weights.codes[0].T) for layer in self._layers]
+        large = not integers and not held.group and self._num_tokens > MAX_TOKENS
+        if large or not held.quantizes_inputs:
             yield "library", [_bind(self._gated, _bind(self._large, layer)) for layer in self._layers]
 
-    def _large(self, layer: QuantizedTritonLinear) -> Tensor:
-        if self._weight.kind in PRODUCTS:
-            return layer._large(Residual(self._x, None), 0.0)
-        assert isinstance(layer.weight, QuantizedWeight)
-        return F.linear(self._x, dequantize(layer.weight, self._features, _DTYPE))
+    def _large(self, layer: TritonLinear) -> Tensor:
+        return layer._large(Residual(self._x, None), 0.0)
 
     def _gated(self, product: Callable[[], Any]) -> Tensor:
         y: Tensor = product()
@@ -279,10 +258,10 @@ class LinearProblem:
         return _error(self._multiply(self._layers[0], candidate), expected)
 
     def limit(self, ceilings: Ceilings) -> float | None:
-        own, moved = self._weight, self._num_tokens * (self._rows + self._features) * 2
-        num_bytes = _num_bytes(own.codes, own.scales, own.zeros) + moved
+        moved = self._num_tokens * (self._rows + self._features) * 2
+        num_bytes = _num_bytes(self._weights) + moved
         flops = 2 * self._num_tokens * self._rows * self._features
-        return _limit(ceilings, num_bytes, flops, own.kind)
+        return _limit(ceilings, num_bytes, flops, self._weights)
 
 
 class ExpertProblem:
@@ -327,7 +306,7 @@ class ExpertProblem:
                 self._plain.load(part, expert, matrix)
         for experts in (self._experts, self._plain):
             for matrices in (experts.gate_up, experts.down):
-                for tensor in (matrices.weight, matrices.scales, matrices.zeros):
+                for tensor in (matrices.codes, matrices.scales, matrices.zeros):
                     if tensor is not None:
                         _repeat_experts(tensor)
         self._gate = self._experts._gate
@@ -346,20 +325,16 @@ class ExpertProblem:
         return choose_experts(logits, self._routing, totals, counts=counts)
 
     @property
-    def _matrices(self) -> ExpertWeights:
+    def _matrices(self) -> HeldWeights:
         return self._experts.down if self._is_down else self._experts.gate_up
 
     def _bytes_read(self) -> int:
         own, chosen = self._matrices, len(set(self._chosen[0].ids.flatten().tolist()))
-        return _num_bytes(own.weight, own.scales, own.zeros) * chosen // len(own.weight)
+        return _num_bytes(own) * chosen // len(own.codes)
 
     def _candidates(self, tune: bool) -> list[Candidate]:
-        own, num_pairs = self._matrices, self._num_tokens * self._top_k
-        step = own.group if own.kind == INT4 else 128
-        converted = own.kind not in PRODUCTS
-        block_m, gate_up, down = choose_grouped_quantized(
-            num_pairs, len(own.weight), converted, step, own.kind == MXFP4
-        )
+        held, num_pairs = self._matrices, self._num_tokens * self._top_k
+        block_m, gate_up, down = held.grouped_tiles(num_pairs)
         tile = down if self._is_down else gate_up
         current = Candidate("grouped", tile, block_m)
         if not tune:
@@ -371,9 +346,9 @@ class ExpertProblem:
             replace(tile, stages=max(2, tile.stages - 1)),
             replace(tile, num_warps=12 - tile.num_warps),
         ]
-        if not own.group:
+        if not held.group:
             tiles += [replace(tile, block_k=256), replace(tile, block_k=64)]
-        if not converted:
+        if held.quantizes_inputs:
             tiles.append(replace(tile, weights_left=not tile.weights_left))
             tiles.append(replace(tile, quantize_first=not tile.quantize_first))
         near = [replace(current, tile=other) for other in tiles]
@@ -434,11 +409,11 @@ class ExpertProblem:
         return _error(actual[live.flatten()], expected[live.flatten()])
 
     def limit(self, ceilings: Ceilings) -> float | None:
-        own, num_pairs = self._matrices, self._num_tokens * self._top_k
+        num_pairs = self._num_tokens * self._top_k
         hidden, inner = self._sizes
         moved = 2 * (self._num_tokens * hidden + num_pairs * (hidden + inner if self._is_down else inner))
         flops = 2 * num_pairs * hidden * inner * (1 if self._is_down else 2)
-        return _limit(ceilings, self._bytes_read() + moved, flops, own.kind)
+        return _limit(ceilings, self._bytes_read() + moved, flops, self._matrices)
 
 
 def _near(tile: LinearTile, medium: bool, group: int) -> Iterator[LinearTile]:
@@ -468,14 +443,15 @@ def _repeat_experts(tensor: Tensor) -> None:
         tensor[expert] = first[expert % _DISTINCT_EXPERTS]
 
 
-def _num_bytes(*tensors: Tensor | None) -> int:
+def _num_bytes(held: HeldWeights) -> int:
+    tensors = held.codes, held.scales, held.zeros
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _limit(ceilings: Ceilings, num_bytes: int, flops: int, kind: int) -> float | None:
+def _limit(ceilings: Ceilings, num_bytes: int, flops: int, held: HeldWeights) -> float | None:
     if ceilings.read is None or ceilings.matmul is None:
         return None
-    rate = ceilings.matmul * (2 if kind in PRODUCTS else 1)
+    rate = ceilings.matmul * (2 if held.quantizes_inputs else 1)
     return max(num_bytes / ceilings.read, flops / rate) / 1e12
 
 

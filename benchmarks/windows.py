@@ -35,15 +35,10 @@ class PromptSkippingRunner:
             slot.zero_()
 
     def launch(self, batch: Batch) -> Any:
-        if batch.num_tokens == len(batch) and not batch.admissions:
+        if not batch.num_prompt_tokens:
             return self._runner.launch(batch)
-        runner = self._runner
-        runner.rows.admit(batch.admissions)
-        runner.sampling.set_many(batch.admissions, runner.rows.tokens)
-        runner.scored.admit(batch.admissions)
-        runner.pooled.admit(batch.admissions)
-        runner.constrained.admit(batch.admissions)
-        runner.rows.write_tables(runner.rows.extend(batch.tables))
+        self._runner.change_rows(batch)
+        self._runner.rows.write_tables()
         return Sampled([[0] if samples else [] for samples in batch.samples])
 
     def collect(self, handle: Any) -> Sampled:

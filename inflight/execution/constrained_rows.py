@@ -132,8 +132,6 @@ class ConstrainedRows:
     def admit(self, admissions: Sequence[Admission]) -> None:
         if admissions:
             self._last = None
-        if self._submitted:
-            self._settle()
         for row, request in admissions:
             self._rows.pop(row, None)
             params = request.params
@@ -158,6 +156,8 @@ class ConstrainedRows:
 
     def start(self, rows: Sequence[int]) -> StepMasks | None:
         """Start computing the masks of the constrained rows among these; None if there are none."""
+        if self._submitted:
+            self._settle()
         if not self._rows:
             return None
         last = self._last

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from inflight.attention.backend import Sequences
 from inflight.engine.runner import Runner
-from inflight.execution.results import StepVectors
 from inflight.execution.runner import torch_threads
+from inflight.execution.step import StepVectors
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +16,21 @@ from inflight.constraints import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.results import PooledRows, PromptPiece, ScoredRows, StepVectors, failure
 from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, cpu_sampler
+from inflight.execution.step import (
+    HostStep,
+    Ints,
+    PooledRows,
+    PromptPiece,
+    ScoredRows,
+    StepVectors,
+    failure,
+    host_step,
+)
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Capture
 
 
 @contextmanager
@@ -43,15 +54,14 @@ def torch_threads(count: int) -> Iterator[None]:
 class Rows:
     """Tokens and block tables of all rows. Memory that is not used yet is never touched."""
 
-    def __init__(
-        self, max_rows: int, max_len: int, block_size: int, device: torch.device, num_tables: int = 1
-    ) -> None:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_tables: int = 1) -> None:
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
-        self.tokens = torch.empty(max_rows, max_len, dtype=torch.int32, device=device)
+        self.tokens = torch.empty(max_rows, max_len, dtype=torch.int32)
         # [num_tables, max_rows, max_blocks]: entries past a row's last block, and those before a table's window, are
         # meaningless.
-        self.block_tables = torch.empty(num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.empty(num_tables, max_rows, max_blocks, dtype=torch.int32)
+        self.tables: Ints = self.block_tables.numpy()  # the same memory
 
     def apply(self, batch: Batch) -> None:
         """Store the tokens of admitted requests and the newly allocated blocks."""
@@ -59,9 +69,7 @@ class Rows:
             ids = torch.frombuffer(request.token_ids, dtype=torch.int64)
             self.tokens[row, : len(ids)] = ids
         for row, first, block_ids, table in batch.tables:
-            self.block_tables[table, row, first : first + len(block_ids)] = torch.tensor(
-                block_ids, dtype=torch.int32
-            )
+            self.tables[table, row, first : first + len(block_ids)] = block_ids
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
         """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""
@@ -70,57 +78,45 @@ class Rows:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The inputs of one forward pass: T tokens in B entries, S of which sample."""
+    """The inputs of one forward pass: T tokens in B entries, and S samples."""
 
+    host: HostStep
     token_ids: Tensor  # [T] int64
     attention: AttentionInputs
-    sampling_entries: list[int]  # [S] indices into the batch
-    sampling_tokens: Tensor  # [S] int64, the last token of each sampling entry
-    sampling_rows: Tensor  # [S] int64
-    sampling_lengths: Tensor  # [S] int64, the position that the sampled token will have
-
-    def last_tokens(self, entries: list[int]) -> Tensor:
-        """Return the index, among the step's tokens, of the last token of each entry."""
-        return self.attention.query_starts[1:][entries].long() - 1
+    sample_tokens: Tensor  # [S] int64, as in `HostStep`
+    sampling_rows: Tensor  # [n] int64, of the samples that sample a token
+    sampling_lengths: Tensor  # [n] int64
 
 
-def build_inputs(batch: Batch, rows: Rows, block_size: int, has_states: bool = False) -> StepInputs:
-    """Gather tokens, positions and KV slots from the rows. All per-token work is done by tensor operations."""
-    device = rows.tokens.device
-    columns = torch.tensor(
-        [batch.rows, batch.starts, batch.counts], dtype=torch.int64, device=device
-    )  # [3, B]
-    row_ids, starts, counts = columns
-    lengths = starts + counts  # [B]
-    ends = counts.cumsum(0)  # [B]
-    if batch.num_tokens == len(batch):  # one token each
-        token_rows, positions = row_ids, starts
-    else:
-        token_rows = row_ids.repeat_interleave(counts)  # [T]
-        first_tokens = (ends - counts).repeat_interleave(counts)  # [T]
-        offsets = torch.arange(batch.num_tokens, device=device) - first_tokens
-        positions = starts.repeat_interleave(counts) + offsets
-    blocks = rows.block_tables[:, token_rows, positions // block_size].long()  # [num_tables, T]
+def to_tensors(step: HostStep, rows: Rows, captures: Sequence[Capture] | None = None) -> StepInputs:
+    """Gather the step's tokens from the rows, and wrap its arrays. `captures`: None without recurrent layers."""
+    token_rows, positions = torch.from_numpy(step.token_rows), _long(step.positions)
     attention = AttentionInputs(
         positions=positions,
-        query_starts=torch.cat((ends.new_zeros(1), ends)).int(),
-        context_lens=lengths.int(),
-        rows=row_ids.int(),
+        query_starts=torch.from_numpy(step.query_starts),
+        context_lens=torch.from_numpy(step.context_lens),
+        rows=torch.from_numpy(step.rows),
         block_tables=rows.block_tables,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=_long(step.slot_mapping),
     )
-    if has_states:
-        attention.state = StateInputs(attention.query_starts, row_ids, starts, batch.captures)
-    sampling = [index for index, samples in enumerate(batch.samples) if samples]
-    chosen = slice(None) if len(sampling) == len(batch) else sampling
+    if captures is not None:
+        starts = step.context_lens - np.diff(step.query_starts)
+        attention.state = StateInputs(
+            attention.query_starts, attention.rows, torch.from_numpy(starts), captures
+        )
+    num_sampling = len(step.sampling_entries)
     return StepInputs(
+        host=step,
         token_ids=rows.tokens[token_rows, positions].long(),
         attention=attention,
-        sampling_entries=sampling,
-        sampling_tokens=(ends - 1)[chosen],
-        sampling_rows=row_ids[chosen],
-        sampling_lengths=lengths[chosen],
+        sample_tokens=_long(step.sample_tokens),
+        sampling_rows=_long(step.sampling_rows),
+        sampling_lengths=_long(step.sample_lengths[:num_sampling]),
     )
+
+
+def _long(array: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 @dataclass(slots=True)
@@ -129,7 +125,6 @@ class HiddenStates:
 
     samples: Tensor  # [S, hidden_size], for the entries that sample
     pooled: Tensor  # [P, hidden_size], for the entries that end with a vector
-    pooled_entries: list[int]
     scored: list[tuple[PromptPiece, Tensor]]  # [size, hidden_size] per piece of a prompt to score
 
 
@@ -160,7 +155,7 @@ class ForwardPass:
         self.block_size = block_size
         kv_shape = decoder.kv_shape(block_size)
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
-        self.rows = Rows(max_rows, max_len, block_size, decoder.device, len(kv_shape.windows))
+        self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
         self.states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
         self._scored = ScoredRows()
         self._pooled = PooledRows()
@@ -176,23 +171,23 @@ class ForwardPass:
                     states.restore(row, block_ids)
                 for row, block_ids in batch.saves:
                     states.save(row, block_ids)
-            return build_inputs(batch, self.rows, self.block_size, bool(self.states))
+            step = host_step(batch, self.rows.tables, self.block_size)
+            if pooled := self._pooled.ending(batch):
+                step.pool(pooled)
+            return to_tensors(step, self.rows, batch.captures if self.states else None)
 
     def run(self, batch: Batch, inputs: StepInputs) -> HiddenStates:
         """Run all layers, or those of the last stage."""
-        pooled, num_samples = self._pooled.ending(batch), len(inputs.sampling_entries)
-        outputs = inputs.sampling_tokens
-        if pooled:
-            outputs = torch.cat((outputs, inputs.last_tokens(pooled)))
+        outputs, num_sampling = inputs.sample_tokens, len(inputs.sampling_rows)
         scored: list[tuple[PromptPiece, Tensor]] = []
         if self._scored.any_in(batch):
             hidden = self._forward(inputs, None)
             scored = [(piece, hidden[piece.predicting]) for piece in self._scored.pieces(batch)]
             hidden = hidden[outputs]
         else:
-            all_sample = num_samples == len(inputs.token_ids)
+            all_sample = num_sampling == len(inputs.token_ids)
             hidden = self._forward(inputs, None if all_sample else outputs)
-        return HiddenStates(hidden[:num_samples], hidden[num_samples:], pooled, scored)
+        return HiddenStates(hidden[:num_sampling], hidden[num_sampling:], scored)
 
     def run_stage(self, inputs: StepInputs) -> None:
         """Run the layers of a stage that is not the last, and send the result to the next one."""
@@ -239,12 +234,11 @@ class StepHandle:
         if self.sampled is not None:
             sample = self.sampled.to_host()
             for index, entry in enumerate(self.sampling_entries):
-                result.token_ids[entry] = [sample.token_ids[index]]
+                result.token_ids[entry].append(sample.token_ids[index])
                 if sample.bad[index]:
                     result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
-            result.logprobs = {
-                self.sampling_entries[index]: [position] for index, position in sample.logprobs.items()
-            }
+            for index, position in sample.logprobs.items():
+                result.logprobs.setdefault(self.sampling_entries[index], []).append(position)
         for entry, parts in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
         if self.pooled is not None:
@@ -280,9 +274,10 @@ class ModelRunner:
             if request.max_tokens:  # else it never samples
                 self.sampler.state.set(row, request)
         self.constrained.admit(batch.admissions)
-        rows = [batch.rows[entry] for entry in inputs.sampling_entries]
+        step = inputs.host
+        rows = step.sampling_rows.tolist()
         masks = self.constrained.start(rows)
-        handle = StepHandle(len(batch), inputs.sampling_entries, None, {})
+        handle = StepHandle(len(batch), step.sampling_entries, None, {})
         states = self.forward.run(batch, inputs)
         for piece, hidden in states.scored:
             targets = self.rows.tokens[piece.row, piece.targets].long()
@@ -298,8 +293,8 @@ class ModelRunner:
             if masks is not None:
                 handle.failures = masks.failures()
                 self.constrained.expect(masks, handle.sampled.token_ids.tolist)
-        if states.pooled_entries and self.decoder.pooling_head is not None:
-            handle.pooled = StepVectors(states.pooled_entries, self.decoder.pooling_head(states.pooled))
+        if step.pooled_entries and self.decoder.pooling_head is not None:
+            handle.pooled = StepVectors(step.pooled_entries, self.decoder.pooling_head(states.pooled))
         return handle
 
     def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> SampledTensors:

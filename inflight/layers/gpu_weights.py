@@ -1,7 +1,7 @@
 """How layers on a GPU hold quantized weights.
 
 Codes of 8 bits are held as their scheme has them. Four codes of 4 bits share a 16-bit word, in an order that
-`triton/quantized.py` and `triton/mxfp4.py` describe, and each group of columns of a row has 32 bits of scales and zero
+`triton/int4.py` and `triton/mxfp4.py` describe, and each group of columns of a row has 32 bits of scales and zero
 points. Nothing here needs Triton: `inflight plan` counts the memory of a GPU on any machine.
 """
 

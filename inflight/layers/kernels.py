@@ -8,6 +8,7 @@ them and does what needs no matrix. `TorchKernels` runs anywhere, `NativeKernels
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import QuantizedMatrix, Scheme, Weight, plain
+from inflight.layers.formats import QuantizedMatrix, Scheme, Weight
 from inflight.layers.recurrent import RecurrentBackend
 
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
@@ -248,18 +249,6 @@ def check_weight(linear: Linear, weight: Weight, first_row: int, first_column: i
     check_fits(weight, first_row, first_column, linear.out_features, linear.in_features)
 
 
-def copy_weight(linear: Linear, to: Tensor, weight: Weight, first_row: int, first_column: int) -> None:
-    """Copy a rectangle of `linear`'s weight into `to`, its row-major matrix."""
-    check_weight(linear, weight, first_row, first_column)
-    num_rows, num_columns = weight.shape
-    to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
-
-
-def copy_quantized(to: QuantizedMatrix, weight: Weight, first_row: int, first_column: int) -> None:
-    """Copy whole rows of a quantized matrix into `to`."""
-    to.copy_rows(taken_as(to.scheme, weight, first_row, first_column, to.shape), first_row)
-
-
 def taken_as(
     scheme: Scheme, weight: Weight, first_row: int, first_column: int, shape: tuple[int, int]
 ) -> QuantizedMatrix:
@@ -293,11 +282,59 @@ def check_activation(activation: str) -> None:
         raise ConfigError(f"activation is {activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
 
 
-def check_expert(experts: range, expert: int, part: str) -> None:
-    """Raise unless the expert is one of those held, and the part is one of its matrices."""
-    if expert not in experts:
-        raise ConfigError(
-            f"cannot load expert {expert}: experts {experts.start} to {experts.stop - 1} are held here"
-        )
-    if part not in ("gate", "up", "down"):
-        raise ConfigError(f"cannot load {part!r} of an expert: it must be gate, up or down")
+class LoadedExperts(ABC):
+    """What implementations of `Experts` share: tensors beside the matrices, and where parts of an expert go.
+
+    Gate and up of an expert are one matrix: rows of gate, then those of up, or both in turns.
+    """
+
+    alternating = False  # whether rows of gate and up alternate
+
+    def __init__(
+        self, shape: ExpertsShape, reduce: Reduce | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        routing, count = shape.routing, len(shape.experts)
+        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
+        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
+        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
+        self._shape = shape
+        self._reduce = reduce
+        self._gate_up_bias = self._down_bias = None
+        if shape.bias:
+            self._gate_up_bias = torch.zeros(count, 2 * shape.inner, dtype=dtype, device=device)
+            self._down_bias = torch.zeros(count, shape.hidden, dtype=dtype, device=device)
+
+    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
+        index, hidden, inner = self._index(part, expert), self._shape.hidden, self._shape.inner
+        size = (hidden, inner) if part == "down" else (inner, hidden)
+        check_fits(weight, first_row, first_column, *size)
+        self._load(part == "down", index, self._rows(part, first_row, len(weight)), weight, first_column)
+
+    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
+        index, biases = self._index(part, expert), self._down_bias if part == "down" else self._gate_up_bias
+        if biases is None:
+            raise ConfigError("cannot load a bias into experts that were created without one")
+        check_bias_fits(bias, first_row, self._shape.hidden if part == "down" else self._shape.inner)
+        biases[index, self._rows(part, first_row, len(bias))] = bias
+
+    @abstractmethod
+    def _load(self, down: bool, index: int, rows: slice, weight: Weight, first_column: int) -> None:
+        """Copy a weight into rows of the down matrix, or of gate and up, of one of the experts held here."""
+
+    def _index(self, part: str, expert: int) -> int:
+        experts = self._shape.experts
+        if expert not in experts:
+            raise ConfigError(
+                f"cannot load expert {expert}: experts {experts.start} to {experts.stop - 1} are held here"
+            )
+        if part not in ("gate", "up", "down"):
+            raise ConfigError(f"cannot load {part!r} of an expert: it must be gate, up or down")
+        return expert - experts.start
+
+    def _rows(self, part: str, first_row: int, count: int) -> slice:
+        """Return where rows of a part are in its matrix."""
+        if part != "down" and self.alternating:
+            first = 2 * first_row + (part == "up")
+            return slice(first, first + 2 * count, 2)
+        first = first_row + (self._shape.inner if part == "up" else 0)
+        return slice(first, first + count)

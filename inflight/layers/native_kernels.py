@@ -18,11 +18,9 @@ from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
     Linear,
+    LoadedExperts,
     Reduce,
     Residual,
-    check_bias_fits,
-    check_expert,
-    check_fits,
     check_gate,
 )
 from inflight.layers.native_gguf import BlockLinear, ExpertBlocks, block_scheme
@@ -51,7 +49,7 @@ from inflight.native.library import (
 CPU = torch.device("cpu")
 
 
-class NativeExperts:
+class NativeExperts(LoadedExperts):
     """Implements `Experts` in one call, over weights packed in panels as in linear layers."""
 
     def __init__(
@@ -67,41 +65,18 @@ class NativeExperts:
         self.router: Linear = NativeLinear(
             kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device
         )
-        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
-        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
-        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
+        super().__init__(shape, reduce, torch.float32, device)
         self._kernels = kernels
         self._library = library
-        self._shape = shape
-        self._reduce = reduce
-        self._held = held = shape.experts
         self._multiply = library.experts_bf16 if dtype == torch.bfloat16 else library.experts_f32
-        # The rows of gate, then those of up.
-        self._gate_up = kernels.matrices(len(held), 2, inner, hidden, dtype, shape.gate_up_scheme)
-        self._down = kernels.matrices(len(held), 1, hidden, inner, dtype, shape.down_scheme)
-        self._gate_up_bias = torch.zeros(len(held), 2 * inner, device=device) if shape.bias else None
-        self._down_bias = torch.zeros(len(held), hidden, device=device) if shape.bias else None
+        count = len(shape.experts)
+        self._gate_up = kernels.matrices(count, 2, inner, hidden, dtype, shape.gate_up_scheme)
+        self._down = kernels.matrices(count, 1, hidden, inner, dtype, shape.down_scheme)
         self._layer: ExpertLayer | None = None  # of the weights that are loaded
 
-    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        hidden, inner = self._shape.hidden, self._shape.inner
-        size = (hidden, inner) if part == "down" else (inner, hidden)
-        check_fits(weight, first_row, first_column, *size)
-        panels = self._down if part == "down" else self._gate_up
-        first_row += inner if part == "up" else 0
-        panels.load(weight, first_row, first_column, expert - self._held.start)
+    def _load(self, down: bool, index: int, rows: slice, weight: Weight, first_column: int) -> None:
+        (self._down if down else self._gate_up).load(weight, rows.start, first_column, index)
         self._layer = None
-
-    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        if self._gate_up_bias is None or self._down_bias is None:
-            raise ConfigError("cannot load a bias into experts that were created without one")
-        num_rows = self._shape.hidden if part == "down" else self._shape.inner
-        check_bias_fits(bias, first_row, num_rows)
-        biases = (self._down_bias if part == "down" else self._gate_up_bias)[expert - self._held.start]
-        first_row += self._shape.inner if part == "up" else 0
-        biases[first_row : first_row + len(bias)].copy_(bias)
 
     def add_to(
         self,
@@ -156,8 +131,8 @@ class NativeExperts:
             shape.hidden,
             shape.inner,
             routing.num_experts,
-            self._held.start,
-            len(self._held),
+            shape.experts.start,
+            len(shape.experts),
             routing.top_k,
             SCORE_NUMBERS[routing.scores],
             routing.normalise,

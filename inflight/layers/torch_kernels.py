@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import TorchRecurrent
 from inflight.layers.formats import Scheme, Weight, plain
 from inflight.layers.kernels import (
@@ -20,16 +19,14 @@ from inflight.layers.kernels import (
     ExpertsShape,
     Kernels,
     Linear,
+    LoadedExperts,
     Reduce,
     Residual,
     check_activation,
-    check_bias_fits,
-    check_expert,
-    check_fits,
     check_gate,
+    check_weight,
     copy_bias,
-    copy_quantized,
-    copy_weight,
+    taken_as,
 )
 
 
@@ -133,62 +130,38 @@ class ComposedLinear(ABC):
 
 
 class TorchLinear(ComposedLinear):
-    """A linear layer over a row-major weight."""
+    """A linear layer over row-major weights, plain or in any scheme. Quantized ones are dequantized for every product:
+    the reference of other kernels, and a layer of the right size on the meta device."""
 
     def __init__(
         self,
         kernels: Kernels,
         in_features: int,
         out_features: int,
-        dtype: torch.dtype,
+        stored: torch.dtype | Scheme,
         bias: bool,
         reduce: Reduce | None,
         device: torch.device,
     ) -> None:
-        self._compute_dtype = kernels.compute_dtype
-        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
+        dtype = self._compute_dtype = kernels.compute_dtype
+        own_bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         super().__init__(kernels, in_features, out_features, own_bias, reduce)
-        # Widen once here rather than on every call; this is never less precise than `dtype`.
-        stored = torch.promote_types(dtype, self._compute_dtype)
-        self._weight = torch.empty(out_features, in_features, dtype=stored, device=device)
+        self._weight = _empty_weight(out_features, in_features, stored, device)
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_weight(self, self._weight, weight, first_row, first_column)
+        check_weight(self, weight, first_row, first_column)
+        _copy(self._weight, weight, first_row, first_column)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._weight[ids].to(self._compute_dtype)
+        rows = self._weight[ids] if isinstance(self._weight, Tensor) else self._dense()[ids]
+        return rows.to(self._compute_dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight.to(self._compute_dtype), self._bias)
+        return F.linear(x, self._dense(), self._bias)
 
-
-class QuantizedTorchLinear(ComposedLinear):
-    """A linear layer that holds its weights in any scheme, and dequantizes them for every product: the reference of
-    other kernels, and a layer of the right size on the meta device."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        in_features: int,
-        out_features: int,
-        scheme: Scheme,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-    ) -> None:
-        self._compute_dtype = kernels.compute_dtype
-        own_bias = torch.zeros(out_features, dtype=self._compute_dtype, device=device) if bias else None
-        super().__init__(kernels, in_features, out_features, own_bias, reduce)
-        self._matrix = scheme.empty(out_features, in_features, device)
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_quantized(self._matrix, weight, first_row, first_column)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._matrix.dequantize(self._compute_dtype)[ids]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._matrix.dequantize(self._compute_dtype), self._bias)
+    def _dense(self) -> Tensor:
+        weight, dtype = self._weight, self._compute_dtype
+        return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
 def _empty_weight(
@@ -199,7 +172,16 @@ def _empty_weight(
     return stored.empty(num_rows, num_columns, device)
 
 
-class TorchExperts:
+def _copy(to: Weight, weight: Weight, first_row: int, first_column: int) -> None:
+    """Copy a rectangle of plain weights, or whole rows of quantized ones."""
+    if isinstance(to, Tensor):
+        num_rows, num_columns = weight.shape
+        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
+    else:
+        to.copy_rows(taken_as(to.scheme, weight, first_row, first_column, to.shape), first_row)
+
+
+class TorchExperts(LoadedExperts):
     """Implements `Experts` expert by expert, over row-major weights."""
 
     def __init__(
@@ -212,43 +194,16 @@ class TorchExperts:
     ) -> None:
         routing, hidden, compute = shape.routing, shape.hidden, kernels.compute_dtype
         self.router: Linear = kernels.linear(hidden, routing.num_experts, shape.dtype, routing.has_bias)
-        self.correction = torch.zeros(routing.num_experts, device=device) if routing.has_correction else None
-        self.scales = torch.ones(routing.num_experts, device=device) if routing.has_scales else None
-        self.tokens = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
+        super().__init__(shape, reduce, compute, device)
         self._kernels = kernels
-        self._shape = shape
-        self._inner = inner = shape.inner
-        self._reduce = reduce
-        self._held = shape.experts
-        count, stored = len(self._held), scheme or torch.promote_types(shape.dtype, compute)
-        # The rows of all experts one after the other: of each the rows of gate, then those of up.
-        self._gate_up = _empty_weight(count * 2 * inner, hidden, stored, device)
-        self._down = _empty_weight(count * hidden, inner, stored, device)
-        self._gate_up_bias = (
-            torch.zeros(count, 2 * inner, dtype=compute, device=device) if shape.bias else None
-        )
-        self._down_bias = torch.zeros(count, hidden, dtype=compute, device=device) if shape.bias else None
+        count, stored = len(shape.experts), scheme or torch.promote_types(shape.dtype, compute)
+        # The matrices of all experts one below the other.
+        self._gate_up = _empty_weight(count * 2 * shape.inner, hidden, stored, device)
+        self._down = _empty_weight(count * hidden, shape.inner, stored, device)
 
-    def load(self, part: str, expert: int, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        to, index = self._down if part == "down" else self._gate_up, expert - self._held.start
-        hidden = self._gate_up.shape[1]
-        num_rows = hidden if part == "down" else self._inner
-        check_fits(weight, first_row, first_column, num_rows, to.shape[1])
-        first_row += index * hidden if part == "down" else (2 * index + (part == "up")) * self._inner
-        if isinstance(to, Tensor):
-            rows, columns = weight.shape
-            to[first_row : first_row + rows, first_column : first_column + columns] = plain(weight)
-        else:
-            copy_quantized(to, weight, first_row, first_column)
-
-    def load_bias(self, part: str, expert: int, bias: Tensor, first_row: int = 0) -> None:
-        check_expert(self._held, expert, part)
-        if self._gate_up_bias is None or self._down_bias is None:
-            raise ConfigError("cannot load a bias into experts that were created without one")
-        to = self._part(part, self._gate_up_bias, self._down_bias)[expert - self._held.start]
-        check_bias_fits(bias, first_row, len(to))
-        to[first_row : first_row + len(bias)].copy_(bias)
+    def _load(self, down: bool, index: int, rows: slice, weight: Weight, first_column: int) -> None:
+        to, num_rows = (self._down, self._shape.hidden) if down else (self._gate_up, 2 * self._shape.inner)
+        _copy(to, weight, index * num_rows + rows.start, first_column)
 
     def add_to(
         self,
@@ -279,9 +234,9 @@ class TorchExperts:
         self.tokens += torch.bincount(ids.flatten() + 1, minlength=len(self.tokens) + 1)[1:]
         # One row per token and expert, added below in the order of a token's experts.
         products = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
-        for expert in self._held:
+        for expert in self._shape.experts:
             tokens, ranks = torch.nonzero(ids == expert, as_tuple=True)
-            y = self._product(expert - self._held.start, x[tokens])
+            y = self._product(expert - self._shape.experts.start, x[tokens])
             products[tokens, ranks] = y * weights[tokens, ranks, None].to(y.dtype)
         y = products[:, 0]
         for rank in range(1, self._shape.routing.top_k):
@@ -291,25 +246,19 @@ class TorchExperts:
     def _product(self, index: int, x: Tensor) -> Tensor:
         gate_up_bias = None if self._gate_up_bias is None else self._gate_up_bias[index]
         down_bias = None if self._down_bias is None else self._down_bias[index]
-        gate_up = F.linear(x, self._rows(self._gate_up, index), gate_up_bias)
+        gate_up = F.linear(x, self._matrix(self._gate_up, index), gate_up_bias)
         if self._shape.activation == CLAMPED_SILU:
             limit, (gate, up) = self._shape.limit, gate_up.chunk(2, dim=-1)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             inner = (up + 1) * gate * torch.sigmoid(CLAMPED_SILU_SLOPE * gate)
         else:
             inner = self._kernels.gate(gate_up, self._shape.activation)
-        return F.linear(inner, self._rows(self._down, index), down_bias)
+        return F.linear(inner, self._matrix(self._down, index), down_bias)
 
-    def _rows(self, weight: Weight, index: int) -> Tensor:
+    def _matrix(self, weight: Weight, index: int) -> Tensor:
         """Return one expert's rows in the compute dtype."""
-        count = len(weight) // len(self._held)
+        count = len(weight) // len(self._shape.experts)
         return plain(weight[index * count : (index + 1) * count]).to(self._kernels.compute_dtype)
-
-    def _part(self, part: str, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Return the rows of a part, of all experts, in the packed biases."""
-        if part == "down":
-            return down
-        return gate_up[:, : self._inner] if part == "gate" else gate_up[:, self._inner :]
 
 
 class TorchKernels:
@@ -343,9 +292,9 @@ class TorchKernels:
         scheme: Scheme | None = None,
     ) -> Linear:
         scheme = self._held_as(scheme, experts=False)
-        if scheme is not None:
-            return QuantizedTorchLinear(self, in_features, out_features, scheme, bias, reduce, self._device)
-        return TorchLinear(self, in_features, out_features, dtype, bias, reduce, self._device)
+        # Widen once here rather than on every call; this is never less precise than `dtype`.
+        stored = scheme or torch.promote_types(dtype, self.compute_dtype)
+        return TorchLinear(self, in_features, out_features, stored, bias, reduce, self._device)
 
     def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
         scheme = self._held_as(shape.scheme, experts=True)

@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
-from inflight.layers.formats.schemes import unpack_nibbles
-from inflight.layers.gpu_weights import empty_words, held_on_gpu
+from inflight.layers.formats import Scheme, Weight
 from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
@@ -19,10 +17,8 @@ from inflight.layers.kernels import (
     Residual,
     check_activation,
     check_gate,
+    check_weight,
     copy_bias,
-    copy_quantized,
-    copy_weight,
-    taken_as,
 )
 from inflight.layers.triton.elementwise import (
     activate_in_place,
@@ -33,32 +29,13 @@ from inflight.layers.triton.elementwise import (
     layer_norm,
     rms_norm,
 )
+from inflight.layers.triton.held import HeldWeights, Size, allocate
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.quantized import (
-    FP8,
-    FP8_BYTES,
-    INT4,
-    INT8,
-    INT8_CONVERTED,
-    MAX_INT8_FEATURES,
-    PRODUCTS,
-    QuantizedInputs,
-    QuantizedWeight,
-    dequantize,
-    pack_int4,
-    pack_int4_scales,
-    quantize_rows,
-)
+from inflight.layers.triton.quantized_inputs import QuantizedInputs, quantize_rows
 from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import (
-    MAX_TOKENS,
-    max_small_quantized,
-    pays_medium,
-    pays_medium_fp8,
-    pays_small,
-)
+from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_experts import TritonExperts
 from inflight.triton_utils.pdl import supports_pdl
 
@@ -110,24 +87,17 @@ class TritonKernels:
         reduce: Reduce | None = None,
         scheme: Scheme | None = None,
     ) -> Linear:
-        if isinstance(scheme, GroupScheme) and held_on_gpu(scheme):
-            return QuantizedTritonLinear(self, in_features, out_features, bias, reduce, scheme)
-        return TritonLinear(self, in_features, out_features, bias, reduce)
+        return TritonLinear(self, in_features, out_features, bias, reduce, scheme)
 
     def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
         router = TritonLinear(self, shape.hidden, shape.routing.num_experts, shape.routing.has_bias)
         return TritonExperts(self, router, shape, reduce)
 
-    def byte_codes(self, scheme: GroupScheme, num_columns: int) -> tuple[int, torch.dtype]:
-        """Return how kernels name the codes of a scheme of 8 bits, and their type. They are multiplied as they are if
-        the model expects inputs to be quantized, too, and the chip can do so."""
-        quantized = scheme.inputs == scheme.codes and scheme.group in (0, 128) and not scheme.zeros
-        if scheme.codes == "int8":
-            exact = quantized and num_columns <= MAX_INT8_FEATURES
-            return INT8 if exact else INT8_CONVERTED, torch.int8
-        if quantized and self.fp8_products:
-            return FP8, torch.float8_e4m3fn
-        return FP8_BYTES, torch.uint8
+    def allocate(
+        self, size: Size, scheme: Scheme | None, experts: bool = False, bias: Tensor | None = None
+    ) -> HeldWeights:
+        """Return memory for the weights of a linear layer, or of one matrix of each expert."""
+        return allocate(scheme, size, self.compute_dtype, self.device, self.fp8_products, experts, bias)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return embed(table, ids, self.pdl)
@@ -153,10 +123,12 @@ class TritonKernels:
 
 
 class TritonLinear:
-    """A linear layer over a row-major weight [out_features, in_features] in the compute dtype.
+    """A linear layer over plain or quantized weights: see `triton/held.py`.
 
-    Three kernels multiply it: `small_linear` for so few tokens that the time is that of reading the weights,
-    `medium_linear` for some more, and cuBLAS with separate kernels around it.
+    Three kernels multiply them: `small_linear` for so few tokens that the time is that of reading the weights,
+    `medium_linear` for some more, and cuBLAS with separate kernels around it. Weights that have to be converted are
+    dequantized before cuBLAS, which takes little beside the product. Inputs may be quantized: in the kernel for few
+    tokens, otherwise where the norm is read.
     """
 
     def __init__(
@@ -166,28 +138,22 @@ class TritonLinear:
         out_features: int,
         bias: bool,
         reduce: Reduce | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         self.in_features = in_features
         self.out_features = out_features
         self._kernels = kernels
         self._reduce = reduce
         self._adding = reduce if isinstance(reduce, AddingReduce) else None
+        self.weights = kernels.allocate((1, out_features, in_features), scheme)
         dtype, device = kernels.compute_dtype, kernels.device
-        self.weight = self._allocate(dtype, device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
 
     # ---- loading ----
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor | QuantizedWeight:
-        return torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
-
-    @property
-    def _plain(self) -> Tensor:
-        assert isinstance(self.weight, Tensor)
-        return self.weight
-
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        copy_weight(self, self._plain, weight, first_row, first_column)
+        check_weight(self, weight, first_row, first_column)
+        self.weights.load(0, slice(first_row, first_row + len(weight)), weight, first_column)
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
         copy_bias(self, self.bias, bias, first_row)
@@ -195,7 +161,7 @@ class TritonLinear:
     # ---- the operations of models ----
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._kernels.embed(self._plain, ids)
+        return self.weights.embed(ids, self._kernels.compute_dtype, self._kernels.pdl)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.normed(Residual(x, None), 0.0)
@@ -225,9 +191,9 @@ class TritonLinear:
             return self._add_product(hidden, x, eps, next_norm)
         y = self(x)
         if self._adding is not None:
-            left = self.left_for(next_norm, x, hidden)
-            if self._adding.add_sum(hidden, y, norm, eps, left):
-                return _read_through(hidden, next_norm, left)
+            buffers = self.next_norm_buffers(next_norm, x, hidden)
+            if self._adding.add_sum(hidden, y, norm, eps, buffers):
+                return _read_through(hidden, next_norm, buffers)
         if self._reduce is not None:
             y = self._reduce.sum(y)
         if norm is None:
@@ -250,33 +216,68 @@ class TritonLinear:
     # ---- many tokens ----
 
     def _large(self, residual: Residual, eps: float) -> Tensor:
-        return F.linear(self._norm(residual, eps), self._plain, self.bias)
+        if self.weights.quantizes_inputs:
+            return self._large_quantized(residual, eps)
+        weight = self._dense()
+        return F.linear(self._norm(residual, eps), weight, self.bias)
 
     def _large_wide(self, residual: Residual, eps: float) -> Tensor:
+        if self.weights.quantizes_inputs:
+            return self._large_quantized(residual, eps).float()
+        weight = self._dense()
         x = self._norm(residual, eps)
         if self.bias is None and x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, self._plain.T, out_dtype=torch.float32)
-        return F.linear(x, self._plain, self.bias).float()
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return F.linear(x, weight, self.bias).float()
 
     def _add_large(self, hidden: Tensor, x: Tensor) -> None:
-        if self.bias is not None:
-            hidden.add_(F.linear(x, self._plain, self.bias))
+        if self.bias is None and not self.weights.quantizes_inputs:
+            hidden.addmm_(x, self._dense().T)
         else:
-            hidden.addmm_(x, self._plain.T)
+            hidden.add_(self._large(Residual(x, None), 0.0))
+
+    def _large_quantized(self, residual: Residual, eps: float) -> Tensor:
+        weights, kernels, inputs = self.weights, self._kernels, self._quantize_inputs(residual, eps)
+        aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
+        if (
+            weights.codes.dtype
+            == torch.int8  # cuBLAS would leave sums of 32 bits for another kernel to scale
+            or weights.group
+            or not aligned
+            or inputs.dtype != torch.bfloat16
+            or not residual.x.is_cuda
+        ):
+            return medium_linear(inputs, weights, kernels.workspace, bias=self.bias, pdl=kernels.pdl)
+        assert weights.scales is not None
+        return torch._scaled_mm(
+            inputs.codes,
+            weights.codes[0].T,
+            inputs.scales,
+            weights.scales[0],
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,  # which would keep too few bits of long sums
+        )
+
+    def _dense(self) -> Tensor:
+        return self.weights.dense(self._kernels.compute_dtype)
+
+    def _quantize_inputs(self, residual: Residual, eps: float) -> QuantizedInputs:
+        group, dtype = self.weights.group, self.weights.codes.dtype
+        return quantize_rows(residual.x, residual.norm, eps, group, self._kernels.pdl, dtype)
 
     # ---- choosing the kernel ----
 
     def _is_fused(self, x: Tensor, gated: bool = False) -> bool:
         if len(x) > self._kernels.few_tokens:
             return False
-        return self._is_small(x) or (self._kernels.medium and self._is_medium(x, gated))
+        if self._is_small(x):
+            return True
+        medium = self._kernels.medium or self.weights.quantizes_inputs
+        return medium and self.weights.pays_medium(len(x), gated)
 
     def _is_small(self, x: Tensor) -> bool:
-        medium = self._kernels.medium
-        return pays_small(len(x), self.out_features, self.in_features, x.element_size(), medium)
-
-    def _is_medium(self, x: Tensor, gated: bool) -> bool:
-        return pays_medium(len(x), self.out_features, self.in_features, x.element_size(), gated)
+        return self.weights.pays_small(len(x), self._kernels.medium)
 
     def _norm(self, residual: Residual, eps: float) -> Tensor:
         return residual.x if residual.norm is None else self._kernels.rms_norm(residual.x, residual.norm, eps)
@@ -286,173 +287,42 @@ class TritonLinear:
         if not self._is_fused(x):
             self._add_large(hidden, x)
             return Residual(hidden, next_norm)
-        left = self.left_for(next_norm, x, hidden)
-        self._fused(Residual(x, None), eps, residual=hidden, next_norm=left, out=hidden)
-        return _read_through(hidden, next_norm, left)
+        buffers = self.next_norm_buffers(next_norm, x, hidden)
+        self._fused(Residual(x, None), eps, residual=hidden, next_norm=buffers, out=hidden)
+        return _read_through(hidden, next_norm, buffers)
 
-    def left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
-        """Return what to fill in for the next norm, if half of it is done here: in small steps, unless hidden states
-        are float16. This half scales them up before the other half scales them down, which could overflow."""
-        if next_norm is None or hidden.dtype == torch.float16 or not self._is_fused(x):
+    def next_norm_buffers(self, norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
+        """Return what to fill in for the next norm if half of it is done here: in small steps, unless hidden states
+        are float16. This half scales them up before the other half scales them down, which could overflow. Where inputs
+        are quantized in a kernel of their own, that does all of the norm."""
+        if norm is None or hidden.dtype == torch.float16 or not self._is_fused(x):
             return None
-        return NextNorm(next_norm)
+        if self.weights.quantizes_inputs and not self._is_small(x):
+            return None
+        return NextNorm(norm)
 
     def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
         """Run the small or the medium kernel. `after` is passed on to it."""
         small, kernels = self._is_small(read.x), self._kernels
+        after |= {"bias": self.bias, "pdl": kernels.pdl}
+        if self.weights.quantizes_inputs and not small:
+            return medium_linear(self._quantize_inputs(read, eps), self.weights, kernels.workspace, **after)
         if read.scaled is not None:
             x, norm = read.scaled, None
-        elif small and read.x.dtype != torch.float16:  # see `left_for`
+        elif small and read.x.dtype != torch.float16:  # see `next_norm_buffers`
             x, norm = read.x, read.norm
         else:
             x, norm = self._norm(read, eps), None
-        after |= {"bias": self.bias, "squares": read.squares, "eps": eps, "pdl": kernels.pdl}
+        after |= {"squares": read.squares, "eps": eps}
         if small:
-            return small_linear(x, self.weight, kernels.workspace, norm=norm, **after)
-        return medium_linear(x, self.weight, kernels.workspace, **after)
+            return small_linear(x, self.weights, kernels.workspace, norm=norm, **after)
+        return medium_linear(x, self.weights, kernels.workspace, **after)
 
 
-def _read_through(hidden: Tensor, norm: Tensor | None, left: NextNorm | None) -> Residual:
-    if left is None:
+def _read_through(hidden: Tensor, norm: Tensor | None, next_norm: NextNorm | None) -> Residual:
+    if next_norm is None:
         return Residual(hidden, norm)
-    return Residual(hidden, norm, left.scaled, left.squares)
-
-
-class QuantizedTritonLinear(TritonLinear):
-    """A linear layer over fp8, int8 or 4-bit weights.
-
-    Inputs of fp8 and int8 weights are quantized as well, if the model expects that and the chip multiplies such
-    numbers: in the kernel for few tokens, otherwise where the norm is read. All other weights are converted in the
-    kernel for few tokens; for many, they are dequantized first, which takes little beside the product.
-    """
-
-    def __init__(
-        self,
-        kernels: TritonKernels,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        reduce: Reduce | None,
-        scheme: GroupScheme,
-    ) -> None:
-        self._scheme = scheme
-        super().__init__(kernels, in_features, out_features, bias, reduce)
-
-    # ---- loading ----
-
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:  # noqa: ARG002
-        num_rows, num_columns, scheme = self.out_features, self.in_features, self._scheme
-        if scheme.codes == "int4":
-            words = empty_words(scheme, num_rows, num_columns, device)
-            return QuantizedWeight(words.codes, INT4, words.group, words.scales)
-        kind, codes = self._kernels.byte_codes(scheme, num_columns)
-        matrix = scheme.empty(num_rows, num_columns, device)
-        return QuantizedWeight(matrix.codes.view(codes), kind, scheme.group, matrix.scales, matrix.zeros)
-
-    @property
-    def _quantized(self) -> QuantizedWeight:
-        assert isinstance(self.weight, QuantizedWeight)
-        return self.weight
-
-    @property
-    def _matrix(self) -> GroupedMatrix:
-        """The weights in 8 bits, in the types of their scheme. A view: no two tensors of a model share memory, so that
-        each can be moved and counted by itself."""
-        own = self._quantized
-        assert own.scales is not None
-        codes = own.codes.view(torch.int8 if self._scheme.codes == "int8" else torch.float8_e4m3fn)
-        return GroupedMatrix(self._scheme, self.in_features, codes, own.scales, own.zeros)
-
-    @property
-    def _multiplies_codes(self) -> bool:
-        return self._quantized.kind in PRODUCTS
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        if self._scheme.codes != "int4":
-            copy_quantized(self._matrix, weight, first_row, first_column)
-            return
-        shape = self.out_features, self.in_features
-        matrix = taken_as(self._scheme, weight, first_row, first_column, shape)
-        assert isinstance(matrix, GroupedMatrix)
-        own, rows = self._quantized, slice(first_row, first_row + len(matrix))
-        assert own.scales is not None
-        codes = unpack_nibbles(matrix.codes.to(own.codes.device))
-        own.codes[rows] = pack_int4(codes, own.group)
-        own.scales[:, rows] = pack_int4_scales(matrix.scales, matrix.zeros, len(own.scales)).to(
-            own.codes.device
-        )
-
-    def embed(self, ids: Tensor) -> Tensor:
-        dtype = self._kernels.compute_dtype
-        if self._scheme.codes != "int4":
-            return self._matrix[ids.long()].dequantize(dtype)
-        own = self._quantized
-        assert own.scales is not None
-        rows = QuantizedWeight(own.codes[ids], own.kind, own.group, own.scales[:, ids])
-        return dequantize(rows, self.in_features, dtype)
-
-    # ---- many tokens ----
-
-    def _large(self, residual: Residual, eps: float) -> Tensor:
-        own, kernels = self._quantized, self._kernels
-        if not self._multiplies_codes:
-            weight = dequantize(own, self.in_features, kernels.compute_dtype)
-            return F.linear(self._norm(residual, eps), weight, self.bias)
-        inputs = self._quantize_inputs(residual, eps)
-        aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
-        if (
-            own.kind == INT8  # cuBLAS would leave sums of 32 bits for another kernel to scale
-            or own.group
-            or not aligned
-            or inputs.dtype != torch.bfloat16
-            or not residual.x.is_cuda
-        ):
-            return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl)
-        assert own.scales is not None
-        return torch._scaled_mm(
-            inputs.codes,
-            own.codes.T,
-            inputs.scales,
-            own.scales.T,
-            bias=self.bias,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=False,  # which would keep too few bits of long sums
-        )
-
-    def _large_wide(self, residual: Residual, eps: float) -> Tensor:
-        return self._large(residual, eps).float()
-
-    def _add_large(self, hidden: Tensor, x: Tensor) -> None:
-        hidden.add_(self._large(Residual(x, None), 0.0))
-
-    def _quantize_inputs(self, residual: Residual, eps: float) -> QuantizedInputs:
-        own = self._quantized
-        return quantize_rows(residual.x, residual.norm, eps, own.group, self._kernels.pdl, own.codes.dtype)
-
-    # ---- choosing the kernel ----
-
-    def _is_fused(self, x: Tensor, gated: bool = False) -> bool:  # noqa: ARG002
-        if len(x) > self._kernels.few_tokens:
-            return False
-        if self._is_small(x) or not self._multiplies_codes:
-            return self._is_small(x)
-        kind = self._quantized.kind
-        return kind == INT8 or pays_medium_fp8(len(x), self.out_features, self.in_features)
-
-    def _is_small(self, x: Tensor) -> bool:
-        return len(x) <= max_small_quantized(self._quantized.kind)
-
-    def left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
-        """Return what to fill in for the next norm. Where inputs are quantized in a kernel of their own, that does all
-        of the norm."""
-        return super().left_for(next_norm, x, hidden) if self._is_small(x) else None
-
-    def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
-        if self._is_small(read.x):
-            return super()._fused(read, eps, **after)
-        own, kernels = self._quantized, self._kernels
-        inputs = self._quantize_inputs(read, eps)
-        return medium_linear(inputs, own, kernels.workspace, bias=self.bias, pdl=kernels.pdl, **after)
+    return Residual(hidden, norm, next_norm.scaled, next_norm.squares)
 
 
 def has_fp8_products(device: torch.device) -> bool:

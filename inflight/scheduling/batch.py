@@ -54,6 +54,8 @@ class Batch:
     # Whether entry i ends at the row's last token, so that the next one is sampled.
     samples: list[bool] = field(default_factory=list)
     num_tokens: int = 0
+    # The first entries decode: each computes the one token that its row is behind, and samples the next.
+    num_decodes: int = 0
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
     restores: list[StateCopy] = field(default_factory=list)  # snapshot to row
@@ -62,6 +64,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of prompts, or of what preempted requests compute again."""
+        return self.num_tokens - self.num_decodes
 
 
 @dataclass(slots=True)
@@ -158,6 +165,7 @@ class ScheduledStep:
         batch, index = self.batch, self.requests.index(request)
         del self.requests[index], batch.rows[index], batch.starts[index]
         batch.num_tokens -= batch.counts.pop(index)
+        batch.num_decodes -= index < batch.num_decodes
         samples, completes = batch.samples.pop(index), index in self.completed
         counts.withdraw(request, samples or completes, samples)
         self.completed = [entry - (entry > index) for entry in self.completed if entry != index]

@@ -84,8 +84,7 @@ NO_TOKEN = RequestFailure("step_failed", "the step returned no token for this re
 
 def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: float) -> list[Delta]:
     """Append the sampled tokens, finish requests and free their memory, and return the deltas."""
-    num_tokens = step.batch.num_tokens
-    pool.attribution.step_ended(now, (num_tokens - len(step)) / num_tokens)
+    pool.attribution.step_ended(now, step.batch.num_prompt_tokens / step.batch.num_tokens)
     deltas = end_with_errors(pool, step, sampled.errors, now) if sampled.errors else []
     ended: list[tuple[Request, Delta]] = []
     if sampled.prompt_logprobs:

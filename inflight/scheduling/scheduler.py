@@ -97,7 +97,7 @@ class Scheduler:
                 self._preempt(request, step, "policy")
         behind = self._schedule_decodes(step)
         max_tokens = self.token_budget.limit(len(step), len(behind) + len(self.policy))
-        num_decodes, num_ahead = len(step), 0
+        num_ahead = 0
         if has_waiting and not step.preempted and self.pool.num_free_rows:
             num_ahead = self._admit_ahead(behind, step, max_tokens)
         if behind:
@@ -106,7 +106,7 @@ class Scheduler:
                     self._schedule_chunk(request, step, max_tokens)
             for request in behind:
                 self.pool.publish(request)
-            step.move_to_end(num_decodes, num_ahead)
+            step.move_to_end(step.batch.num_decodes, num_ahead)
         if has_waiting:
             cause = "memory" if step.preempted else self._admit(self.policy.candidates(), step, max_tokens)
         self._preempted += step.preempted
@@ -141,7 +141,7 @@ class Scheduler:
             batch.counts.append(1)
             batch.samples.append(True)
             counts.decode(request)
-        batch.num_tokens = len(requests)
+        batch.num_tokens = batch.num_decodes = len(requests)
         return behind
 
     def _ready(self) -> list[Request]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TableStep, TritonAttention, TritonStep
+from inflight.attention.triton.backend import TableInputs, TritonAttention, TritonInputs
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
 from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning, choose
 from inflight.kv.layout import LayerKV
@@ -67,7 +67,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
     workspace = scene.workspace()
-    table = TableStep(
+    table = TableInputs(
         tuning=tuning,
         slot_mapping=slot_mapping,
         block_tables=tables,
@@ -76,7 +76,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),
     )
-    step = TritonStep(positions, slot_mapping, (table,), short_context=False, workspace=workspace)
+    step = TritonInputs(positions, slot_mapping, (table,), short_context=False, workspace=workspace)
     out = TritonAttention(torch.float32, DEVICES).attend(qkv, shape.layer(window), cache, step)
     expected = scene.expected(window)
     got = out[: len(expected)].view(expected.shape).double().cpu()

@@ -182,8 +182,8 @@ def test_answers_that_failed_are_an_error(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are printed all the same."""
-    from inflight.execution.results import NOT_FINITE
     from inflight.execution.runner import ModelRunner
+    from inflight.execution.step import NOT_FINITE
 
     real = ModelRunner.collect
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from inflight.execution.runner import Rows
 from inflight.kv import TableUpdate
 from inflight.request import Request
@@ -13,7 +11,7 @@ from inflight.scheduling.batch import Admission
 
 
 def test_rows_store_tokens_and_blocks() -> None:
-    rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"), num_tables=2)
+    rows = Rows(max_rows=3, max_len=10, block_size=4, num_tables=2)
     rows.tokens.fill_(-1)
     rows.block_tables.fill_(-1)
     preempted, new = (

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
-from inflight.layers.formats.gguf import BlockMatrix, BlockScheme, common_scheme, mxfp4_blocks
+from inflight.layers.formats.gguf import BlockMatrix, BlockScheme, mxfp4_blocks
+from inflight.layers.formats.schemes import common_scheme
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     CLAMPED_SILU_SLOPE,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from inflight.layers.kernels import ExpertRouting
 from inflight.layers.triton.elementwise import ACTIVATIONS
-from inflight.layers.triton.expert_parts import CLAMPED, ExpertWeights, Gate
+from inflight.layers.triton.expert_parts import CLAMPED, Gate
 from inflight.layers.triton.grouped_experts import combine, grouped_down, grouped_gate_up
+from inflight.layers.triton.held import PlainWeights
 from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton.pair_experts import pair_down, pair_gate_up
 from inflight.layers.triton.routing import Chosen, Groups, HalfNormed, RouterProduct, choose_experts
@@ -111,9 +112,9 @@ def test_experts_match_float64(
     normed = x if factors is None else x * factors[:, None]
     expected = residual.double() + layer.reference(normed, chosen, activation)
     chosen = replace(chosen, factors=factors)
-    gate = Gate(CLAMPED if activation == "clamped" else ACTIVATIONS[activation], 7.0)
-    gate_up = ExpertWeights(layer.gate_up, layer.gate_up_bias)
-    down = ExpertWeights(layer.down, layer.down_bias)
+    gate = Gate(CLAMPED.value if activation == "clamped" else ACTIVATIONS[activation], 7.0)
+    gate_up = PlainWeights(layer.gate_up, HIDDEN, layer.gate_up_bias)
+    down = PlainWeights(layer.down, INNER, layer.down_bias)
     norm = NextNorm(randn(HIDDEN, seed=9))
     if way == "pairs":
         inner = pair_gate_up(x, gate_up, chosen, gate, PAIR)

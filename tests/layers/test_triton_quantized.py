@@ -12,21 +12,14 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
 from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.kernels import Residual
+from inflight.layers.triton.held import ConvertedBytes, MultipliedBytes, PlainWeights
+from inflight.layers.triton.int4 import pack_int4_scales
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.quantized import (
-    FP8,
-    INT4,
-    INT8,
-    INT8_CONVERTED,
-    QuantizedWeight,
-    dequantize,
-    pack_int4_scales,
-    quantize_rows,
-)
+from inflight.layers.triton.quantized_inputs import quantize_rows
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import LinearTile, choose_medium, choose_small_quantized
-from inflight.layers.triton_kernels import QuantizedTritonLinear, TritonKernels, TritonLinear
+from inflight.layers.triton.tuning import LinearTile, choose_medium, choose_small_int4
+from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -62,12 +55,12 @@ def normed(x: Tensor, norm: Tensor) -> Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
 
 
-def make(scheme: GroupScheme, few_tokens: int = 256) -> tuple[QuantizedTritonLinear, Tensor, Tensor]:
+def make(scheme: GroupScheme, few_tokens: int = 256) -> tuple[TritonLinear, Tensor, Tensor]:
     """Return a layer, its weights in float64 and its bias."""
     torch.manual_seed(0)
     kernels = TritonKernels(torch.bfloat16, DEVICE, few_tokens)
     linear = kernels.linear(COLUMNS, ROWS, torch.bfloat16, True, scheme=scheme)
-    assert isinstance(linear, QuantizedTritonLinear)
+    assert isinstance(linear, TritonLinear)
     matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
     linear.load(matrix[16:], 16)
     linear.load(matrix[:16])
@@ -106,17 +99,19 @@ def test_rows_are_looked_up(scheme: GroupScheme) -> None:
     torch.testing.assert_close(linear.embed(ids).double(), weight[ids], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("codes", "kind"), [("fp8", FP8), ("int8", INT8)])
+@pytest.mark.parametrize("codes", ["fp8", "int8"])
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_products_of_codes_match_their_inputs(
-    codes: Literal["fp8", "int8"], kind: int, group: int, split_k: int
+    codes: Literal["fp8", "int8"], group: int, split_k: int
 ) -> None:
     """With inputs as they were quantized, only the result is rounded."""
     torch.manual_seed(0)
     scheme = GroupScheme(codes, group)
     matrix = scheme.quantize(torch.randn(ROWS, COLUMNS, device=DEVICE))
-    weight = QuantizedWeight(matrix.codes, kind, group, matrix.scales)
+    weight = MultipliedBytes(
+        matrix.codes[None], COLUMNS, scheme=scheme, group=group, scales=matrix.scales[None].transpose(1, 2)
+    )
     x, norm = torch.randn(70, COLUMNS, device=DEVICE).bfloat16(), torch.rand(COLUMNS, device=DEVICE) + 0.5
     inputs = quantize_rows(x, norm, EPS, group, dtype=matrix.codes.dtype)
     scales = inputs.scales.double().repeat_interleave(group or COLUMNS, 1)[:, :COLUMNS]
@@ -164,8 +159,8 @@ def test_sums_of_many_products_keep_their_precision(codes: Literal["fp8", "int8"
 
 def test_rows_too_long_for_exact_sums_are_converted() -> None:
     kernels, scheme = TritonKernels(torch.bfloat16, "meta"), GroupScheme("int8", inputs="int8")
-    assert kernels.byte_codes(scheme, 132_104)[0] == INT8
-    assert kernels.byte_codes(scheme, 132_105)[0] == INT8_CONVERTED
+    assert isinstance(kernels.allocate((1, 16, 132_104), scheme), MultipliedBytes)
+    assert isinstance(kernels.allocate((1, 16, 132_105), scheme), ConvertedBytes)
 
 
 @pytest.mark.parametrize("shared_bytes", [227 << 10, 99 << 10])
@@ -197,7 +192,7 @@ def test_tiles_of_int4_match_float64(scheme: GroupScheme, tile: LinearTile, num_
     """One tile of tokens or several, weights that are scaled or their sums, and features that end within a step."""
     linear, weight, _ = make(scheme)
     x, norm = torch.randn(num_tokens, COLUMNS, device=DEVICE).bfloat16(), torch.rand(COLUMNS) + 0.5
-    workspace, own = SplitKWorkspace(torch.device(DEVICE)), linear.weight
+    workspace, own = SplitKWorkspace(torch.device(DEVICE)), linear.weights
     product = normed(x, norm.to(DEVICE)) @ weight.T
     gate, up = product.chunk(2, dim=-1)
     after: dict[str, Any] = {"norm": norm.to(DEVICE), "eps": EPS, "tile": tile}
@@ -240,9 +235,8 @@ def test_int4_is_dequantized_exactly(group: int) -> None:
     matrix.scales.copy_(matrix.scales.bfloat16())
     linear = TritonKernels(torch.float32, DEVICE).linear(COLUMNS, ROWS, torch.float32, False, scheme=scheme)
     linear.load(matrix)
-    assert isinstance(linear, QuantizedTritonLinear)
-    assert isinstance(linear.weight, QuantizedWeight)
-    assert torch.equal(dequantize(linear.weight, COLUMNS, torch.float32), matrix.dequantize())
+    assert isinstance(linear, TritonLinear)
+    assert torch.equal(linear.weights.dense(torch.float32), matrix.dequantize())
 
 
 @pytest.mark.parametrize("shared_bytes", [227 << 10, 99 << 10])
@@ -250,7 +244,7 @@ def test_int4_is_dequantized_exactly(group: int) -> None:
 def test_tiles_of_int4_fit_the_workspace_and_the_chip(rows: int, features: int, shared_bytes: int) -> None:
     workspace = SplitKWorkspace(torch.device("meta"))
     for num_tokens in (16, 32, 64, 128, 256):
-        tile = choose_small_quantized(num_tokens, rows, features, INT4, 128, 132, shared_bytes)
+        tile = choose_small_int4(num_tokens, rows, features, 128, 132, shared_bytes)
         if tile.split_k > 1:
             workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
         assert tile.stages * tile.block_k * (2 * tile.block_m + tile.block_n // 2) <= shared_bytes
@@ -261,7 +255,8 @@ def test_other_schemes_are_held_as_plain_weights() -> None:
     for scheme in (GroupScheme("int8", 48), GroupScheme("fp4", 32), GroupScheme("int4", 48)):
         assert not held_on_gpu(scheme)
         linear = kernels.linear(96, 16, torch.bfloat16, False, scheme=scheme)
-        assert type(linear) is TritonLinear
+        assert isinstance(linear, TritonLinear)
+        assert isinstance(linear.weights, PlainWeights)
         matrix = scheme.quantize(torch.randn(16, 96, device=DEVICE))
         linear.load(matrix)
         ids = torch.arange(16, device=DEVICE)

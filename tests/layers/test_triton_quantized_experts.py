@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from inflight.errors import WeightsError
-from inflight.layers import triton_experts
 from inflight.layers.formats import GroupedMatrix, GroupScheme, QuantizedMatrix
 from inflight.layers.formats.schemes import pack_nibbles
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
+from inflight.layers.triton.held import (
+    ByteWeights,
+    ConvertedBytes,
+    MultipliedBytes,
+    Mxfp4Weights,
+)
 from inflight.layers.triton.mxfp4 import pack_codes
 from inflight.layers.triton.tuning import GroupedTile, PairTile
 from inflight.layers.triton_experts import TritonExperts
@@ -138,6 +143,11 @@ QUANTIZED_WHERE_MULTIPLIED = GroupedTile(16, 128, 1, 1, weights_left=True)
 PAIRS_LEFT = GroupedTile(16, 128, 1, 1, weights_left=False, quantize_first=True)
 
 
+def use_pair_tiles(tiles: tuple[PairTile, PairTile], monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in (MultipliedBytes, ConvertedBytes, Mxfp4Weights):
+        monkeypatch.setattr(way, "pair_tiles", lambda *_: tiles)
+
+
 @pytest.mark.parametrize(
     "scheme", [s for s in SCHEMES if s.codes in ("fp8", "int8")], ids=lambda scheme: scheme.name
 )
@@ -145,7 +155,7 @@ PAIRS_LEFT = GroupedTile(16, 128, 1, 1, weights_left=False, quantize_first=True)
 def test_pairs_match_float64_in_several_steps(
     scheme: GroupScheme, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_experts, "choose_pairs_quantized", lambda *_: SHORT_STEPS)
+    use_pair_tiles(SHORT_STEPS, monkeypatch)
     check_experts(scheme, torch.float32, 2, top_k)
 
 
@@ -155,8 +165,8 @@ def test_pairs_match_float64_in_several_steps(
 def test_warps_may_share_rows_of_pairs(
     scheme: GroupScheme, dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_experts, "choose_pairs_quantized", lambda *_: SHARED_ROWS)
-    monkeypatch.setattr(triton_experts, "MAX_PAIRED_BYTES", 2)
+    use_pair_tiles(SHARED_ROWS, monkeypatch)
+    monkeypatch.setattr(ByteWeights, "max_paired", 2)
     check_experts(scheme, dtype, 2, top_k)
 
 
@@ -165,7 +175,7 @@ def test_warps_may_share_rows_of_pairs(
 def test_inputs_may_be_quantized_before_or_where_they_are_multiplied(
     scheme: GroupScheme, tile: GroupedTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_experts, "choose_grouped_quantized", lambda *_: (16, tile, tile))
+    monkeypatch.setattr(ByteWeights, "grouped_tiles", lambda *_: (16, tile, tile))
     check_experts(scheme, torch.bfloat16, 37)
 
 
@@ -223,15 +233,15 @@ def test_schemes_without_kernels_are_held_as_plain_numbers() -> None:
         )
         experts = kernels.experts(shape)
         assert isinstance(experts, TritonExperts)
-        assert experts.down.weight.dtype == torch.bfloat16
+        assert experts.down.codes.dtype == torch.bfloat16
         experts.load("down", 0, scheme.quantize(torch.randn(64, 32, device=DEVICE)))
 
 
 def test_codes_stay_in_four_bits() -> None:
     experts, _ = make(GroupScheme("fp4", 32), torch.bfloat16)
-    assert experts.gate_up.weight.nbytes == 5 * 2 * INNER * 384 // 2  # whole tiles
+    assert experts.gate_up.codes.nbytes == 5 * 2 * INNER * 384 // 2  # whole tiles
     experts, _ = make(GroupScheme("int4", 128, zeros=True), torch.bfloat16)
-    assert experts.gate_up.weight.nbytes == 5 * 2 * INNER * 384 // 2  # whole groups
+    assert experts.gate_up.codes.nbytes == 5 * 2 * INNER * 384 // 2  # whole groups
     assert pack_codes(torch.zeros(3, 2880, dtype=torch.uint8)).shape == (3, 32 * 23)
 
 

@@ -18,12 +18,12 @@ from triton.runtime import interpreter
 from benchmarks.shapes import SHAPES
 from inflight.attention.triton.backend import TritonAttention
 from inflight.config import EngineConfig
-from inflight.execution.gpu import runner
+from inflight.execution.gpu import attention
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.loading.checkpoint import quantized_spec
-from inflight.loading.planning import PROCESSORS, Devices, plan_model
+from inflight.loading.planning import PROCESSORS, Devices, plan_devices
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META
@@ -80,7 +80,7 @@ def test_weights_buffers_and_largest_step_take_the_planned_memory(
     shape: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
-    monkeypatch.setattr(runner, "_num_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(attention, "_num_processors", lambda _: PROCESSORS)
     hf_config, dtype = SHAPES[shape] | {"num_hidden_layers": 4}, torch.bfloat16
     config = EngineConfig.create(
         "-",
@@ -94,7 +94,7 @@ def test_weights_buffers_and_largest_step_take_the_planned_memory(
         gpu_memory_utilization=1.0,
         **options,
     )
-    (fit,) = plan_model(config, Devices("cuda", 1, GPU_MEMORY)).fits
+    (fit,) = plan_devices(config, Devices("cuda", 1, GPU_MEMORY)).fits
     expected = GPU_MEMORY - CONTEXT_MEMORY - GRAPH_MEMORY - fit.shares[0].kv(fit.num_blocks)
     spec = quantized_spec(decoder_spec(hf_config), config.model)
     with torch.inference_mode(), AllocatedBytes() as allocated:

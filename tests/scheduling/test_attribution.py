@@ -84,7 +84,7 @@ def test_first_step_with_a_prompt_is_divided_by_tokens() -> None:
     scene.add("a", 10, 2)
     scene.add("b", 180, 1)
     scene.step(2)
-    assert scene.breakdowns["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
+    assert scene.breakdowns["a"].prefill_of_others == pytest.approx(timed(91) * 90 / 91)
 
 
 def test_waiting_for_a_row_is_attributed_to_slots() -> None:

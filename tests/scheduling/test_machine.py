@@ -16,12 +16,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inflight.engine.fake import FakeRunner, expected_scores, expected_tokens
 from inflight.errors import RequestError
 from inflight.kv import KVLayout
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Policy
+from inflight.scheduling import Batch, Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.scheduling.hostile import HOSTILE
@@ -29,6 +28,7 @@ from tests.scheduling.policies import POLICIES
 from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
+from tests.support.fake_runner import FakeRunner, expected_scores, expected_tokens
 from tests.support.requests import FakeEngine, make_request
 from tests.support.seen import SeenBatch
 
@@ -113,12 +113,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.answers: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.ordered = False  # the next step is to fail
+        self.batches: list[Batch] = []  # since the last check
         self.num_preemptions_recorded = 0
         self.num_failed_with: dict[str, int] = {}
         self.alone: set[str] = set()  # who was alone in a step that failed
         PoisonedRunner(self.engine.core, self._fails, method)
 
     def _fails(self, batch: SeenBatch) -> bool:
+        self.batches.append(batch.batch)
         if not self.ordered:
             return False
         self.ordered = False
@@ -196,6 +198,14 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt = request.num_prompt_tokens
                 assert request.splittable or slot.start >= prompt or slot.num_tokens >= prompt
         engine.records.clear()
+        for batch in self.batches:
+            num_old, num_decodes = len(batch) - len(batch.admissions), batch.num_decodes
+            is_decode = [
+                entry < num_old and batch.counts[entry] == 1 and batch.samples[entry]
+                for entry in range(len(batch))
+            ]
+            assert is_decode == [True] * num_decodes + [False] * (len(batch) - num_decodes)
+        self.batches.clear()
         scheduler = engine.scheduler
         holders = [*scheduler.pool.running, *scheduler.pool.lingering]
         assert len(holders) <= engine.max_num_seqs

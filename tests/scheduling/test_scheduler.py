@@ -8,12 +8,13 @@ from itertools import product
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.errors import EngineError
 from inflight.sampling_params import SamplingParams
+from inflight.scheduling import Batch, Sampled
 from inflight.scheduling.policies.continuous import Continuous
 from tests.scheduling.hostile import SmallBites
 from tests.scheduling.policies import NAMES
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 EAGER = partial(Continuous, headroom=0)  # admits until memory is full, and so preempts
@@ -221,3 +222,25 @@ def test_policies_admit_every_request_that_fits_alone(
             engine.run()
             assert len(engine.outputs[request.request_id]) == max_tokens
     assert not caplog.records
+
+
+def test_batch_counts_its_decodes_and_the_tokens_of_prompts() -> None:
+    engine = FakeEngine(num_blocks=64, block_size=4, max_num_batched_tokens=6)
+    batches: list[Batch] = []
+    launch = engine.runner.launch
+
+    def recording(batch: Batch) -> Sampled:
+        batches.append(batch)
+        return launch(batch)
+
+    engine.runner.launch = recording  # type: ignore[method-assign]
+    engine.add(make_request([1] * 5, 9))
+    engine.step()
+    engine.add(make_request([2] * 6, 1))  # one more token than the next step has for it
+    engine.step()
+    engine.step()
+    engine.add(make_request([1] * 5, 1))  # all but one of its tokens are cached
+    engine.step()
+    counted = [(len(batch), batch.num_decodes, batch.num_prompt_tokens) for batch in batches]
+    # The last token of a prompt is like a decode, unless its request is admitted with it.
+    assert counted == [(1, 0, 5), (2, 1, 5), (2, 2, 0), (2, 1, 1)]

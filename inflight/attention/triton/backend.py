@@ -21,7 +21,7 @@ PIECE = 2 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class TableStep:
+class TableInputs:
     """A step as the layers of one block table read it. Kernels whose items are None are not launched."""
 
     tuning: Tuning  # the tiles that the items are planned for
@@ -35,19 +35,19 @@ class TableStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonStep:
+class TritonInputs:
     """One step in device memory; all contents may change between replays of a graph."""
 
     positions: Tensor  # [T] int32; any valid position for padding
     live: Tensor  # [T] int32; below 0: padding
-    tables: tuple[TableStep | None, ...]  # None: no layer here has keys and values in this table
+    tables: tuple[TableInputs | None, ...]  # None: no layer here has keys and values in this table
     short_context: bool  # DecodeWork.short_context
     workspace: AttentionWorkspace
     state: RecurrentStep | None = None  # None: no layer is recurrent
 
 
 class TritonAttention:
-    """Implements `AttentionBackend[TritonStep]`.
+    """Implements `AttentionBackend[TritonInputs]`.
 
     A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim]: index 0 keys, 1 values. So are the codes of
     a quantized one.
@@ -77,13 +77,13 @@ class TritonAttention:
     def fuse(self, layers: Sequence[PlainLayer]) -> None:  # noqa: ARG002
         return None  # a captured graph has no host work between layers
 
-    def state_inputs(self, inputs: TritonStep) -> RecurrentStep | None:
+    def state_inputs(self, inputs: TritonInputs) -> RecurrentStep | None:
         return inputs.state
 
-    def live(self, inputs: TritonStep) -> Tensor:
+    def live(self, inputs: TritonInputs) -> Tensor:
         return inputs.live
 
-    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonStep) -> Tensor:
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonInputs) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
         step = inputs.tables[layer.table]
         assert step is not None

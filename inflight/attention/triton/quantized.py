@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.layers.triton.quantized import fp8_values
+from inflight.layers.triton.byte_codes import fp8_values
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SMALLEST = tl.constexpr(-100)  # exponents of scales

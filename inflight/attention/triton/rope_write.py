@@ -17,7 +17,7 @@ from inflight.attention.triton.quantized import (
     scale_exponents,
     store_scales,
 )
-from inflight.layers.triton.quantized import fp8_values
+from inflight.layers.triton.byte_codes import fp8_values
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.quantized import split_scales
 from inflight.attention.triton.tuning import AttentionTile
-from inflight.layers.triton.quantized import fp8_values
+from inflight.layers.triton.byte_codes import fp8_values
 from inflight.triton_utils.pdl import launch_options
 
 

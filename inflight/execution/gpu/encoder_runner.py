@@ -16,9 +16,9 @@ from inflight.attention.triton.softmax import Items
 from inflight.errors import EngineError
 from inflight.execution.encoder_runner import PackedTexts, pack, pack_batch, trial_texts
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
-from inflight.execution.gpu.host_step import Layout, put, put_items, staging
+from inflight.execution.gpu.parts import PackedUpload, Section, put, put_items
 from inflight.execution.gpu.shapes import TextBuckets, TextShape
-from inflight.execution.results import StepVectors
+from inflight.execution.step import StepVectors
 from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled
 
@@ -37,27 +37,22 @@ class DeviceTexts:
         self._buckets = buckets
         self._tile_positions = tile_positions
         self._has_segments = has_segments
-        self._device = device
-        self._layouts: dict[TextShape, Layout] = {}
-        size = Layout(self._sizes(buckets.largest)).size
-        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+        self._upload: PackedUpload[TextShape] = PackedUpload(self._sections, [buckets.largest], device)
         self._vectors = torch.zeros(buckets.largest.num_texts, vector_size, device=device)
 
     @property
     def shapes_met(self) -> frozenset[TextShape]:
-        return frozenset(self._layouts)
+        return self._upload.shapes_met
 
-    def layout(self, shape: TextShape) -> Layout:
-        if shape not in self._layouts:
-            self._layouts[shape] = Layout(self._sizes(shape))
-        return self._layouts[shape]
-
-    def _sizes(self, shape: TextShape) -> dict[str, int]:
-        sizes = {"num_items": 1, "starts": shape.num_texts + 1}
-        sizes |= dict.fromkeys(("token_ids", "positions"), shape.num_tokens)
-        if self._has_segments:
-            sizes["segments"] = shape.num_tokens
-        return sizes | {"items": self._max_items(shape) * SEQUENCE_FIELDS}
+    def _sections(self, shape: TextShape) -> dict[str, Section]:
+        # Padding tokens may be any valid token.
+        names = ("token_ids", "positions", "segments") if self._has_segments else ("token_ids", "positions")
+        sections = dict.fromkeys(names, Section(shape.num_tokens))
+        sections["starts"] = Section(shape.num_texts + 1)
+        return sections | {
+            "num_items": Section(1),
+            "items": Section(self._max_items(shape) * SEQUENCE_FIELDS),
+        }
 
     def _max_items(self, shape: TextShape) -> int:
         return max_sequence_items(shape.num_tokens, shape.num_texts, self._tile_positions)
@@ -75,30 +70,29 @@ class DeviceTexts:
         self._send(pack([array("q", [0])], [0]), shape)
 
     def _send(self, texts: PackedTexts, shape: TextShape) -> None:
-        layout = self.layout(shape)
-        held, whole = staging(layout.size, self._device)
-        part = layout.on_host(whole)
-        # Padding tokens may be any valid token; padding texts have no tokens.
-        put(part["token_ids"], texts.token_ids, 0)
-        put(part["positions"], texts.positions, 0)
-        put(part["starts"], texts.starts, len(texts.token_ids))
-        if self._has_segments:
-            put(part["segments"], texts.token_ids[:0] if texts.segments is None else texts.segments, 0)
+        pinned, sections = self._upload.stage(self._upload.layout(shape))
+        put(sections["token_ids"], texts.token_ids)
+        put(sections["positions"], texts.positions)
+        sections["starts"][:] = len(texts.token_ids)  # padding texts have no tokens
+        put(sections["starts"], texts.starts)
+        if self._has_segments and texts.segments is not None:
+            put(sections["segments"], texts.segments)
         lengths = np.array(texts.lengths, dtype=np.int32)
-        part["num_items"][0] = put_items(part["items"], plan_sequences(lengths, self._tile_positions))
-        self._packed[: layout.size].copy_(held, non_blocking=True)
+        items = plan_sequences(lengths, self._tile_positions)
+        put_items(sections["items"], sections["num_items"], items)
+        self._upload.send(pinned)
 
     # ---- on the device ----
 
     def open(self, shape: TextShape) -> TextBatch:
         """Return the step's texts, padded to the shape."""
-        part = self.layout(shape).on_device(self._packed)
-        items = Items(part["items"], part["num_items"], programs=self._max_items(shape))
+        sections = self._upload.layout(shape).on_device
+        items = Items(sections["items"], sections["num_items"], programs=self._max_items(shape))
         return TextBatch(
-            part["token_ids"],
-            part["positions"],
-            part["segments"] if self._has_segments else None,
-            PlannedSequences(part["starts"], None, items),
+            sections["token_ids"],
+            sections["positions"],
+            sections.get("segments"),
+            PlannedSequences(sections["starts"], None, items),
         )
 
     def vectors(self, first: int, end: int) -> Tensor:

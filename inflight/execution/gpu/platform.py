@@ -162,10 +162,8 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     runner = make_runner()
-    for shape in runner.buckets.largest():
-        runner.warm_up(shape)
+    runner.prepare(runner.buckets.largest())
     runner.warm_up_scoring()
-    runner.warm_up_pooling(runner.buckets.max_entries)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     runner.close()

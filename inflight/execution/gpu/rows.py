@@ -1,5 +1,5 @@
-"""Permanent rows in device memory, written without waiting for the device, and the first kernel of a step, which
-applies block table updates and gathers the step's tokens."""
+"""Permanent rows in device memory, written without waiting for the device, and the part of a step that all have: which
+tokens it computes, what its block tables gain, and the kernel that opens it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.execution.gpu.host_step import ALIGNMENT, Ints, staging
+from inflight.execution.gpu.parts import ALIGNMENT, Section, StepPart, put, staging
+from inflight.execution.gpu.shapes import StepShape
+from inflight.execution.step import HostStep, Ints
 from inflight.kv import TableUpdate
 from inflight.scheduling.batch import Admission
 
 PROGRAM_SIZE = 256  # updates and tokens per program
+MIN_UPDATES = 32  # table updates that fit every shape
 
 
 class TableUpdates(NamedTuple):
@@ -38,11 +41,17 @@ class StepTokens(NamedTuple):
     ids: Tensor
 
 
-class DeviceRows:
+class DeviceRows(StepPart):
     """Tokens and block tables of all rows. The host, which plans steps, has a copy of the tables."""
 
     def __init__(
-        self, max_rows: int, max_len: int, block_size: int, device: torch.device, num_tables: int = 1
+        self,
+        max_rows: int,
+        max_len: int,
+        block_size: int,
+        device: torch.device,
+        num_tables: int = 1,
+        max_tokens: int = 0,  # of a step
     ) -> None:
         self.device = device
         self.block_size = block_size
@@ -54,11 +63,11 @@ class DeviceRows:
         self.block_tables = torch.zeros(num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
         self.mirror = np.zeros((num_tables, max_rows, max_blocks), dtype=np.int32)
         self.version = 0  # changes whenever a row gets another request
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.updates: Ints = np.empty((3, 0), dtype=np.int32)  # for the next step
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Upload the tokens of admitted requests."""
-        if not admissions:
-            return
         self.version += 1
         pinned, array = staging(sum(len(request.token_ids) for _, request in admissions), self.device)
         first = 0
@@ -77,8 +86,11 @@ class DeviceRows:
         on_device = pinned.to(self.device, non_blocking=True).view(3, -1)
         self.tokens[on_device[0].long(), on_device[1].long()] = on_device[2]
 
-    def extend(self, tables: Sequence[TableUpdate]) -> Ints:
-        """Add new blocks to the host's tables; return the device's updates: [3, n] rows, columns and block ids."""
+    def extend(self, tables: Sequence[TableUpdate]) -> None:
+        """Add new blocks to the host's tables, and with the next step's upload to the device's."""
+        if not tables:
+            self.updates = self.updates[:, :0]
+            return
         mirror, max_rows = self.mirror.reshape(-1, self.mirror.shape[2]), self.mirror.shape[1]
         all_rows = [table * max_rows + row for row, _, _, table in tables]
         for row, (_, first, block_ids, _) in zip(all_rows, tables, strict=True):
@@ -86,20 +98,57 @@ class DeviceRows:
         counts = [len(update.block_ids) for update in tables]
         rows = np.repeat(np.array(all_rows, dtype=np.int32), counts)
         columns = [np.arange(first, first + len(ids), dtype=np.int32) for _, first, ids, _ in tables]
-        joined = np.concatenate(columns) if columns else np.empty(0, dtype=np.int32)
-        return np.stack((rows, joined, mirror[rows, joined]))
+        joined = np.concatenate(columns)
+        self.updates = np.stack((rows, joined, mirror[rows, joined]))
 
-    def write_tables(self, updates: Ints) -> None:
-        """Write the tables now, for steps with more updates than fit their shape.
+    # ---- the part of a step ----
+
+    def sections(self, shape: StepShape) -> dict[str, Section]:
+        num_tokens, num_updates = (
+            shape.num_tokens,
+            max(min(self.mirror.shape[1], shape.num_tokens), MIN_UPDATES),
+        )
+        return {
+            "token_rows": Section(num_tokens, -1),
+            "positions": Section(num_tokens),
+            "sample_tokens": Section(shape.num_samples, -1),
+            "update_rows": Section(num_updates, -1),
+            "update_columns": Section(num_updates),
+            "update_blocks": Section(num_updates),
+        }
+
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
+        put(sections["token_rows"], step.token_rows)
+        put(sections["positions"], step.positions)
+        put(sections["sample_tokens"], step.sample_tokens)
+        rows, columns, block_ids = self.updates
+        if len(rows) > len(sections["update_rows"]):
+            self.write_tables()
+        else:
+            put(sections["update_rows"], rows)
+            put(sections["update_columns"], columns)
+            put(sections["update_blocks"], block_ids)
+
+    def open(self, shape: StepShape, sections: dict[str, Tensor]) -> None:
+        updates = TableUpdates(sections["update_rows"], sections["update_columns"], sections["update_blocks"])
+        tokens = StepTokens(sections["token_rows"], sections["positions"], self.token_ids(shape))
+        open_step(self.tokens, self.block_tables, updates, tokens)
+
+    def token_ids(self, shape: StepShape) -> Tensor:
+        """Return the step's token ids, [T] int32."""
+        return self._token_ids[: shape.num_tokens]
+
+    def write_tables(self) -> None:
+        """Write the device's tables now, for steps with more updates than fit their shape.
 
         Each of the three parts begins at an aligned address, as in a captured step: otherwise Triton would compile
         another kernel while serving.
         """
-        count = updates.shape[1]
+        count = self.updates.shape[1]
         size = -(-count // ALIGNMENT) * ALIGNMENT
         pinned, array = staging(3 * size, self.device)
         parts = array.reshape(3, size)
-        parts[:, :count] = updates
+        parts[:, :count] = self.updates
         parts[:, count:] = -1
         open_step(
             self.tokens,

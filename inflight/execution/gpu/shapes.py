@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from inflight.execution.step import HostStep
+
 # (bound, spacing): below each bound, sizes are this far apart.
 DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (512, 32), (1 << 30, 128))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
@@ -68,6 +70,14 @@ class Buckets:
             if size <= USUAL_SAMPLES or tokens == self.tokens[-1]
         ]
         return sorted({*decodes, *sharing, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
+
+    def shape_of(self, step: HostStep) -> StepShape:
+        """Return the shape of a step."""
+        num_decodes = step.num_decodes
+        if step.only_decodes:
+            return self.decode(num_decodes, step.prefix, step.short_context)
+        num_chunks, num_samples = len(step.rows) - num_decodes, len(step.sample_tokens)
+        return self.mixed(step.num_tokens, num_decodes, num_chunks, num_samples, step.prefix, step.scores)
 
     def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
         """Return the shape of `count` entries with one token each."""

@@ -1,14 +1,15 @@
-"""The recurrent states of all rows on a GPU: what a step's upload says about them, and copies from and to snapshots."""
+"""The part of a step of recurrent layers: the pieces of its prompts, and copies of states from and to snapshots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from inflight.execution.gpu.host_step import HostStep, Ints, put, put_items, staging
+from inflight.execution.gpu.parts import Section, StepPart, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
+from inflight.execution.step import HostStep, Ints
 from inflight.kv import StateCopy
 from inflight.layers.recurrent import LayerStates, max_captures, max_pieces
 from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
@@ -18,92 +19,79 @@ from inflight.layers.triton.recurrent import (
     StateCopier,
     plan_pieces,
 )
-from inflight.scheduling.batch import Batch, Capture
 
 
-class DeviceStates:
-    """The states of a model's recurrent layers; without such layers, every method does nothing."""
+class DeviceStates(StepPart):
+    """The states of a model's recurrent layers."""
 
     def __init__(self, layers: list[LayerStates], snapshot_blocks: int, capture_interval: int) -> None:
         """`snapshot_blocks`: blocks of a snapshot that this rank's layers need; other ranks may need more.
 
         `capture_interval`: tokens between the captures of an entry, which may have three more."""
         self.layers = layers
-        self._copier = StateCopier(layers) if layers else None
+        self._copier = StateCopier(layers)
         self._snapshot_blocks = snapshot_blocks
         self._capture_interval = capture_interval
+        self.inputs: RecurrentStep | None = None  # of the step that is open
 
-    # ---- before a step ----
-
-    def copy(self, batch: Batch) -> None:
+    def begin(self, step: HostStep) -> None:
         """Give rows the states of snapshots, then take snapshots of rows. A snapshot may take the blocks of one that is
         restored."""
-        for copies, save in ((batch.restores, False), (batch.saves, True)):
+        for copies, save in ((step.batch.restores, False), (step.batch.saves, True)):
             if copies:
                 self._copy(copies, save)
 
-    def warm_up(self) -> None:
+    def warm_up(self, shapes: Collection[StepShape]) -> None:  # noqa: ARG002
         """Compile the copies, on a row and blocks that nothing uses yet."""
         for save in (False, True):
             self._copy([StateCopy(0, [0] * self._snapshot_blocks)], save)
 
     def _copy(self, copies: Sequence[StateCopy], save: bool) -> None:
-        if self._copier is None:
-            return
         device, width = self.layers[0].rows.device, 1 + self._snapshot_blocks
         pinned, table = staging(len(copies) * width, device)
         for row, copy in zip(table.reshape(-1, width), copies, strict=True):
             row[0], row[1:] = copy.row, copy.block_ids[: self._snapshot_blocks]
         self._copier(pinned.to(device, non_blocking=True).view(-1, width), save)
 
-    # ---- the upload ----
-
-    def sizes(self, shape: StepShape) -> dict[str, int]:
-        """Return the sections that a step of this shape needs."""
-        if not self.layers:
-            return {}
-        sizes = {"num_state_decodes": 1, "captures": self._snapshot_blocks}
+    def sections(self, shape: StepShape) -> dict[str, Section]:
+        sections = {"num_state_decodes": Section(1), "captures": Section(self._snapshot_blocks)}
         if shape.chunks:
-            sizes["captures"] = self._max_captures(shape) * self._snapshot_blocks
-            sizes |= {
-                "num_pieces": 1,
-                "num_state_entries": 1,
-                "pieces": self._max_pieces(shape) * PIECE_FIELDS,
+            sections |= {
+                "captures": Section(self._max_captures(shape) * self._snapshot_blocks),
+                "num_pieces": Section(1),
+                "pieces": Section(self._max_pieces(shape) * PIECE_FIELDS),
+                "num_state_entries": Section(1),
+                "state_entries": Section(shape.num_chunks * ENTRY_FIELDS),
             }
-            sizes["state_entries"] = shape.num_chunks * ENTRY_FIELDS
-        return sizes
+        return sections
 
-    def fill(
-        self, host: HostStep, captures: Sequence[Capture], shape: StepShape, part: dict[str, Ints]
-    ) -> None:
-        """Write a step's sections."""
-        if not self.layers:
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
+        num_decodes = step.num_decodes
+        sections["num_state_decodes"][0] = num_decodes
+        if step.only_decodes:
             return
-        num_decodes = host.num_decodes
-        part["num_state_decodes"][0] = num_decodes
-        if not shape.chunks:
-            return
-        ordered = sorted(captures, key=lambda capture: (capture.entry, capture.position))
-        starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
+        ordered = sorted(step.batch.captures, key=lambda capture: (capture.entry, capture.position))
+        starts, contexts = step.query_starts[num_decodes:], step.context_lens[num_decodes:]
         wanted = [(capture.entry - num_decodes, capture.position) for capture in ordered]
-        plan = plan_pieces(starts, contexts - np.diff(starts), host.rows[num_decodes:], wanted)
-        part["num_pieces"][0] = put_items(part["pieces"], plan.pieces)
-        part["num_state_entries"][0] = put_items(part["state_entries"], plan.entries)
+        plan = plan_pieces(starts, contexts - np.diff(starts), step.rows[num_decodes:], wanted)
+        put_items(sections["pieces"], sections["num_pieces"], plan.pieces)
+        put_items(sections["state_entries"], sections["num_state_entries"], plan.entries)
         size = self._snapshot_blocks
         block_ids = [block_id for capture in ordered for block_id in capture.block_ids[:size]]
-        put(part["captures"], np.array(block_ids, dtype=np.int32), 0)
+        put(sections["captures"], np.array(block_ids, dtype=np.int32))
 
-    def step(self, shape: StepShape, part: dict[str, Tensor]) -> RecurrentStep | None:
-        """Return the step as recurrent layers read it."""
-        if not self.layers:
-            return None
+    def open(self, shape: StepShape, sections: dict[str, Tensor]) -> None:
         pieces = entries = None
         if shape.chunks:
-            pieces = DeviceItems(part["pieces"], part["num_pieces"], self._max_pieces(shape))
-            entries = DeviceItems(part["state_entries"], part["num_state_entries"], shape.num_chunks)
-        captures = part["captures"].view(-1, self._snapshot_blocks)
-        return RecurrentStep(
-            part["token_rows"], part["num_state_decodes"], shape.num_decodes, pieces, entries, captures
+            pieces = DeviceItems(sections["pieces"], sections["num_pieces"], self._max_pieces(shape))
+            entries = DeviceItems(sections["state_entries"], sections["num_state_entries"], shape.num_chunks)
+        self.inputs = RecurrentStep(
+            sections["token_rows"],
+            sections["num_state_decodes"],
+            shape.num_decodes,
+            pieces,
+            entries,
+            sections["captures"].view(-1, self._snapshot_blocks),
         )
 
     def _max_captures(self, shape: StepShape) -> int:

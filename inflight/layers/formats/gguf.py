@@ -6,7 +6,7 @@ runs of rows, each in blocks of one type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
@@ -35,6 +35,13 @@ class BlockScheme:
     @property
     def column_multiple(self) -> int:
         return lcm(*(BLOCK_TYPES[name].num_values for name in self.types))
+
+    def union(self, other: Scheme) -> BlockScheme | None:
+        return (
+            BlockScheme(tuple(sorted({*self.types, *other.types})))
+            if isinstance(other, BlockScheme)
+            else None
+        )
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> BlockMatrix:
         """Return a matrix in the largest of the types. Rows that are copied into it bring their own."""
@@ -136,8 +143,12 @@ class BlockStack:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int) -> BlockMatrix:
-        return BlockMatrix([BlockRun(self._type_name, self._data[index])], self.shape[2])
+    def __getitem__(self, key: int | tuple[slice, slice]) -> BlockMatrix | BlockStack:
+        """Return one matrix, or some rows of some of them."""
+        data = self._data[key]
+        if isinstance(key, int):
+            return BlockMatrix([BlockRun(self._type_name, data)], self.shape[2])
+        return BlockStack(self._type_name, data, (len(data), data.shape[1], self.shape[2]))
 
     def to(self, device: torch.device | None) -> BlockStack:
         return BlockStack(self._type_name, self._data.to(device), self.shape)
@@ -153,16 +164,3 @@ class BlockFormat(PlainFormat):
 def block_format(type_name: str) -> PlainFormat | None:
     """Return the format of a type that has blocks."""
     return BlockFormat(BlockScheme((type_name,))) if type_name in BLOCKS else None
-
-
-def common_scheme(schemes: Iterable[Scheme | None]) -> Scheme | None:
-    """Return a scheme that holds rows of all these, or None if there is none but plain numbers."""
-    found = set(schemes)
-    if len(found) == 1:
-        return found.pop()
-    types: set[str] = set()
-    for scheme in found:
-        if not isinstance(scheme, BlockScheme):
-            return None
-        types |= {*scheme.types}
-    return BlockScheme(tuple(sorted(types))) if types else None

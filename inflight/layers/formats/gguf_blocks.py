@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from inflight.gguf_file import BLOCK_TYPES
+from inflight.layers.formats.schemes import FP4_VALUES
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The values of 4-bit floating point numbers (E2M1), doubled, so that they are integers.
-_MXFP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_MXFP4_CODES = tuple(int(2 * value) for value in FP4_VALUES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ brings its own `Scheme` and `QuantizedMatrix`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -49,11 +50,22 @@ class Scheme(Protocol):
     def column_multiple(self) -> int:
         """The matrix can be cut at columns that are multiples of this."""
 
+    def union(self, other: Scheme) -> Scheme | None:
+        """Return a scheme that holds rows of both, or None if there is none."""
+
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> QuantizedMatrix:
         """Return a matrix of undefined weights."""
 
     def quantize(self, weight: Tensor) -> QuantizedMatrix:
         """Return the nearest matrix to a plain one [N, K]. Rows do not depend on each other."""
+
+
+def common_scheme(schemes: Iterable[Scheme | None]) -> Scheme | None:
+    """Return a scheme that holds rows of all these, or None if there is none but plain numbers."""
+    first, *others = set(schemes) or {None}
+    for other in others:
+        first = None if first is None or other is None else first.union(other)
+    return first
 
 
 class QuantizedMatrix(ABC):
@@ -117,6 +129,9 @@ class GroupScheme:
 
     def num_groups(self, num_columns: int) -> int:
         return -(-num_columns // self.group) if self.group else 1
+
+    def union(self, other: Scheme) -> GroupScheme | None:
+        return self if self == other else None
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> GroupedMatrix:
         if self.bits[self.codes] == 4 and num_columns % 2:

@@ -17,16 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.expert_parts import (
-    ExpertWeights,
-    Gate,
-    gated,
-    multiply_byte_pairs,
-    multiply_int4_pairs,
-    multiply_mxfp4,
-)
-from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm, dot
-from inflight.layers.triton.quantized import PRODUCTS, QuantizedInputs, quantize_rows, quantized
+from inflight.layers.triton.expert_parts import Gate, gated
+from inflight.layers.triton.held import HeldWeights
+from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
+from inflight.layers.triton.quantized_inputs import QuantizedInputs, quantize_rows, quantized
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import GroupedTile
 from inflight.triton_utils.padding import padded_empty
@@ -52,7 +46,7 @@ def _grouped_kernel(
     x_scales,  # [rows of x, groups] float32 of quantized inputs, or None
     factors,  # [T] float32, or None: the half of the norm that is left to do
     weight,  # [E, num_rows, K]; of MXFP4 and int4 words
-    scales,  # of quantized weights, and their zero points: see `ExpertWeights`
+    scales,  # of quantized weights, and their zero points: see `held.py`
     zeros,
     bias,  # [E, num_rows], or None
     counts,  # [E] int32
@@ -77,8 +71,9 @@ def _grouped_kernel(
     WEIGHTS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    CODES: tl.constexpr,
+    MULTIPLY: tl.constexpr,  # a function like `multiply_plain_pairs`
     GROUP: tl.constexpr,
+    QUANTIZE: tl.constexpr,  # whether inputs are quantized, too
 ):
     block, tile = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
     GATED: tl.constexpr = ACTIVATION != 0
@@ -107,48 +102,10 @@ def _grouped_kernel(
         else:
             x_row = at
         x_rows = x + x_row * K
-        if CODES == 0:
-            rows = weight + (expert * num_rows + row) * K
-            if WEIGHTS_LEFT:
-                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            else:
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-                inside = k < (BLOCK_K if EVEN_K else K - start)
-                w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
-                if WEIGHTS_LEFT:
-                    live = inside[:, None] & is_live[None, :]
-                    features = tl.load(x_rows[None, :] + (start + k)[:, None], mask=live, other=0.0)
-                    acc = dot(w, features, acc, PRECISION)
-                else:
-                    live = inside[None, :] & is_live[:, None]
-                    features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=live, other=0.0)
-                    acc = dot(features, tl.trans(w), acc, PRECISION)
-        elif CODES == 4:
-            num_tiles = tl.cdiv(K, 128)
-            rows = weight + (expert * num_rows + row) * (32 * num_tiles)
-            scale_rows = scales + expert * num_tiles * num_rows + row
-            acc = multiply_mxfp4(
-                x_rows, rows, scale_rows, num_rows, is_live, K, BLOCK_M, BLOCK_N, STAGES, PRECISION
-            )
-        elif CODES == 3:
-            num_groups = tl.cdiv(K, GROUP)
-            rows = weight + (expert * num_rows + row) * (num_groups * (GROUP // 4))
-            scale_rows = scales + expert * num_groups * num_rows + row
-            acc = multiply_int4_pairs(
-                x_rows, rows, scale_rows, num_rows, is_live, K, GROUP, BLOCK_M, BLOCK_N, STAGES, PRECISION
-            )
-        else:
-            rows = weight + (expert * num_rows + row) * K
-            num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
-            place = expert * num_groups * num_rows + row
-            x_scale_rows = x_scales
-            if x_scales is not None:
-                x_scale_rows = x_scales + x_row * num_groups
-            acc = multiply_byte_pairs(
-                x_rows, x_scale_rows, rows, scales, zeros, place, num_rows, is_live, K,
-                CODES, GROUP, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION,
-            )  # fmt: skip
+        acc = MULTIPLY(
+            x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K, GROUP, EVEN_K,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WEIGHTS_LEFT, PRECISION, QUANTIZE,
+        )  # fmt: skip
         if factors is not None:
             scale = tl.load(factors + pair // TOP_K, mask=is_live, other=0.0)
             acc *= scale[None, :] if WEIGHTS_LEFT else scale[:, None]
@@ -258,7 +215,7 @@ def _combine_kernel(
 
 def grouped_gate_up(
     x: Tensor,  # [T, K]
-    matrices: ExpertWeights,
+    matrices: HeldWeights,
     chosen: Chosen,
     block_m: int,
     gate: Gate,
@@ -267,20 +224,20 @@ def grouped_gate_up(
 ) -> tuple[Tensor, Tensor]:
     """Return [blocks * block_m, inner] in the order of the blocks, where rows of no pair are undefined, and the
     blocks."""
-    inner = matrices.weight.shape[1] // 2
-    max_blocks = _max_blocks(chosen, len(matrices.weight), block_m)
+    inner = matrices.codes.shape[1] // 2
+    max_blocks = _max_blocks(chosen, len(matrices.codes), block_m)
     out = torch.empty(max_blocks * block_m, inner, dtype=x.dtype, device=x.device)
     blocks = torch.empty(3, max_blocks, dtype=torch.int32, device=x.device)
     inputs: Tensor | QuantizedInputs = x
     if _quantizes_before(matrices, tile):
-        inputs = quantize_rows(x, group=matrices.group, pdl=pdl, dtype=matrices.weight.dtype)
+        inputs = quantize_rows(x, group=matrices.group, pdl=pdl, dtype=matrices.codes.dtype)
     _launch(inputs, matrices, chosen, blocks, block_m, None, out, gate, tile, pdl)
     return out, blocks
 
 
 def grouped_down(
     x: Tensor,
-    matrices: ExpertWeights,
+    matrices: HeldWeights,
     chosen: Chosen,
     blocks: Tensor,
     block_m: int,
@@ -289,7 +246,7 @@ def grouped_down(
     pdl: bool = False,
 ) -> Tensor:
     """Return the weighted products [T * top_k, num_out] in the order of the pairs; rows of padding are undefined."""
-    out = torch.empty(chosen.ids.numel(), matrices.weight.shape[1], dtype=out_dtype, device=x.device)
+    out = torch.empty(chosen.ids.numel(), matrices.codes.shape[1], dtype=out_dtype, device=x.device)
     inputs: Tensor | QuantizedInputs = x
     if _quantizes_before(matrices, tile):
         inputs = _quantize_blocks(x, matrices, blocks, block_m, pdl)
@@ -302,18 +259,18 @@ def _max_blocks(chosen: Chosen, num_experts: int, block_m: int) -> int:
     return max(1, min(num_pairs, num_experts + num_pairs // block_m))
 
 
-def _quantizes_before(matrices: ExpertWeights, tile: GroupedTile) -> bool:
+def _quantizes_before(matrices: HeldWeights, tile: GroupedTile) -> bool:
     """Return whether inputs are quantized in a kernel of its own, and not where they are multiplied."""
-    return matrices.kind in PRODUCTS and tile.quantize_first
+    return matrices.quantizes_inputs and tile.quantize_first
 
 
 def _quantize_blocks(
-    x: Tensor, matrices: ExpertWeights, blocks: Tensor, block_m: int, pdl: bool
+    x: Tensor, matrices: HeldWeights, blocks: Tensor, block_m: int, pdl: bool
 ) -> QuantizedInputs:
     """Quantize the rows of pairs; those of no pair stay undefined."""
     num_rows, num_features = x.shape
     group = matrices.group
-    codes = torch.empty(num_rows, num_features, dtype=matrices.weight.dtype, device=x.device)
+    codes = torch.empty(num_rows, num_features, dtype=matrices.codes.dtype, device=x.device)
     num_groups = triton.cdiv(num_features, group) if group else 1
     scales = torch.empty(num_rows, num_groups, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(num_features)
@@ -336,7 +293,7 @@ def _quantize_blocks(
 
 def _launch(
     x: Tensor | QuantizedInputs,
-    matrices: ExpertWeights,
+    matrices: HeldWeights,
     chosen: Chosen,
     blocks: Tensor,
     block_m: int,
@@ -348,7 +305,7 @@ def _launch(
 ) -> None:
     assert chosen.groups is not None
     num_tokens, top_k = chosen.ids.shape
-    num_experts, num_rows, _ = matrices.weight.shape
+    num_experts, num_rows, _ = matrices.codes.shape
     codes, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
     num_features = codes.shape[1]
     max_blocks = blocks.shape[1]
@@ -357,7 +314,7 @@ def _launch(
         codes,
         x_scales,
         chosen.factors if gate.activation else None,
-        matrices.weight,
+        matrices.codes,
         matrices.scales,
         matrices.zeros,
         matrices.bias,
@@ -383,8 +340,9 @@ def _launch(
         WEIGHTS_LEFT=tile.weights_left,
         PRECISION="ieee" if codes.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        CODES=matrices.kind,
+        MULTIPLY=matrices.multiply_pairs,
         GROUP=matrices.group,
+        QUANTIZE=matrices.quantizes_inputs,
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )

@@ -1,10 +1,11 @@
 """Shared parts of `small_linear` and `medium_linear`: multiplying and prefetching tiles of weights, norms in halves.
 
-`multiply_plain` and `multiply_tensor_cores` multiply a tile of weights with all tokens of a step. Both return (products
-[BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); squares are only meaningful
-with a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is [num_tokens, K], `norm` [K] float32 or
-None is the norm's weight, which is applied first. Weights are the left operand, so that they, and not padding tokens,
-fill the long side of a tensor core's tile.
+`multiply_plain` and `multiply_tensor_cores`, and functions with the same parameters for quantized weights
+(`byte_codes.py`, `int4.py`), multiply a tile of weights with all tokens of a step, or those from `token` on. They
+return (products [BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); squares are
+only meaningful with a norm. `rows` are pointers to the tile's `weight_rows` `row` [BLOCK_N], `x` is [num_tokens, K],
+`norm` [K] float32 or None is the norm's weight, which is applied first. Weights are the left operand, so that they, and
+not padding tokens, fill the long side of a tensor core's tile.
 
 `fetch_tile` prefetches weights into the L2 cache while the previous kernel is still running.
 
@@ -24,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.tuning import LinearTile, num_multiprocessors
@@ -31,6 +33,8 @@ from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_options
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Wait for all products of the tensor cores.
+_WAIT = tl.constexpr("wgmma.wait_group.sync.aligned 0; mov.u32 $0, 0;")
 _FETCH_AHEAD = 4 << 20  # bytes in the L2 cache for all programs together: about 1 us of memory bandwidth
 # Lanes of one warp that request the same bytes issue one request.
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
@@ -58,6 +62,35 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_features(x, norm, k, last, m, num_tokens, K, EVEN_K: tl.constexpr = False):
+    """Return features k of tokens m [BLOCK_K, BLOCK_M], scaled by the norm's weights, and their squares before. With
+    EVEN_K, all of the features exist."""
+    inside = k < last
+    if EVEN_K:
+        live = (m < num_tokens)[None, :]
+    else:
+        live = inside[:, None] & (m < num_tokens)[None, :]
+    features = tl.load(x + m[None, :] * K + k[:, None], mask=live, other=0.0)
+    squares = tl.zeros([1, 1], tl.float32)
+    if norm is not None:
+        wide = features.to(tl.float32)
+        squares = wide * wide
+        norm_weight = tl.load(norm + k, mask=inside, other=0.0)
+        features = (wide * norm_weight[:, None]).to(features.dtype)
+    return features, squares
+
+
+@triton.jit
+def wait_for_products(scalar):
+    """Wait for the tensor cores at the end of an iteration, on Hopper. Its compiler (ptxas) does not allow products of
+    numbers in registers to be in flight from one iteration to the next. If they are, it makes each product of 16
+    features wait for the previous one, instead of converting weights meanwhile."""
+    if not _INTERPRETED:
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+            tl.inline_asm_elementwise(_WAIT, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the weight row at each index [0, BLOCK_N) of a tile, clamped to the last row.
 
@@ -71,12 +104,12 @@ def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def multiply_plain(
-    x, rows, row, norm, scales, first, last, num_tokens, K,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one token at a time. Weights may be fp8 or int8 (CODES 1 and 5); without tensor cores, quantizing their
-    inputs would gain nothing."""
+    """Multiply one token at a time. Weights may be fp8 or int8: without tensor cores, quantizing their inputs would
+    gain nothing."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -85,35 +118,35 @@ def multiply_plain(
         limit = BLOCK_K if EVEN_K else last - start
         inside = k < limit
         pointers = rows[:, None] + (start + k)[None, :]
-        zero = 0 if CODES == 5 else 0.0
+        zero = 0 if rows.dtype.element_ty.is_int() else 0.0
         w = tl.load(pointers, mask=inside[None, :], other=zero, eviction_policy="evict_first").to(tl.float32)
         if GROUP != 0:
             num_groups = tl.cdiv(K, GROUP)
             group = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
             places = row[:, None] * num_groups + group[None, :]
             group_scales = tl.load(scales + places, mask=(group < num_groups)[None, :], other=0.0)
-        for token in tl.static_range(BLOCK_M):
-            live = k < tl.where(token < num_tokens, limit, 0)
-            features = tl.load(x + token * K + start + k, mask=live, other=0.0).to(tl.float32)
+        for index in tl.static_range(BLOCK_M):
+            live = k < tl.where(index < num_tokens, limit, 0)
+            features = tl.load(x + index * K + start + k, mask=live, other=0.0).to(tl.float32)
             if norm is not None:
-                squares += tl.where(m == token, tl.sum(features * features, 0), 0.0)
+                squares += tl.where(m == index, tl.sum(features * features, 0), 0.0)
                 features *= tl.load(norm + start + k, mask=inside, other=0.0)
             if GROUP == 0:
                 product = tl.sum(w * features[None, :], 1)  # [BLOCK_N]
             else:
                 parts = tl.reshape(w * features[None, :], [BLOCK_N, BLOCK_K // GROUP, GROUP])
                 product = tl.sum(tl.sum(parts, 2) * group_scales, 1)
-            acc += tl.where((m == token)[None, :], product[:, None], 0.0)
-    if CODES != 0 and GROUP == 0:
+            acc += tl.where((m == index)[None, :], product[:, None], 0.0)
+    if scales is not None and GROUP == 0:
         acc *= tl.load(scales + row)[:, None]
     return acc, squares
 
 
 @triton.jit
 def multiply_tensor_cores(
-    x, rows, norm, first, last, num_tokens, K,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all tokens at once, BLOCK_K features at a time."""
     m = tl.arange(0, BLOCK_M)
@@ -229,7 +262,7 @@ def launch_linear(
     """Launch `small_linear` or `medium_linear` over `token_tiles` tiles of tokens and all tiles of weight rows."""
     x, weight, *_ = operands
     num_features, split = x.shape[1], tile.split_k > 1
-    num_tiles = triton.cdiv(len(weight), tile.block_n)
+    num_tiles = triton.cdiv(weight.shape[-2], tile.block_n)
     if split:
         workspace.check(num_tiles * token_tiles, tile)
     next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
@@ -271,7 +304,7 @@ def empty_result(
     x: Tensor, weight: Tensor, activation: str | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return memory for the product of x and weight, of which a gate leaves half; by default of x's type."""
-    num_out = len(weight) if activation is None else len(weight) // 2
+    num_out = weight.shape[-2] // (1 if activation is None else 2)
     return padded_empty(len(x), num_out, dtype or x.dtype, x.device)
 
 
@@ -289,7 +322,7 @@ def allocate_next_norm(
 
 def _bytes_ahead(weight: Tensor, tile: LinearTile, num_tiles: int) -> int:
     """Return how many bytes of each weight row to prefetch: a multiple of 16, 0 if rows are not aligned to that."""
-    row_bytes = weight.shape[1] * weight.itemsize
+    row_bytes = weight.shape[-1] * weight.itemsize
     if row_bytes % 16 or weight.data_ptr() % 16:
         return 0
     programs = min(num_tiles * tile.split_k, 2 * num_multiprocessors(weight.device))

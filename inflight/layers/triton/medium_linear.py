@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from inflight.layers.triton.byte_codes import dot_codes, products
 from inflight.layers.triton.elementwise import activate
+from inflight.layers.triton.held import HeldWeights, as_held
 from inflight.layers.triton.linear_parts import (
     NextNorm,
     SplitKWorkspace,
@@ -30,20 +32,8 @@ from inflight.layers.triton.linear_parts import (
     leave_for_norm,
     load_squares,
 )
-from inflight.layers.triton.quantized import (
-    QuantizedInputs,
-    QuantizedWeight,
-    as_quantized,
-    dot_codes,
-    products,
-)
-from inflight.layers.triton.tuning import (
-    LinearTile,
-    can_describe,
-    choose_medium,
-    num_multiprocessors,
-    shared_memory,
-)
+from inflight.layers.triton.quantized_inputs import QuantizedInputs
+from inflight.layers.triton.tuning import LinearTile, can_describe
 from inflight.triton_utils.padding import readable_rows
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
@@ -256,7 +246,7 @@ def _medium_linear_kernel(
 
 def medium_linear(
     x: Tensor | QuantizedInputs,  # [T, K]
-    weight: Tensor | QuantizedWeight,  # [N, K], quantized as the inputs are
+    weight: Tensor | HeldWeights,  # [N, K], quantized as the inputs are
     workspace: SplitKWorkspace,
     *,
     squares: Tensor | None = None,  # [n, T], where x is already scaled for its norm: see `NextNorm`
@@ -270,8 +260,8 @@ def medium_linear(
     tile: LinearTile | None = None,
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    quantized = as_quantized(weight)
-    codes = quantized.codes
+    held = as_held(weight)
+    codes = held.codes
     x_scales = dtype = None
     if isinstance(x, QuantizedInputs):
         x_scales, dtype = x.scales, x.dtype
@@ -282,12 +272,10 @@ def medium_linear(
     if num_tokens == 0:
         return out
     if tile is None:
-        sizes = num_tokens, *codes.shape, x.element_size()
-        chip = num_multiprocessors(x.device), shared_memory(x.device)
-        tile = choose_medium(*sizes, *chip, quantized.group)
+        tile = held.medium_tile(num_tokens)
     launch_linear(
         _medium_linear_kernel,
-        (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, quantized.scales),
+        (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, held.scales),
         workspace,
         tile,
         triton.cdiv(num_tokens, tile.block_m),
@@ -299,7 +287,7 @@ def medium_linear(
         residual=residual,
         next_norm=next_norm,
         pdl=pdl,
-        GROUP=quantized.group,
+        GROUP=held.group,
     )
     return out
 
@@ -309,7 +297,7 @@ def _describe(
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     if not can_describe(x, weight):
         return None, None
-    num_rows, num_features = weight.shape
+    num_rows, num_features = weight.shape[-2:]
     num_tokens = readable_rows(x, tile.block_m)
     x_tiles = TensorDescriptor(x, [num_tokens, num_features], [num_features, 1], [tile.block_m, tile.block_k])
     if not gated:

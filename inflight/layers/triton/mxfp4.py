@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.errors import WeightsError
+from inflight.layers.triton.linear_parts import dot
 
 GROUP = 32
 TILE = 4 * GROUP  # columns of a tile
@@ -60,7 +61,7 @@ _WORDS_TO_BF16 = tl.constexpr(
 
 
 @triton.jit
-def _placed(words, CODE: tl.constexpr):
+def placed_bits(words, CODE: tl.constexpr):
     """Return one code of each word, placed in the bits of a bfloat16."""
     wide = words.to(tl.int32)
     if CODE == 3:
@@ -70,7 +71,7 @@ def _placed(words, CODE: tl.constexpr):
 
 @triton.jit
 def _value(words, scales, CODE: tl.constexpr, dtype: tl.constexpr):
-    number = (_placed(words, CODE) << 16).to(tl.float32, bitcast=True)
+    number = (placed_bits(words, CODE) << 16).to(tl.float32, bitcast=True)
     factor = (((scales >> (8 * CODE)) & 255) << 23).to(tl.float32, bitcast=True)
     return (number * factor).to(dtype)
 
@@ -106,6 +107,35 @@ def mxfp4_values(words, scales, dtype: tl.constexpr):
         _value(words, scales, 2, dtype),
         _value(words, scales, 3, dtype),
     )
+
+
+@triton.jit
+def multiply_mxfp4_pairs(
+    x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """Multiply pairs with MXFP4 weights, four groups at a time: see `multiply_plain_pairs`. The groups are one
+    product, which the tensor cores of Hopper multiply while the next weights are converted."""
+    num_tiles = tl.cdiv(K, 128)
+    rows = weight + (expert * num_rows + row) * (32 * num_tiles)
+    scale_rows = scales + expert * num_tiles * num_rows + row
+    k = tl.arange(0, 128)
+    j = tl.arange(0, 32)
+    tl.assume(
+        num_tiles > 0
+    )  # else the sum might come from before the loop, and products would wait for each other
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for tile in tl.range(0, num_tiles, num_stages=STAGES):
+        words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])
+        tile_scales = tl.load(scale_rows + tile * num_rows)[:, None]
+        weights = mxfp4_values(words, tile_scales, x_rows.dtype.element_ty)
+        live = (k < K - tile * 128)[:, None] & is_live[None, :]
+        features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=live, other=0.0)
+        halves = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
+        whole = tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [BLOCK_N, 128])
+        acc = dot(whole, features, acc, PRECISION)
+    return acc
 
 
 def pack_codes(codes: Tensor) -> Tensor:

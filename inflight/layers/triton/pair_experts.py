@@ -13,14 +13,17 @@ flight at once: see `shared_rows.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.expert_parts import ExpertWeights, Gate, gated
+from inflight.layers.triton.byte_codes import converted
+from inflight.layers.triton.expert_parts import PLAIN, Gate, gated
+from inflight.layers.triton.held import HeldWeights
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
-from inflight.layers.triton.quantized import converted
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.shared_rows import load_first, multiply_rows, row_places
 from inflight.layers.triton.tuning import PairTile
@@ -53,7 +56,7 @@ def _wide(values):
 @triton.jit
 def _load_bytes(
     rows, scales, zeros, place, stride, exists, step, K,
-    CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return one step of 8-bit weights: codes [S, N, chunks, 16], and scales and zero points of the chunks if weights
     are in groups. A chunk is what a thread loads at once.
@@ -66,7 +69,7 @@ def _load_bytes(
     codes = tl.load(
         rows[:, :, None, None] + k[None, None, :, :],
         mask=exists[:, None, None, None] & (k < K)[None, None, :, :],
-        other=0.0 if CODES == 1 else 0,
+        other=0 if rows.dtype.element_ty.is_int() else 0.0,
         eviction_policy="evict_first",
     )
     scale = codes
@@ -84,18 +87,17 @@ def _load_bytes(
 
 @triton.jit
 def _byte_products(
-    part, x, x_rows, exists, step, K,
-    CODES: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_K: tl.constexpr,
+    part, x, x_rows, exists, step, K, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the products of what `_load_bytes` returned with features, whose rows start at `x_rows` [S], summed over
     each chunk: [S, N, chunks] float32."""
     codes, scale, zero = part
     S: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
-    if CODES == 1:
+    if codes.dtype == tl.float8e4nv:
         numbers = codes.to(tl.float32)
     else:
-        numbers = _wide(converted(codes, 6 if CODES == 5 else CODES, x.dtype.element_ty))
+        numbers = _wide(converted(codes, x.dtype.element_ty))
     if ZEROS:
         numbers -= zero[:, :, :, None].to(tl.float32)
     # A thread loads only 8 features of 16 bits at once.
@@ -116,30 +118,118 @@ def _byte_products(
 @triton.jit
 def _load_first_bytes(
     rows, scales, zeros, place, stride, exists, K,
-    AHEAD: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the first AHEAD steps of 8-bit weights, for `_byte_sums`."""
     parts = ()
     for step in tl.static_range(AHEAD):
-        parts += (_load_bytes(rows, scales, zeros, place, stride, exists, step, K, CODES, GROUP, BLOCK_K),)  # type: ignore[assignment]
+        parts += (_load_bytes(rows, scales, zeros, place, stride, exists, step, K, GROUP, BLOCK_K),)  # type: ignore[assignment]
     return parts
 
 
 @triton.jit
 def _byte_sums(
     parts, rows, scales, zeros, place, stride, exists, x, x_rows, K,
-    AHEAD: tl.constexpr, ALL_AHEAD: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, ALL_AHEAD: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the products of 8-bit rows, of which `parts` are the first steps, with features: [S, N] float32."""
     ZEROS: tl.constexpr = zeros is not None
     sums = tl.zeros([rows.shape[0], rows.shape[1], BLOCK_K // 16], tl.float32)
     for step in tl.static_range(AHEAD):
-        sums += _byte_products(parts[step], x, x_rows, exists, step, K, CODES, GROUP, ZEROS, BLOCK_K)
+        sums += _byte_products(parts[step], x, x_rows, exists, step, K, GROUP, ZEROS, BLOCK_K)
     if not ALL_AHEAD:
         for step in tl.range(AHEAD, tl.cdiv(K, BLOCK_K)):
-            part = _load_bytes(rows, scales, zeros, place, stride, exists, step, K, CODES, GROUP, BLOCK_K)
-            sums += _byte_products(part, x, x_rows, exists, step, K, CODES, GROUP, ZEROS, BLOCK_K)
+            part = _load_bytes(rows, scales, zeros, place, stride, exists, step, K, GROUP, BLOCK_K)
+            sums += _byte_products(part, x, x_rows, exists, step, K, GROUP, ZEROS, BLOCK_K)
     return tl.sum(sums, 2)
+
+
+@triton.jit
+def _multiply_plain_rows(
+    x, weight, rows, token, k, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """Return the products of plain rows and of those after them with one token: gate and up [BLOCK_N]."""
+    gate = tl.zeros([BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        inside = k < (BLOCK_K if EVEN_K else K - start)
+        pointers = weight + rows[:, None] * K + (start + k)[None, :]
+        first = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        second = tl.load(pointers + K, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        features = tl.load(x + token * K + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate += tl.sum(first.to(tl.float32) * features, 1)
+        up += tl.sum(second.to(tl.float32) * features, 1)
+    return gate, up
+
+
+@triton.jit
+def _load_rows(
+    weight, scales, zeros, expert, first_row, exists, part, num_rows, K,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return (the first steps of ROWS rows of experts [S], pointers to all of them, places of their scales), for
+    `_multiply_loaded`. `part` is which part of the features each of the S slots has, if they are shared."""
+    row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1)
+    scale_at = expert
+    parts = ()
+    if SPLIT != 0:
+        pointers, scale_at = row_places(weight, scales, expert, first_row, num_rows, K, ROWS, CODES, GROUP)
+        parts = load_first(pointers, scale_at, exists, part, num_rows, K, AHEAD, SPLIT, CODES, GROUP)
+    elif CODES == PLAIN:
+        k = tl.arange(0, BLOCK_K)
+        pointers = weight + (expert[:, None, None] * num_rows + row[None, :, None]) * K + k[None, None, :]
+        for step in tl.static_range(AHEAD):
+            inside = exists[:, None, None] & (step * BLOCK_K + k < K)[None, None, :]
+            loaded = tl.load(pointers + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first")
+            parts += (loaded,)  # type: ignore[assignment]
+    else:
+        num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
+        pointers = weight + (expert[:, None] * num_rows + row[None, :]) * K
+        scale_at = expert[:, None] * (num_groups * num_rows) + row[None, :]
+        parts = _load_first_bytes(
+            pointers, scales, zeros, scale_at, num_rows, exists, K, AHEAD, GROUP, BLOCK_K
+        )
+    return parts, pointers, scale_at
+
+
+@triton.jit
+def _multiply_loaded(
+    loaded, scales, zeros, x, x_row, exists, part, num_rows, K,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, ALL_AHEAD: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of what `_load_rows` returned with rows `x_row` [S] of x: [S, ROWS] float32."""
+    parts, pointers, scale_at = loaded
+    if SPLIT != 0:
+        return multiply_rows(
+            parts, pointers, scale_at, x + x_row * K, exists, part, num_rows, K, ROWS, STEPS, AHEAD, SPLIT, CODES,
+            GROUP, PRECISION,
+        )  # fmt: skip
+    elif CODES == PLAIN:
+        k = tl.arange(0, BLOCK_K)
+        acc = tl.zeros([x_row.shape[0], ROWS], tl.float32)
+        for step in tl.static_range(AHEAD):
+            inside = exists[:, None] & (step * BLOCK_K + k < K)[None, :]
+            features = tl.load(x + x_row[:, None] * K + (step * BLOCK_K + k)[None, :], mask=inside, other=0.0)
+            acc += tl.sum(parts[step].to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
+        if not ALL_AHEAD:
+            for start in tl.range(AHEAD * BLOCK_K, K, BLOCK_K):
+                inside = exists[:, None] & (start + k < K)[None, :]
+                features = tl.load(x + x_row[:, None] * K + (start + k)[None, :], mask=inside, other=0.0)
+                w = tl.load(
+                    pointers + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first"
+                )
+                acc += tl.sum(w.to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
+        return acc
+    else:
+        acc = _byte_sums(
+            parts, pointers, scales, zeros, scale_at, num_rows, exists, x, x_row * K, K, AHEAD, ALL_AHEAD, GROUP,
+            BLOCK_K,
+        )  # fmt: skip
+        if GROUP == 0:
+            acc *= tl.load(scales + scale_at)
+        return acc
 
 
 @triton.jit
@@ -147,7 +237,7 @@ def _gate_up_kernel(
     x,  # [T, K]
     factors,  # [T] float32, or None: the half of the norm that is left to do
     weight,  # [E, 2 * inner, K], gate and up rows alternate
-    scales,  # of quantized weights, and their zero points: see `ExpertWeights`
+    scales,  # of quantized weights, and their zero points: see `held.py`
     zeros,
     bias,  # [E, 2 * inner], or None
     ids,  # [T, TOP_K] int32
@@ -182,50 +272,23 @@ def _gate_up_kernel(
     expert = tl.load(ids + pair)
     if expert < num_experts:
         rows = expert.to(tl.int64) * (2 * inner) + 2 * n
-        if CODES == 0:
-            gate = tl.zeros([BLOCK_N], tl.float32)
-            up = tl.zeros([BLOCK_N], tl.float32)
-            for start in tl.range(0, K, BLOCK_K):
-                inside = k < (BLOCK_K if EVEN_K else K - start)
-                at = weight + rows[:, None] * K + (start + k)[None, :]
-                first = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-                second = tl.load(at + K, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-                features = tl.load(x + token * K + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-                gate += tl.sum(first.to(tl.float32) * features, 1)
-                up += tl.sum(second.to(tl.float32) * features, 1)
+        if CODES == PLAIN:
+            gate, up = _multiply_plain_rows(x, weight, rows, token, k, K, BLOCK_N, BLOCK_K, EVEN_K)
         else:
-            both = tl.minimum(tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N), 2 * inner - 1)
-            if SPLIT != 0:
-                part = tl.arange(0, SPLIT)
-                exists = part >= 0
-                own = tl.zeros([SPLIT], tl.int64) + expert
-                at, scale_at = row_places(
-                    weight, scales, own, tile * (2 * BLOCK_N), 2 * inner, K, 2 * BLOCK_N, CODES, GROUP
-                )
-                parts = load_first(at, scale_at, exists, part, 2 * inner, K, AHEAD, SPLIT, CODES, GROUP)
-                x_rows = x + token * K + tl.zeros([SPLIT], tl.int64)
-                sums = multiply_rows(
-                    parts, at, scale_at, x_rows, exists, part, 2 * inner, K, 2 * BLOCK_N, STEPS, AHEAD, SPLIT,
-                    CODES, GROUP, PRECISION,
-                )  # fmt: skip
-                sums = tl.sum(sums, 0)
-            else:
-                own = tl.zeros([1], tl.int64) + expert
-                exists = own < num_experts
-                num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
-                at = weight + (own[:, None] * (2 * inner) + both[None, :]) * K
-                place = own[:, None] * (num_groups * 2 * inner) + both[None, :]
-                parts = _load_first_bytes(
-                    at, scales, zeros, place, 2 * inner, exists, K, AHEAD, CODES, GROUP, BLOCK_K
-                )
-                x_rows = tl.zeros([1], tl.int64) + token * K
-                sums = _byte_sums(
-                    parts, at, scales, zeros, place, 2 * inner, exists, x, x_rows, K, AHEAD, ALL_AHEAD, CODES, GROUP,
-                    BLOCK_K,
-                )  # fmt: skip
-                if GROUP == 0:
-                    sums *= tl.load(scales + place)
-            gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
+            S: tl.constexpr = SPLIT if SPLIT != 0 else 1
+            part = tl.arange(0, S)
+            experts = tl.zeros([S], tl.int64) + expert
+            exists = part >= 0 if SPLIT != 0 else experts < num_experts
+            loaded = _load_rows(
+                weight, scales, zeros, experts, tile * (2 * BLOCK_N), exists, part, 2 * inner, K,
+                2 * BLOCK_N, BLOCK_K, AHEAD, CODES, GROUP, SPLIT,
+            )  # fmt: skip
+            x_row = tl.zeros([S], tl.int64) + token
+            sums = _multiply_loaded(
+                loaded, scales, zeros, x, x_row, exists, part, 2 * inner, K, 2 * BLOCK_N, BLOCK_K, AHEAD, ALL_AHEAD,
+                CODES, GROUP, SPLIT, STEPS, PRECISION,
+            )  # fmt: skip
+            gate, up = tl.split(tl.reshape(tl.sum(sums, 0), [BLOCK_N, 2]))
         if factors is not None:
             factor = tl.load(factors + token)
             gate *= factor
@@ -276,34 +339,19 @@ def _down_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     live = n < num_out
     row = tl.minimum(n, num_out - 1)
-    k = tl.arange(0, BLOCK_K)
-    if SPLIT == 0:
-        slot = tl.arange(0, PADDED_K)
-    else:
-        slot = tl.arange(0, PADDED_K * SPLIT) // SPLIT
+    S: tl.constexpr = SPLIT if SPLIT != 0 else 1
+    slot = tl.arange(0, PADDED_K * S) // S
+    part = tl.arange(0, PADDED_K * S) % S
     pair = token.to(tl.int64) * TOP_K + slot
     place = token.to(tl.int64) * num_out + n
     # All but x was written by kernels before the previous one, which let this one start only after their end.
     expert = tl.load(ids + pair, mask=slot < TOP_K, other=num_experts)
     exists = expert < num_experts
-    own = tl.where(exists, expert, 0).to(tl.int64)
-    parts = ()
-    if CODES == 0:
-        at = weight + (own[:, None, None] * num_out + row[None, :, None]) * K + k[None, None, :]
-        for step in tl.static_range(AHEAD):
-            inside = exists[:, None, None] & (step * BLOCK_K + k < K)[None, None, :]
-            parts += (tl.load(at + step * BLOCK_K, mask=inside, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
-    elif SPLIT != 0:
-        part = tl.arange(0, PADDED_K * SPLIT) % SPLIT
-        at, scale_at = row_places(weight, scales, own, tile * BLOCK_N, num_out, K, BLOCK_N, CODES, GROUP)
-        parts = load_first(at, scale_at, exists, part, num_out, K, AHEAD, SPLIT, CODES, GROUP)
-    else:
-        num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
-        at = weight + (own[:, None] * num_out + row[None, :]) * K
-        scale_at = own[:, None] * (num_groups * num_out) + row[None, :]
-        parts = _load_first_bytes(
-            at, scales, zeros, scale_at, num_out, exists, K, AHEAD, CODES, GROUP, BLOCK_K
-        )
+    expert = tl.where(exists, expert, 0).to(tl.int64)
+    loaded = _load_rows(
+        weight, scales, zeros, expert, tile * BLOCK_N, exists, part, num_out, K, BLOCK_N, BLOCK_K, AHEAD,
+        CODES, GROUP, SPLIT,
+    )  # fmt: skip
     factor = tl.load(weights + pair, mask=exists, other=0.0)
     before = residual
     if residual is not None:
@@ -313,50 +361,16 @@ def _down_kernel(
         next_weights = tl.load(next_weight + row)
     wait(PDL)
     launch_dependents(PDL)
-    if CODES == 0:
-        acc = tl.zeros([PADDED_K, BLOCK_N], tl.float32)
-        for step in tl.static_range(AHEAD):
-            inside = exists[:, None] & (step * BLOCK_K + k < K)[None, :]
-            features = tl.load(x + pair[:, None] * K + (step * BLOCK_K + k)[None, :], mask=inside, other=0.0)
-            acc += tl.sum(parts[step].to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
-        if not ALL_AHEAD:
-            for start in tl.range(AHEAD * BLOCK_K, K, BLOCK_K):
-                inside = exists[:, None] & (start + k < K)[None, :]
-                features = tl.load(x + pair[:, None] * K + (start + k)[None, :], mask=inside, other=0.0)
-                part = tl.load(at + start, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
-                acc += tl.sum(part.to(tl.float32) * features.to(tl.float32)[:, None, :], 2)
-    elif SPLIT != 0:
-        acc = multiply_rows(
-            parts, at, scale_at, x + pair * K, exists, part, num_out, K, BLOCK_N, STEPS, AHEAD, SPLIT, CODES, GROUP,
-            PRECISION,
-        )  # fmt: skip
-        exists &= part == 0  # of which each expert has one
-    else:
-        acc = _byte_sums(
-            parts,
-            at,
-            scales,
-            zeros,
-            scale_at,
-            num_out,
-            exists,
-            x,
-            pair * K,
-            K,
-            AHEAD,
-            ALL_AHEAD,
-            CODES,
-            GROUP,
-            BLOCK_K,
-        )
-        if GROUP == 0:
-            acc *= tl.load(scales + scale_at)
+    acc = _multiply_loaded(
+        loaded, scales, zeros, x, pair, exists, part, num_out, K, BLOCK_N, BLOCK_K, AHEAD, ALL_AHEAD, CODES, GROUP,
+        SPLIT, STEPS, PRECISION,
+    )  # fmt: skip
     if bias is not None:
+        places = expert[:, None] * num_out + row[None, :]
         if SPLIT == 0:
-            acc += tl.load(bias + own[:, None] * num_out + row[None, :]).to(tl.float32)
-        else:
-            places = own[:, None] * num_out + row[None, :]
-            acc += tl.load(bias + places, mask=exists[:, None], other=0.0).to(tl.float32)
+            acc += tl.load(bias + places).to(tl.float32)
+        else:  # each expert has one of its parts
+            acc += tl.load(bias + places, mask=(exists & (part == 0))[:, None], other=0.0).to(tl.float32)
     total = tl.sum(acc * factor[:, None], 0)
     if residual is not None:
         total += before.to(tl.float32)
@@ -372,14 +386,29 @@ def _grid(num_tiles: int, count: int, tile: PairTile) -> tuple[int, ...]:
     return (num_tiles, count) if tile.split else (num_tiles * count,)
 
 
-def _num_steps(num_features: int, tile: PairTile) -> int:
-    """Return the steps of each warp that shares the features of quantized rows."""
-    return triton.cdiv(num_features, 256 * tile.split) if tile.split else 0
+def _constants(x: Tensor, matrices: HeldWeights, top_k: int, tile: PairTile, pdl: bool) -> dict[str, Any]:
+    """Return what both kernels are compiled for."""
+    num_features = x.shape[1]
+    return {
+        "TOP_K": top_k,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "AHEAD": tile.ahead,
+        "ALL_AHEAD": tile.ahead * tile.block_k >= num_features,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PDL": pdl,
+        "CODES": matrices.pair_codes,
+        "GROUP": matrices.group,
+        "SPLIT": tile.split,
+        "STEPS": triton.cdiv(num_features, 256 * tile.split) if tile.split else 0,
+        "num_warps": tile.num_warps,
+        **launch_options(pdl),
+    }
 
 
 def pair_gate_up(
     x: Tensor,  # [T, K]
-    matrices: ExpertWeights,
+    matrices: HeldWeights,
     chosen: Chosen,
     gate: Gate,
     tile: PairTile,
@@ -387,14 +416,14 @@ def pair_gate_up(
 ) -> Tensor:
     """Return [T * top_k, inner]; rows of padding are undefined."""
     num_tokens, top_k = chosen.ids.shape
-    num_experts, double, _ = matrices.weight.shape
+    num_experts, double, _ = matrices.codes.shape
     num_features, inner = x.shape[1], double // 2
     out = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
     if num_tokens:
         _gate_up_kernel[_grid(triton.cdiv(inner, tile.block_n), num_tokens * top_k, tile)](
             x,
             chosen.factors,
-            matrices.weight,
+            matrices.codes,
             matrices.scales,
             matrices.zeros,
             matrices.bias,
@@ -405,27 +434,15 @@ def pair_gate_up(
             num_experts,
             LIMIT=gate.limit,
             ACTIVATION=gate.activation,
-            TOP_K=top_k,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
             EVEN_K=num_features % tile.block_k == 0,
-            AHEAD=tile.ahead,
-            ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            PDL=pdl,
-            CODES=matrices.kind,
-            GROUP=matrices.group,
-            SPLIT=tile.split,
-            STEPS=_num_steps(num_features, tile),
-            num_warps=tile.num_warps,
-            **launch_options(pdl),
+            **_constants(x, matrices, top_k, tile, pdl),
         )
     return out
 
 
 def pair_down(
     x: Tensor,
-    matrices: ExpertWeights,
+    matrices: HeldWeights,
     chosen: Chosen,
     tile: PairTile,
     residual: Tensor | None = None,
@@ -434,7 +451,7 @@ def pair_down(
 ) -> Tensor:
     """Return [T, num_out], in place of the residual if there is one. Must directly follow `pair_gate_up`."""
     num_tokens, top_k = chosen.ids.shape
-    (num_experts, num_out, _), num_features = matrices.weight.shape, x.shape[1]
+    (num_experts, num_out, _), num_features = matrices.codes.shape, x.shape[1]
     out = residual
     if out is None:
         out = padded_empty(num_tokens, num_out, x.dtype, x.device)
@@ -443,7 +460,7 @@ def pair_down(
     if num_tokens:
         _down_kernel[_grid(num_tiles, num_tokens, tile)](
             x,
-            matrices.weight,
+            matrices.codes,
             matrices.scales,
             matrices.zeros,
             matrices.bias,
@@ -458,19 +475,7 @@ def pair_down(
             num_out,
             num_features,
             num_experts,
-            TOP_K=top_k,
             PADDED_K=triton.next_power_of_2(top_k),
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            AHEAD=tile.ahead,
-            ALL_AHEAD=tile.ahead * tile.block_k >= num_features,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            PDL=pdl,
-            CODES=matrices.kind,
-            GROUP=matrices.group,
-            SPLIT=tile.split,
-            STEPS=_num_steps(num_features, tile),
-            num_warps=tile.num_warps,
-            **launch_options(pdl),
+            **_constants(x, matrices, top_k, tile, pdl),
         )
     return out

@@ -19,7 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.layers.triton.expert_parts import MXFP4
 from inflight.layers.triton.linear_parts import dot
+from inflight.layers.triton.mxfp4 import placed_bits
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Two words -> two bfloat16 of each of the four codes, times 2^-126.
@@ -81,12 +83,7 @@ def _placed_numbers(words, dtype: tl.constexpr):
 
 @triton.jit
 def _placed_number(words, CODE: tl.constexpr, dtype: tl.constexpr):
-    wide = words.to(tl.int32)
-    if CODE == 3:
-        bits = ((wide << 1) & 0x8000) | ((wide >> 5) & 0x0100) | ((wide >> 4) & 0x00C0)
-    else:
-        bits = (wide << (3 * CODE)) & 0x81C0
-    number = (bits << 16).to(tl.float32, bitcast=True)
+    number = (placed_bits(words, CODE) << 16).to(tl.float32, bitcast=True)
     if dtype != tl.bfloat16:
         number = (number * 8.507059173023462e37).to(dtype)
     return number
@@ -152,7 +149,7 @@ def _load_step(
     index = step * SPLIT + part  # [S]
     t = tl.arange(0, 4)[:, None, None, None]
     codes = ()
-    if CODES == 4:
+    if CODES == MXFP4:
         tile = (2 * index)[None, :, None, None]
         num_tiles = tl.cdiv(K, 128)
         words = at + tile * 32 + tl.arange(0, 32)[None, None, None, :]
@@ -195,7 +192,7 @@ def _step_products(
     j = tl.arange(0, 32)
     acc = tl.zeros([S, 8 * R, 8], tl.float32)
     # Each lane multiplies the columns that it loaded: tensor cores may add columns in any order.
-    if CODES == 4:
+    if CODES == MXFP4:
         column = index[None, :, None] * 256 + n[:, None, None] * 32 + j[None, None, :]
         inside = exists[None, :, None] & (column < K)
         features = _raised(tl.load(x_rows[None, :, None] + column, mask=inside, other=0.0))
@@ -240,8 +237,8 @@ def row_places(
     `own` [S]. A warp reads 8 rows at once, each with four lanes."""
     row = tl.arange(0, ROWS // 8)[None, None, :] * 8 + tl.arange(0, 8)[:, None, None]
     row = tl.minimum(first + row, num_rows - 1)
-    num_groups = tl.cdiv(K, 128 if CODES == 4 else GROUP) if GROUP != 0 else 1
-    length = 32 * num_groups if CODES == 4 else K
+    num_groups = tl.cdiv(K, 128 if CODES == MXFP4 else GROUP) if GROUP != 0 else 1
+    length = 32 * num_groups if CODES == MXFP4 else K
     at = (weight + own * num_rows * length)[None, :, None] + row * length
     scale_at = (scales + own * (num_groups * num_rows))[None, :, None] + row
     return at[:, :, :, None], scale_at[None, :, :, :]
@@ -281,5 +278,5 @@ def multiply_rows(
         scales = tl.permute(tl.load(scale_at), (2, 3, 1, 0))
         total *= tl.reshape(scales, [x_rows.shape[0], ROWS])
     if dtype == tl.bfloat16:
-        total *= 5.421010862427522e-20 if CODES == 4 else 7.205759403792794e16
+        total *= 5.421010862427522e-20 if CODES == MXFP4 else 7.205759403792794e16
     return total

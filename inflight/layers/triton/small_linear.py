@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.layers.triton.elementwise import activate
+from inflight.layers.triton.held import HeldWeights, as_held
 from inflight.layers.triton.linear_parts import (
     NextNorm,
     SplitKWorkspace,
@@ -28,25 +29,9 @@ from inflight.layers.triton.linear_parts import (
     launch_linear,
     leave_for_norm,
     load_squares,
-    multiply_plain,
-    multiply_tensor_cores,
     weight_rows,
 )
-from inflight.layers.triton.quantized import (
-    INT4,
-    QuantizedWeight,
-    as_quantized,
-    multiply_bytes,
-    multiply_int4,
-)
-from inflight.layers.triton.tuning import (
-    LinearTile,
-    choose_small,
-    choose_small_quantized,
-    num_multiprocessors,
-    shared_memory,
-    token_bucket,
-)
+from inflight.layers.triton.tuning import LinearTile, token_bucket
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
@@ -104,107 +89,14 @@ def _finish(
         leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_squares"])
-def _small_linear_kernel(
-    x,  # [num_tokens, K]
-    weight,  # [num_out, K]; with a gate [2 * num_out, K]
-    norm,  # [K] float32, or None
-    scales,  # of quantized weights, and their zero points: see `quantized.py`
-    zeros,
-    squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
-    bias,  # one for each weight row, or None
-    residual,  # [num_tokens, num_out], or None
-    next_weight,  # [num_out] float32 of the norm that reads the result, or None
-    out,  # [num_tokens, num_out]
-    scaled,  # the same; for the next norm
-    squares_left,  # [tiles, num_tokens]; for the next norm
-    partials,  # SPLIT_K of BLOCK_M * (BLOCK_N + 1) for each tile
-    counters,  # int32, one for each tile, zero
-    num_tokens,
-    num_out,
-    K,
-    eps,
-    ahead,
-    num_squares,
-    GATE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    LANES: tl.constexpr,
-    SQUARES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-    CODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
-    TOKEN_TILES: tl.constexpr,
-):
-    if TOKEN_TILES == 1:
-        token_tile, share_of_tile = 0, tl.program_id(0)
-    else:  # neighbours read the same weights
-        token_tile, share_of_tile = tl.program_id(0) % TOKEN_TILES, tl.program_id(0) // TOKEN_TILES
-    token = token_tile * BLOCK_M
-    # Words of 4-bit codes hold four features each.
-    row_size = K if CODES != 3 else tl.cdiv(K, GROUP) * (GROUP // 4)
-    split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
-    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
-    first = split * share
-    last = tl.minimum(first + share, K)
-    WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
+@triton.jit
+def _add_splits(
+    acc, sums, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
+    norm, squares, partials, counters, meeting, split,
+    SPLIT_K: tl.constexpr, EARLY: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Finish the tile. If programs share it, the last to arrive at `meeting` does, with the sums of all."""
     NORMED: tl.constexpr = norm is not None or squares is not None
-    # Prefetch what the end of the program needs.
-    next_weights = next_weight
-    if next_weight is not None:
-        n = tile * WIDTH + tl.arange(0, WIDTH)
-        next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
-    num_rows = num_out if GATE == 0 else 2 * num_out
-    if PDL:
-        if CODES == 3:
-            begin, end = first // GROUP, tl.cdiv(last, GROUP)
-            fetch_scales(scales, tile, num_out, num_rows, begin, end, GATE, BLOCK_N, LANES)
-            begin, end = begin * (GROUP // 4), end * (GROUP // 4)
-        else:
-            begin, end = first, last
-        fetch_tile(weight, tile, num_out, row_size, begin, end, ahead, GATE, BLOCK_N, LANES)
-    launch_dependents_then_wait(PDL)
-    # Load what the end of the program needs while it multiplies, unless large tiles need the registers.
-    EARLY: tl.constexpr = CODES != 3 or BLOCK_M < 64
-    loaded_squares = squares
-    before = residual
-    if EARLY:
-        if squares is not None:
-            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
-        if residual is not None:
-            place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
-            before = tl.load(residual + place, mask=live, other=0.0)
-    row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
-    rows = weight + row.to(tl.int64) * row_size
-    if CODES == 3:
-        acc, sums = multiply_int4(
-            x, rows, row, norm, scales, first, last, token, num_tokens, num_rows, K, GROUP, EVEN_K, BLOCK_M, BLOCK_N,
-            BLOCK_K, STAGES, PRECISION, SCALED,
-        )  # fmt: skip
-    elif BLOCK_M <= 4:
-        acc, sums = multiply_plain(
-            x, rows, row, norm, scales, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            CODES, GROUP,
-        )  # fmt: skip
-    elif CODES != 0:
-        acc, sums = multiply_bytes(
-            x, rows, row, norm, scales, zeros, first, last, num_tokens, K, GROUP, CODES, BLOCK_M, BLOCK_N, BLOCK_K,
-            STAGES, PRECISION,
-        )  # fmt: skip
-    else:
-        acc, sums = multiply_tensor_cores(
-            x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
-        )
-    if squares is not None:
-        if not EARLY:
-            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
-        sums = tl.sum(loaded_squares, 0)
     if SPLIT_K == 1:
         _finish(
             acc, sums, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens, num_out, K,
@@ -214,7 +106,6 @@ def _small_linear_kernel(
         PARTIAL_SIZE: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
         m = tl.arange(0, BLOCK_M)
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        meeting = tile * TOKEN_TILES + token_tile
         tile_partials = partials + meeting.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
         tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
         if norm is not None:
@@ -244,9 +135,102 @@ def _small_linear_kernel(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_squares"])
+def _small_linear_kernel(
+    x,  # [num_tokens, K]
+    weight,  # [num_out, K]; with a gate [2 * num_out, K]
+    norm,  # [K] float32, or None
+    scales,  # of quantized weights, and their zero points: see `held.py`
+    zeros,
+    squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
+    bias,  # one for each weight row, or None
+    residual,  # [num_tokens, num_out], or None
+    next_weight,  # [num_out] float32 of the norm that reads the result, or None
+    out,  # [num_tokens, num_out]
+    scaled,  # the same; for the next norm
+    squares_left,  # [tiles, num_tokens]; for the next norm
+    partials,  # SPLIT_K of BLOCK_M * (BLOCK_N + 1) for each tile
+    counters,  # int32, one for each tile, zero
+    num_tokens,
+    num_out,
+    K,
+    eps,
+    ahead,
+    num_squares,
+    GATE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    LANES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    MULTIPLY: tl.constexpr,  # a function like `multiply_plain`
+    GROUP: tl.constexpr,
+    QUANTIZE: tl.constexpr,  # whether inputs are quantized, too
+    SCALED: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+):
+    if TOKEN_TILES == 1:
+        token_tile, share_of_tile = 0, tl.program_id(0)
+    else:  # neighbours read the same weights
+        token_tile, share_of_tile = tl.program_id(0) % TOKEN_TILES, tl.program_id(0) // TOKEN_TILES
+    token = token_tile * BLOCK_M
+    PACKED: tl.constexpr = weight.dtype.element_ty == tl.int16  # words hold four features each
+    row_size = tl.cdiv(K, GROUP) * (GROUP // 4) if PACKED else K
+    split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    first = split * share
+    last = tl.minimum(first + share, K)
+    WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
+    # Prefetch what the end of the program needs.
+    next_weights = next_weight
+    if next_weight is not None:
+        n = tile * WIDTH + tl.arange(0, WIDTH)
+        next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
+    num_rows = num_out if GATE == 0 else 2 * num_out
+    if PDL:
+        if PACKED:
+            begin, end = first // GROUP, tl.cdiv(last, GROUP)
+            fetch_scales(scales, tile, num_out, num_rows, begin, end, GATE, BLOCK_N, LANES)
+            begin, end = begin * (GROUP // 4), end * (GROUP // 4)
+        else:
+            begin, end = first, last
+        fetch_tile(weight, tile, num_out, row_size, begin, end, ahead, GATE, BLOCK_N, LANES)
+    launch_dependents_then_wait(PDL)
+    # Load what the end of the program needs while it multiplies, unless large tiles need the registers.
+    EARLY: tl.constexpr = not PACKED or BLOCK_M < 64
+    loaded_squares = squares
+    before = residual
+    if EARLY:
+        if squares is not None:
+            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
+        if residual is not None:
+            place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+            before = tl.load(residual + place, mask=live, other=0.0)
+    row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
+    rows = weight + row.to(tl.int64) * row_size
+    acc, sums = MULTIPLY(
+        x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K, GROUP, EVEN_K, BLOCK_M,
+        BLOCK_N, BLOCK_K, STAGES, PRECISION, QUANTIZE, SCALED,
+    )  # fmt: skip
+    if squares is not None:
+        if not EARLY:
+            loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
+        sums = tl.sum(loaded_squares, 0)
+    _add_splits(
+        acc, sums, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
+        norm, squares, partials, counters, tile * TOKEN_TILES + token_tile, split,
+        SPLIT_K, EARLY, GATE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
 def small_linear(
     x: Tensor,  # [T, K]
-    weight: Tensor | QuantizedWeight,  # [N, K]
+    weight: Tensor | HeldWeights,  # [N, K]
     workspace: SplitKWorkspace,
     *,
     norm: Tensor | None = None,  # [K] float32
@@ -261,28 +245,18 @@ def small_linear(
     tile: LinearTile | None = None,
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    num_tokens = len(x)
-    quantized = as_quantized(weight)
+    num_tokens, held = len(x), as_held(weight)
     if out is None:
-        out = empty_result(x, quantized.codes, activation)
+        out = empty_result(x, held.codes, activation)
     if num_tokens == 0:
         return out
     if tile is None:
-        chip = num_multiprocessors(x.device), shared_memory(x.device)
-        bucket, num_rows = token_bucket(num_tokens), len(quantized.codes)
-        if quantized.kind == 0:
-            tile = choose_small(bucket, num_rows, x.shape[1], quantized.codes.itemsize, *chip)
-        else:
-            tile = choose_small_quantized(
-                bucket, num_rows, x.shape[1], quantized.kind, quantized.group, *chip
-            )
+        tile = held.small_tile(token_bucket(num_tokens))
     token_tiles = -(-num_tokens // tile.block_m)
-    assert token_tiles == 1 or quantized.kind == INT4, (
-        f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
-    )
+    assert token_tiles == 1 or held.splits_tokens, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     launch_linear(
         _small_linear_kernel,
-        (x, quantized.codes, norm, quantized.scales, quantized.zeros),
+        (x, held.codes, norm, held.scales, held.zeros),
         workspace,
         tile,
         token_tiles,
@@ -294,8 +268,9 @@ def small_linear(
         residual=residual,
         next_norm=next_norm,
         pdl=pdl,
-        CODES=quantized.kind,
-        GROUP=quantized.group,
+        MULTIPLY=held.multiply_few(tile),
+        GROUP=held.group,
+        QUANTIZE=held.quantizes_inputs,
         SCALED=tile.scaled,
         TOKEN_TILES=token_tiles,
     )

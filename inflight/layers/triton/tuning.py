@@ -107,11 +107,6 @@ def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
 
 
-def max_small_quantized(codes: int) -> int:
-    """Return the most tokens for which `small_linear` multiplies quantized weights; `codes` are those of its kernel."""
-    return {1: MAX_BYTES_SMALL, 5: MAX_BYTES_SMALL, 3: MAX_TOKENS}.get(codes, MAX_CONVERTED_SMALL)
-
-
 # The interpreter stands in for the chip that the tables below were made for.
 
 
@@ -188,15 +183,10 @@ def choose_small(
 
 
 @functools.cache
-def choose_small_quantized(
-    num_tokens: int, num_rows: int, num_features: int, codes: int, group: int, num_sms: int, shared_bytes: int
+def choose_small_bytes(
+    num_tokens: int, num_rows: int, num_features: int, group: int, num_sms: int, shared_bytes: int
 ) -> LinearTile:
-    """Return the tile of `small_linear` for quantized weights (measured on H200); `codes` and `group` are those of its
-    kernel."""
-    if num_tokens <= MAX_PLAIN and codes in (1, 5):
-        return _choose_plain(num_tokens, num_rows, num_features)
-    if codes == 3:
-        return _choose_int4(num_tokens, num_rows, num_features, group, num_sms, shared_bytes)
+    """Return the tile of `small_linear` for 8-bit weights (measured on H200)."""
     block_m = max(16, num_tokens)
     block_n = 128 if num_rows >= 128 * num_sms else 64
     # More features of more tokens are more than the registers hold.
@@ -212,8 +202,8 @@ def choose_small_quantized(
     return LinearTile(block_m, block_n, block_k, num_warps=4, stages=stages, split_k=split_k)
 
 
-def _choose_plain(num_tokens: int, num_rows: int, num_features: int) -> LinearTile:
-    """Return the tile for 8-bit weights without tensor cores."""
+def choose_small_codes(num_tokens: int, num_rows: int, num_features: int) -> LinearTile:
+    """Return the tile of `small_linear` for 8-bit weights without tensor cores."""
     if num_rows * num_features >= _LARGE:
         return LinearTile(
             num_tokens, block_n=8, block_k=min(2048, _padded(num_features)), num_warps=4, stages=1
@@ -223,10 +213,11 @@ def _choose_plain(num_tokens: int, num_rows: int, num_features: int) -> LinearTi
     return LinearTile(num_tokens, block_n=4, block_k=min(2048, _padded(num_features)), num_warps=4, stages=1)
 
 
-def _choose_int4(
+@functools.cache
+def choose_small_int4(
     num_tokens: int, num_rows: int, num_features: int, group: int, num_sms: int, shared_bytes: int
 ) -> LinearTile:
-    """Return the tile for 4-bit weights."""
+    """Return the tile of `small_linear` for 4-bit weights."""
     wide, block_m = num_rows >= 128 * num_sms, min(128, max(16, num_tokens))
     if num_tokens <= 32:
         # Tiles of 128 rows convert with fewer instructions, if there are enough of them or they can be split often.
@@ -335,16 +326,16 @@ def choose_pairs(top_k: int, hidden: int, inner: int, itemsize: int) -> tuple[Pa
     return gate_up, PairTile(block_n=4, block_k=block_k, num_warps=4, ahead=1)
 
 
-def choose_pairs_quantized(
-    top_k: int, hidden: int, inner: int, mxfp4: bool, fp8: bool = False
-) -> tuple[PairTile, PairTile]:
-    """Return the same for weights of 8 bits, or in MXFP4. `fp8` says that they are fp8 for which `pair_experts` has
-    products by tensor cores."""
+def choose_shared_pairs(top_k: int, hidden: int, inner: int) -> tuple[PairTile, PairTile]:
+    """Return the same for weights whose rows warps can share: see `shared_rows.py`."""
     experts = 1 << (top_k - 1).bit_length()
-    if mxfp4 or fp8:
-        # Programs of 8 outputs: gate and up are 16 rows, what tensor cores multiply at once.
-        gate_up = _shared_pair(block_n=8, experts=1, num_warps=4, num_features=hidden)
-        return gate_up, _shared_pair(block_n=16, experts=experts, num_warps=8, num_features=inner)
+    # Programs of 8 outputs: gate and up are 16 rows, what tensor cores multiply at once.
+    gate_up = _shared_pair(block_n=8, experts=1, num_warps=4, num_features=hidden)
+    return gate_up, _shared_pair(block_n=16, experts=experts, num_warps=8, num_features=inner)
+
+
+def choose_byte_pairs(hidden: int, inner: int) -> tuple[PairTile, PairTile]:
+    """Return the same for other 8-bit weights."""
     gate_up = PairTile(block_n=2, block_k=min(2048, _padded(hidden)), num_warps=2, ahead=1)
     block_k = min(256, _padded(inner))
     return gate_up, PairTile(block_n=8, block_k=block_k, num_warps=8, ahead=min(3, -(-inner // block_k)))
@@ -373,17 +364,21 @@ def choose_grouped(num_pairs: int, num_experts: int, itemsize: int) -> tuple[int
     return 128, gate_up, down
 
 
-def choose_grouped_quantized(
-    num_pairs: int, num_experts: int, converted: bool, step: int = 128, mxfp4: bool = False
-) -> tuple[int, GroupedTile, GroupedTile]:
-    """Return the same for quantized weights, which may be `converted`, `step` features at a time (measured with fp8 and
-    MXFP4 up to an average of 32)."""
+def choose_grouped_mxfp4(num_pairs: int, num_experts: int) -> tuple[int, GroupedTile, GroupedTile]:
+    """Return the same for MXFP4 (measured up to an average of 32 pairs)."""
     average = num_pairs / num_experts
-    if mxfp4:
-        # Two warps, or blocks of 8 pairs, are slower: they cannot use the tensor cores' instructions for four warps.
-        block_n = 64 if average <= 2 else 128
-        tile = GroupedTile(block_n=block_n, block_k=128, num_warps=4, stages=4, weights_left=True)
-        return 16 if average <= 8 else 32 if average <= 20 else 64, tile, tile
+    # Two warps, or blocks of 8 pairs, are slower: they cannot use the tensor cores' instructions for four warps.
+    block_n = 64 if average <= 2 else 128
+    tile = GroupedTile(block_n=block_n, block_k=128, num_warps=4, stages=4, weights_left=True)
+    return 16 if average <= 8 else 32 if average <= 20 else 64, tile, tile
+
+
+def choose_grouped_quantized(
+    num_pairs: int, num_experts: int, converted: bool, step: int = 128
+) -> tuple[int, GroupedTile, GroupedTile]:
+    """Return the same for other quantized weights, which may be `converted`, `step` features at a time (measured with
+    fp8 up to an average of 32 pairs)."""
+    average = num_pairs / num_experts
     if average <= 32:
         # Few rows are quantized where they are multiplied: again and again, but without another kernel.
         tile = GroupedTile(

@@ -90,7 +90,7 @@ def test_prompt_logprobs_and_vectors_share_a_step(reranker: Path, interpreted: I
     engine.score("scored", [9, 8, 7, 6])
     assert np.abs(engine.pool(TEXTS[2:3]) - alone).max() < 1e-5
     assert interpreted.runners
-    assert any(shape.scores for shape in interpreted.runners[-1].step.shapes_met)
+    assert any(shape.scores for shape in interpreted.runners[-1].upload.shapes_met)
 
 
 def test_text_as_long_as_its_row_does_not_touch_the_next_row(

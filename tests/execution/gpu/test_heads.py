@@ -63,5 +63,5 @@ def test_heads_of_several_shapes_match_the_cpu(
     monkeypatch.setattr(platforms, "platform", lambda _: place)
     assert answers(folder, dtype="float32", max_model_len=context) == expected
     runner = place.runners[-1]
-    assert any(shape.prefix for shape in runner.step.shapes_met)
+    assert any(shape.prefix for shape in runner.upload.shapes_met)
     assert runner.decoder.kv_shape(4).windows == ((None, 6) if context == 64 else (None, None))

@@ -20,18 +20,20 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_tables_reach_the_device_and_the_mirror() -> None:
     rows = DeviceRows(max_rows=4, max_len=40, block_size=4, device=DEVICE, num_tables=2)
-    updates = rows.extend([TableUpdate(2, 0, [7, 8, 9]), TableUpdate(0, 3, [5], table=1)])
-    assert updates.tolist() == [[2, 2, 2, 4], [0, 1, 2, 3], [7, 8, 9, 5]]
-    rows.write_tables(updates)
+    rows.extend([TableUpdate(2, 0, [7, 8, 9]), TableUpdate(0, 3, [5], table=1)])
+    assert rows.updates.tolist() == [[2, 2, 2, 4], [0, 1, 2, 3], [7, 8, 9, 5]]
+    rows.write_tables()
     assert rows.block_tables.tolist() == rows.mirror.tolist()
     assert rows.block_tables[0, 2, :3].tolist() == [7, 8, 9]
     assert rows.block_tables[1, 0, 3] == 5
-    assert rows.extend([]).shape == (3, 0)
+    rows.extend([])
+    assert rows.updates.shape == (3, 0)
 
 
 def test_more_table_updates_than_fit_a_shape_are_written_at_once() -> None:
     rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
-    rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 701)))]))
+    rows.extend([TableUpdate(1, 10, list(range(1, 701)))])
+    rows.write_tables()
     assert rows.block_tables.tolist() == rows.mirror.tolist()
     assert not rows.block_tables[0, 0].any()
 
@@ -49,7 +51,8 @@ def test_table_updates_are_aligned_whatever_their_number(count: int, monkeypatch
 
     monkeypatch.setattr(rows_module, "open_step", launch)
     rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
-    rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 1 + count)))]))
+    rows.extend([TableUpdate(1, 10, list(range(1, 1 + count)))])
+    rows.write_tables()
     assert rows.block_tables.tolist() == rows.mirror.tolist()
     assert [part.data_ptr() % 16 for part in launched[0]] == [0, 0, 0]
 

@@ -95,7 +95,7 @@ def test_greedy_tokens_match_the_cpu(
     deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform
 ) -> None:
     assert answers(deep, greedy(), enable_prefix_caching=False, pipeline_depth=1) == deep_on_the_cpu
-    assert not any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
+    assert not any(shape.prefix for shape in interpreted.runners[-1].upload.shapes_met)
 
 
 def test_many_chunks_get_their_own_shape(
@@ -103,7 +103,7 @@ def test_many_chunks_get_their_own_shape(
 ) -> None:
     monkeypatch.setattr("inflight.execution.gpu.shapes.FEW_CHUNKS", 1)
     assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
-    assert {shape.num_chunks for shape in interpreted.runners[-1].step.shapes_met} >= {1, 4}
+    assert {shape.num_chunks for shape in interpreted.runners[-1].upload.shapes_met} >= {1, 4}
 
 
 def test_prefixes_are_read_together_where_blocks_are_shared(
@@ -113,7 +113,7 @@ def test_prefixes_are_read_together_where_blocks_are_shared(
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
     assert answers(deep, greedy()) == deep_on_the_cpu
-    assert any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
+    assert any(shape.prefix for shape in interpreted.runners[-1].upload.shapes_met)
 
 
 def test_short_contexts_have_a_tile_of_their_own(
@@ -133,9 +133,9 @@ def test_short_contexts_have_a_tile_of_their_own(
     monkeypatch.setattr("inflight.attention.triton.backend.choose", tuned)
     monkeypatch.setattr("inflight.attention.triton.backend.decode_attention", watched)
     monkeypatch.setattr("inflight.attention.triton.planner.SHORT_CONTEXT", 35)
-    monkeypatch.setattr("inflight.execution.gpu.runner._num_processors", lambda _: 8)
+    monkeypatch.setattr("inflight.execution.gpu.attention._num_processors", lambda _: 8)
     assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
-    shapes = interpreted.runners[-1].step.shapes_met
+    shapes = interpreted.runners[-1].upload.shapes_met
     assert {shape.short_context for shape in shapes if not shape.chunks} == {False, True}
     assert not any(shape.short_context for shape in shapes if shape.chunks)
     assert len(used) == 2
@@ -156,7 +156,7 @@ def test_samples_and_scores_match_the_cpu(
 ) -> None:
     """Requests use every sampling parameter, in steps of the same shapes, two in flight."""
     actual = answers(folder, sampled(**more))
-    assert interpreted.runners[0].step.shapes_met
+    assert interpreted.runners[0].upload.shapes_met
     monkeypatch.setattr(platforms, "platform", platform)
     expected = answers(folder, sampled(**more), device="cpu")
     assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
@@ -229,7 +229,7 @@ def test_warm_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform)
         runner.warm_up_scoring()
         assert all((cache == 3.0).all() for cache in runner.cache.layers)
         assert (runner.rows.tokens == 4).all()
-        assert not runner.step.workspace.counters.any()
+        assert not runner.attention.workspace.counters.any()
 
 
 def test_persistent_error_is_reported_as_a_lost_device(

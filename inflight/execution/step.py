@@ -1,15 +1,113 @@
-"""Results that runners of all devices share: failures, vectors, and the rows that want prompt logprobs or vectors."""
+"""A step on the host, on all devices: the batch as arrays, the rows that want more than tokens, and results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.events import RequestFailure
 from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.scheduling import Admission, Batch, Sampled
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class HostStep:
+    """A batch as arrays: B entries, of which the first `num_decodes` decode; T tokens; S samples.
+
+    Sample i needs the hidden state of the step's token `sample_tokens[i]`. The first ones sample a token each, for
+    `sampling_entries`, in which an entry may occur several times; the others belong to `pooled_entries`.
+    """
+
+    batch: Batch
+    num_decodes: int
+    num_tokens: int
+    rows: Ints  # [B]
+    context_lens: Ints  # [B]
+    query_starts: Ints  # [B + 1]
+    token_rows: Ints  # [T]
+    positions: Ints  # [T]
+    slot_mapping: Ints  # [num_tables, T]
+    sampling_entries: list[int]
+    sample_tokens: Ints  # [S]
+    sample_rows: Ints  # [S], -1 where no token is sampled
+    sample_lengths: Ints  # [S] the position that the sampled token will have
+    pooled_entries: list[int] = field(default_factory=list)  # of the samples that only need the hidden state
+    scores: bool = False  # whether prompt tokens are scored, which needs the hidden states of all tokens
+    # On GPUs: whether decodes that share a prefix read it together, and whether all their contexts are short.
+    prefix: bool = False
+    short_context: bool = False
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.num_decodes == len(self.rows)
+
+    @property
+    def sampling_rows(self) -> Ints:
+        """The row of each sampled token."""
+        return self.sample_rows[: len(self.sampling_entries)]
+
+    def pool(self, entries: list[int]) -> None:
+        """Add samples for these entries, which sample no token: only the hidden state of their last one is needed."""
+        self.pooled_entries = entries
+        added = np.array(entries, dtype=np.int32)
+        self.sample_tokens = np.concatenate((self.sample_tokens, self.query_starts[added + 1] - 1))
+        self.sample_rows = np.concatenate((self.sample_rows, np.full_like(added, -1)))
+        self.sample_lengths = np.concatenate((self.sample_lengths, self.context_lens[added]))
+
+
+def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
+    """Convert a batch to arrays.
+
+    `tables` [num_tables, max_rows, max_blocks] are the block tables, including this step's blocks.
+    """
+    rows, starts, counts = np.array((batch.rows, batch.starts, batch.counts), dtype=np.int32)
+    lengths = starts + counts
+    ends = np.cumsum(counts, dtype=np.int32)
+    if batch.num_tokens == len(rows):
+        token_rows, positions = rows, starts
+    else:
+        token_rows = np.repeat(rows, counts)
+        offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
+        positions = np.repeat(starts, counts) + offsets
+    slot_mapping = tables[:, token_rows, positions // block_size] * block_size + positions % block_size
+    sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
+    if all(batch.samples):
+        sampling = list(range(len(rows)))
+    else:
+        sampling = [entry for entry, samples in enumerate(batch.samples) if samples]
+        sample_tokens, sample_rows, sample_lengths = (
+            sample_tokens[sampling],
+            rows[sampling],
+            lengths[sampling],
+        )
+    query_starts = np.empty(len(rows) + 1, dtype=np.int32)
+    query_starts[0] = 0
+    query_starts[1:] = ends
+    return HostStep(
+        batch=batch,
+        num_decodes=batch.num_decodes,
+        num_tokens=batch.num_tokens,
+        rows=rows,
+        context_lens=lengths,
+        query_starts=query_starts,
+        token_rows=token_rows,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        sampling_entries=sampling,
+        sample_tokens=sample_tokens,
+        sample_rows=sample_rows,
+        sample_lengths=sample_lengths,
+    )
+
+
+# ---- results ----
 
 # Prompt positions whose logits are held at once for prompt logprobs.
 PROMPT_LOGITS_AT_ONCE = 64
@@ -22,6 +120,13 @@ NO_TOKEN = RequestFailure("no_token_allowed", "the sampling parameters allow no 
 def failure(bad: int) -> RequestFailure:
     """Return why sampling an entry failed."""
     return NOT_FINITE if bad == IS_NOT_FINITE else NO_TOKEN
+
+
+class StepResult(Protocol):
+    """Results of one kind that a launched step will have."""
+
+    def read_into(self, result: Sampled) -> None:
+        """Add them to a result. The device is done with the step."""
 
 
 class StepVectors(NamedTuple):
