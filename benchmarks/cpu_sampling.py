@@ -54,7 +54,7 @@ def measure_sampling(library: Library | None, repeats: int) -> list[SamplingResu
     results = []
     for case, options in CASES.items():
         samplers: list[tuple[str, Sampler | NativeSampler]] = [
-            ("torch", Sampler(SamplingRows(NUM_ROWS, VOCAB_SIZE, "cpu")))
+            ("torch", Sampler(SamplingRows(NUM_ROWS, VOCAB_SIZE)))
         ]
         if library is not None:
             native = NativeSampler(library, NativeSamplingRows(NUM_ROWS, VOCAB_SIZE))

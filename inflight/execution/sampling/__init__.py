@@ -1,6 +1,6 @@
 """Sampling: permanent parameters per row, one token per row and step.
 
-`Sampler` over `SamplingRows` is written in torch and runs on any device; `cpu_sampler` prefers the compiled library.
+`Sampler` over `SamplingRows` is written in torch; `cpu_sampler` prefers the compiled library.
 """
 
 from inflight.execution.sampling.interface import (
@@ -11,8 +11,7 @@ from inflight.execution.sampling.interface import (
     SampledTensors,
 )
 from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, cpu_sampler
-from inflight.execution.sampling.rows import SamplingRows
-from inflight.execution.sampling.sampler import Sampler
+from inflight.execution.sampling.sampler import Sampler, SamplingRows
 
 __all__ = [
     "HAS_NO_TOKEN",

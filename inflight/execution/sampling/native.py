@@ -18,8 +18,7 @@ from inflight.execution.sampling.interface import (
     has_penalties,
     host_masks,
 )
-from inflight.execution.sampling.rows import SamplingRows
-from inflight.execution.sampling.sampler import Sampler
+from inflight.execution.sampling.sampler import Sampler, SamplingRows
 from inflight.native.library import Library, native_library
 from inflight.request import RequestSpec
 
@@ -173,5 +172,5 @@ def cpu_sampler(max_rows: int, vocab_size: int) -> NativeSampler | Sampler:
     """Return the compiled sampler, or the one in torch where the library cannot be built."""
     library = native_library()
     if library is None:
-        return Sampler(SamplingRows(max_rows, vocab_size, "cpu"))
+        return Sampler(SamplingRows(max_rows, vocab_size))
     return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))

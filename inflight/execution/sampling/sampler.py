@@ -1,63 +1,107 @@
-"""The sampler in torch: from logits to tokens, and log-probabilities under the raw logits.
+"""The sampler in torch, row by row: the reference for every parameter, and the fallback without a compiler.
 
-Log-probabilities are taken before any temperature, penalty or mask.
+A row's token is a function of its logits, its parameters and its own tokens, to the last bit. The number of torch's
+threads depends on the other rows, so no sum may depend on it: sums are left to `softmax`, which takes a row in one
+thread, or are fixed point, which is exact in any order.
+
+Log-probabilities are taken of the raw logits, before any temperature, penalty or mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.execution.sampling.gumbel import (
-    RowParams,
-    noise_key,
-    row_tiles,
-    sample_dense,
-    sample_nucleus,
-    sample_top_k,
-    top_candidates,
+from inflight.errors import EngineError
+from inflight.execution.sampling.gumbel import NoiseKey, log_exponential, noise_key
+from inflight.execution.sampling.interface import (
+    HAS_NO_TOKEN,
+    IS_NOT_FINITE,
+    LogprobTensors,
+    RowNumbers,
+    SampledTensors,
+    first_mask,
+    has_penalties,
+    host_masks,
 )
-from inflight.execution.sampling.interface import HAS_NO_TOKEN, LogprobTensors, SampledTensors
-from inflight.execution.sampling.rows import Allowed, BadWords, SamplingPlan, SamplingRows, make_plan
+from inflight.request import RequestSpec
+
+# Candidates that a row with top_p sorts, until their mass suffices. All of the vocabulary comes last.
+CANDIDATE_WIDTHS = (1024, 8192)
+# A mass of 1 in fixed point: 2^20 masses add up to less than 2^63, and a token whose mass rounds to 0 lies
+# 29 nats below the most likely one, where no noise (which spans 25 nats) can make it win.
+MASS_ONE = 2.0**42
 
 
-def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> LogprobTensors:
-    """Score targets [P] int64 and the most likely tokens of raw logits [P, V]; `counts` may not exceed V."""
-    shape = (len(logits), 1 + max(counts, default=0))
-    token_ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty_like(token_ids)
-    token_ids[:, 0] = target_ids
-    for tile in row_tiles(logits):
-        _score_tile(logits[tile], token_ids[tile], logprobs[tile], ranks[tile])
-    return LogprobTensors(token_ids, logprobs, ranks, counts)
+@dataclass(slots=True)
+class SamplingRow:
+    """The parameters of one row. Ids outside the vocabulary are left out."""
+
+    numbers: RowNumbers
+    num_logprobs: int | None
+    penalises: bool
+    mask: Tensor | None  # [V] bool: the tokens that it may sample
+    stop_ids: list[int]  # forbidden while the row is shorter than min_length
+    biases: dict[int, float]
+    bad_words: list[tuple[int, ...]]
 
 
-def _score_tile(logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None:
-    """Fill in everything but the targets, which are the first column of `token_ids`."""
-    ranks[:, 0] = 1 + (logits > logits.gather(1, token_ids[:, :1])).sum(-1)
-    num = token_ids.shape[1] - 1
-    if num:
-        values, token_ids[:, 1:] = top_candidates(logits, num)
-        # Any token greater than one of the best is itself one of the best.
-        ranks[:, 1:] = 1 + (values[:, None, :] > values[:, :, None]).sum(-1)  # [P, N, N] -> [P, N]
-    logprobs.copy_(logits.log_softmax(-1).gather(1, token_ids))
+class SamplingRows:
+    """Permanent sampling parameters of `max_rows` rows."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.host_masks = host_masks(max_rows, vocab_size)
+        self._rows: dict[int, SamplingRow] = {}
+
+    def set(self, row: int, request: RequestSpec) -> None:
+        """Assign `request` to `row`."""
+        params, vocab_size = request.params, self.vocab_size
+        bits = first_mask(params, vocab_size)
+        words = [tuple(word) for word in request.bad_word_ids]
+        self._rows[row] = SamplingRow(
+            RowNumbers.of(request, vocab_size),
+            None if params.logprobs is None else min(params.logprobs, vocab_size),
+            has_penalties(params),
+            self._unpacked(bits) if len(bits) else None,
+            self._known(request.stop_ids) if params.min_tokens > 0 else [],
+            {i: bias for i, bias in (params.logit_bias or {}).items() if i < vocab_size},
+            [word for word in words if word and len(self._known(word)) == len(word)],
+        )
+
+    def set_masks(self, rows: Sequence[int]) -> None:
+        """Let these rows sample next what their masks in `host_masks` allow."""
+        for row in rows:
+            self[row].mask = self._unpacked(self.host_masks[row])
+
+    def clear(self, row: int) -> None:
+        """Free `row`."""
+        self._rows.pop(row, None)
+
+    def __getitem__(self, row: int) -> SamplingRow:
+        if row not in self._rows:
+            raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")
+        return self._rows[row]
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        return [i for i in ids if 0 <= i < self.vocab_size]
+
+    def _unpacked(self, bits: NDArray[np.int32]) -> Tensor:
+        chosen = np.unpackbits(bits.view(np.uint8), count=self.vocab_size, bitorder="little")
+        return torch.from_numpy(chosen).bool()
 
 
 class Sampler:
-    """Samples one token for each row of a step.
-
-    A row's token is a function of its logits, its parameters and its own tokens, to the last bit: nothing
-    reduces across rows, and the neighbours do not change the order in which a row is summed.
-    """
+    """Samples one token for each row of a step."""
 
     def __init__(self, state: SamplingRows) -> None:
         self.state = state
-        self._plan: SamplingPlan | None = None
-        self._planned: tuple[int, tuple[int, ...]] = (-1, ())  # version and rows that _plan is for
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
@@ -66,142 +110,119 @@ class Sampler:
         logits [S, V] float32, contiguous, are overwritten. lengths [S] int32 or int64 count the tokens of
         each row before the new one. tokens [max_rows, max_len] int32 hold them.
         """
-        plan = self._plan_for(rows)
-        bad = _not_finite(logits)  # 1 is IS_NOT_FINITE
-        raw = None if plan.logprobs is None else logits[plan.logprobs]
-        if plan.adjusts:
-            adjust(logits, plan, self.state, lengths, tokens)
-            bad = torch.where(bad == 0, _not_finite(logits) * HAS_NO_TOKEN, bad)
-        token_ids = self._choose(logits, plan, lengths)
-        logprobs = None
-        if raw is not None and plan.logprobs is not None:
-            logprobs = score(raw, token_ids[plan.logprobs], plan.logprob_counts)
-        return SampledTensors(token_ids, bad, logprobs, plan.logprob_entries)
+        parameters = [self.state[row] for row in rows]
+        counts = {i: row.num_logprobs for i, row in enumerate(parameters) if row.num_logprobs is not None}
+        raw = logits[list(counts)]
+        noise = _noise(parameters, lengths)
+        sampled = [
+            _sample_row(x, parameters[i], tokens[rows[i]], length, noise and noise.select(i))
+            for i, (x, length) in enumerate(zip(logits, lengths.tolist(), strict=True))
+        ]
+        token_ids = torch.tensor([token_id for token_id, _ in sampled], dtype=torch.int64)
+        bad = torch.tensor([reason for _, reason in sampled], dtype=torch.uint8)
+        logprobs = score(raw, token_ids[list(counts)], tuple(counts.values())) if counts else None
+        return SampledTensors(token_ids, bad, logprobs, tuple(counts))
 
     def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
         """Score the prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
         return score(logits, target_ids, (min(num, logits.shape[1]),) * len(logits))
 
-    def _plan_for(self, rows: Sequence[int]) -> SamplingPlan:
-        key = (self.state.version, tuple(rows))
-        if self._plan is None or self._planned != key:
-            self._plan, self._planned = make_plan(self.state, rows), key
-        return self._plan
 
-    def _choose(self, logits: Tensor, plan: SamplingPlan, lengths: Tensor) -> Tensor:
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        if plan.greedy is not None:
-            token_ids[plan.greedy] = _select(logits, plan.greedy).argmax(-1)
-        for width, entries in plan.top_k.items():
-            self._sample_rows(partial(sample_top_k, width=width), entries, logits, plan, lengths, token_ids)
-        if plan.nucleus is not None:
-            sample = partial(sample_nucleus, min_p=plan.min_p)
-            self._sample_rows(sample, plan.nucleus, logits, plan, lengths, token_ids)
-        if plan.dense is not None:
-            sample = partial(sample_dense, min_p=plan.min_p)
-            self._sample_rows(sample, plan.dense, logits, plan, lengths, token_ids)
-        return token_ids
+def _noise(rows: Sequence[SamplingRow], lengths: Tensor) -> NoiseKey | None:
+    """Return the words of all rows' random numbers, [S] each; None if no row needs any."""
+    if all(row.numbers.argmax for row in rows):
+        return None
+    seeds = torch.tensor([(row.numbers.seed_low, row.numbers.seed_high) for row in rows], dtype=torch.int32)
+    return noise_key(seeds[:, 0], seeds[:, 1], lengths.int())
 
-    def _sample_rows(
-        self,
-        sample: Callable[[Tensor, RowParams], Tensor],
-        entries: Tensor,
-        logits: Tensor,
-        plan: SamplingPlan,
-        lengths: Tensor,
-        token_ids: Tensor,
-    ) -> None:
-        params = self._row_params(plan, entries, lengths)
-        chosen = _select(logits, entries)
-        token_ids_of_tiles = [sample(chosen[tile], params.select(tile)) for tile in row_tiles(chosen)]
-        token_ids[entries] = torch.cat(token_ids_of_tiles)
 
-    def _row_params(self, plan: SamplingPlan, entries: Tensor, lengths: Tensor) -> RowParams:
-        state, rows = self.state, plan.rows[entries]
-        return RowParams(
-            temperature=state.temperature[rows, None],
-            log_min_p=state.log_min_p[rows, None],
-            top_k=state.top_k[rows, None],
-            top_p=state.top_p[rows, None],
-            key=noise_key(state.seed_low[rows], state.seed_high[rows], lengths[entries].int()),
+def _sample_row(
+    logits: Tensor, row: SamplingRow, tokens: Tensor, length: int, noise: NoiseKey | None
+) -> tuple[int, int]:
+    """Return token number `length` of a row and 0, or some token and why sampling failed. Overwrites logits [V]."""
+    if not math.isfinite(logits.max()):
+        return 0, IS_NOT_FINITE
+    _adjust(logits, row, tokens[:length].long(), length)
+    if not math.isfinite(logits.max()):
+        return 0, HAS_NO_TOKEN
+    numbers = row.numbers
+    if numbers.argmax:
+        return int(logits.argmax()), 0
+    token_ids, candidates = torch.arange(len(logits), dtype=torch.int32), logits
+    if numbers.top_k:
+        token_ids = best_ids(logits, numbers.top_k)
+        candidates = logits[token_ids]
+    scores = candidates / numbers.temperature
+    if numbers.log_min_p > -math.inf:
+        scores.masked_fill_(scores < scores.max() + numbers.log_min_p, -torch.inf)
+    if numbers.top_p < 1:
+        nucleus = _nucleus(candidates, scores.double().softmax(0), numbers.top_p)
+        token_ids, scores = token_ids[nucleus], scores[nucleus]
+    assert noise is not None
+    scores -= log_exponential(noise, token_ids.int())[0]
+    return int(token_ids[scores == scores.max()].min()), 0  # ties go to the lower id
+
+
+def _adjust(logits: Tensor, row: SamplingRow, history: Tensor, length: int) -> None:
+    """Apply the row's mask, bad words, minimum length, biases and penalties, in this order."""
+    numbers = row.numbers
+    outputs = history[numbers.num_prompt_tokens :]
+    if row.mask is not None:
+        logits.masked_fill_(~row.mask, -torch.inf)
+    for *prefix, last in row.bad_words:
+        if len(prefix) <= len(outputs) and outputs[len(outputs) - len(prefix) :].tolist() == prefix:
+            logits[last] = -torch.inf
+    if length < numbers.min_length:
+        logits[row.stop_ids] = -torch.inf
+    for token_id, bias in row.biases.items():
+        logits[token_id] += bias
+    if row.penalises:
+        seen = history.bincount(minlength=len(logits)).nonzero()[:, 0]
+        counts = outputs.bincount(minlength=len(logits))[seen]
+        values = logits[seen]
+        values = torch.where(
+            values > 0, values / numbers.repetition_penalty, values * numbers.repetition_penalty
         )
+        values -= numbers.frequency_penalty * counts
+        values -= numbers.presence_penalty * (counts > 0)
+        logits[seen] = values
 
 
-def _not_finite(logits: Tensor) -> Tensor:
-    """Return [S] uint8: 1 where the greatest logit is not finite."""
-    return (~logits.amax(-1).isfinite()).view(torch.uint8)
+def best_ids(logits: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` greatest of logits [V], in order; ties by ascending id."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    token_ids = torch.arange(len(logits))
+    if count < len(logits):  # sort only those that reach the last one, and NaN
+        token_ids = token_ids[~(logits < logits.topk(count).values[-1])]
+    order = logits[token_ids].sort(descending=True, stable=True).indices
+    return token_ids[order[:count]]
 
 
-def _select(logits: Tensor, entries: Tensor) -> Tensor:
-    """Return the rows of `entries`, which are sorted; without a copy if these are all rows."""
-    return logits if len(entries) == len(logits) else logits[entries]
+def _nucleus(logits: Tensor, probs: Tensor, top_p: float) -> Tensor:
+    """Return the indices of the fewest most likely tokens whose mass reaches top_p; the first always stays."""
+    size, goal = len(logits), top_p * MASS_ONE
+    for width in (*(width for width in CANDIDATE_WIDTHS if width < size), size):
+        indices = best_ids(logits, width)
+        mass = probs[indices].mul_(MASS_ONE).round_().long()
+        mass_until = mass.cumsum(0)
+        if mass_until[-1] >= goal:
+            break
+    keep = mass_until - mass < goal
+    keep[0] = True
+    return indices[keep]
 
 
-def adjust(logits: Tensor, plan: SamplingPlan, state: SamplingRows, lengths: Tensor, tokens: Tensor) -> None:
-    """Apply all rules of `plan`. lengths [S], tokens [max_rows, max_len]"""
-    flat = logits.view(-1)
-    if plan.allowed is not None:
-        _keep_allowed(logits, plan.allowed)
-    for entry, mask in plan.masks.items():
-        logits[entry].masked_fill_(~mask, -torch.inf)
-    if plan.bad_words is not None:
-        _forbid_bad_words(flat, plan.bad_words, plan.rows, state.num_prompt_tokens, lengths, tokens)
-    if plan.stops is not None:
-        entries, places = plan.stops
-        too_short = lengths[entries] < state.min_length[plan.rows[entries]]
-        flat.index_add_(0, places, _forbid_where(too_short))
-    if plan.bias is not None:
-        flat.index_add_(0, *plan.bias)
-    if plan.penalties is not None:
-        _penalise(logits, plan.penalties, plan.rows, state, lengths, tokens)
-
-
-def _forbid_where(condition: Tensor) -> Tensor:
-    return torch.zeros(condition.shape, device=condition.device).masked_fill_(condition, -torch.inf)
-
-
-def _keep_allowed(logits: Tensor, allowed: Allowed) -> None:
-    flat = logits.view(-1)
-    values = flat[allowed.places]
-    logits.index_fill_(0, allowed.entries, -torch.inf)
-    flat[allowed.places] = values
-
-
-def _forbid_bad_words(
-    flat: Tensor, words: BadWords, rows: Tensor, num_prompt_tokens: Tensor, lengths: Tensor, tokens: Tensor
-) -> None:
-    """Forbid the last token of each bad word whose prefix was just generated. Prompt tokens are not matched."""
-    row = rows[words.entries]  # [n]
-    longest = words.prefixes.shape[1]
-    back = torch.arange(-longest, 0, device=flat.device)
-    positions = lengths[words.entries, None] + back  # [n, longest]
-    is_output = positions >= num_prompt_tokens[row, None]
-    recent = tokens[row[:, None], positions.clamp(min=0)]
-    matches = (words.prefixes < 0) | ((recent == words.prefixes) & is_output)
-    flat.index_add_(0, words.places, _forbid_where(matches.all(-1)))
-
-
-def _penalise(
-    logits: Tensor, entries: Tensor, rows: Tensor, state: SamplingRows, lengths: Tensor, tokens: Tensor
-) -> None:
-    """Apply the repetition penalty over the whole row, then frequency and presence penalties over its outputs.
-
-    This works on the tokens seen instead of the whole vocabulary. A token seen twice computes the same value
-    twice; positions past the row's end repeat its first token, which always exists.
-    """
-    row, length = rows[entries], lengths[entries, None]
-    # A CPU can read the lengths without stalling, and skip the unused ends of the rows.
-    width = int(length.max()) if logits.device.type == "cpu" else tokens.shape[1]
-    positions = torch.arange(width, device=logits.device)
-    seen = tokens[row, :width].long()  # [P, L]
-    seen = torch.where(positions < length, seen, seen[:, :1])
-    is_output = (positions >= state.num_prompt_tokens[row, None]) & (positions < length)
-
-    chosen = logits[entries]  # [P, V]
-    counts = torch.zeros_like(chosen).scatter_add_(1, seen, is_output.float()).gather(1, seen)
-    values = chosen.gather(1, seen)
-    repetition = state.repetition_penalty[row, None]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= state.frequency_penalty[row, None] * counts
-    values -= state.presence_penalty[row, None] * (counts > 0)
-    logits[entries] = chosen.scatter_(1, seen, values)
+def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> LogprobTensors:
+    """Score targets [P] int64 and the most likely tokens of raw logits [P, V]; `counts` may not exceed V."""
+    num = max(counts, default=0)
+    token_ids = torch.empty(len(logits), 1 + num, dtype=torch.int64)
+    logprobs, ranks = torch.empty(token_ids.shape), torch.empty_like(token_ids)
+    for i, (x, target) in enumerate(zip(logits, target_ids, strict=True)):
+        best = best_ids(x, num)
+        token_ids[i] = torch.cat([target[None], best])
+        ranks[i, 0] = 1 + (x > x[target]).sum()
+        # Any token greater than one of the best is itself one of the best.
+        ranks[i, 1:] = 1 + (x[best][None, :] > x[best][:, None]).sum(1)
+        logprobs[i] = x.log_softmax(0)[token_ids[i]]
+    return LogprobTensors(token_ids, logprobs, ranks, counts)

@@ -139,9 +139,9 @@ def acceptable(job: Job) -> set[int]:
     return answers
 
 
-def make_sampler(kind: str, max_rows: int, vocab_size: int, device: str = "cpu") -> Sampler | NativeSampler:
+def make_sampler(kind: str, max_rows: int, vocab_size: int) -> Sampler | NativeSampler:
     if kind == "torch":
-        return Sampler(SamplingRows(max_rows, vocab_size, device))
+        return Sampler(SamplingRows(max_rows, vocab_size))
     library = native_library()
     assert library is not None
     return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))
@@ -156,11 +156,10 @@ class Bench:
     jobs: Sequence[Job]
     max_rows: int = 16
     max_len: int = 64
-    device: str = "cpu"
     kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch" or "native"
 
     def __post_init__(self) -> None:
-        self.sampler = make_sampler(self.kind, self.max_rows, len(self.jobs[0].logits), self.device)
+        self.sampler = make_sampler(self.kind, self.max_rows, len(self.jobs[0].logits))
         self.state: Any = self.sampler.state  # that kind's rows
         self.tokens = torch.full((self.max_rows, self.max_len), GARBAGE, dtype=torch.int32)
         # Rows from the top down: an entry's index is never by chance its row.
@@ -172,10 +171,10 @@ class Bench:
     def sample(self, entries: Sequence[int] | None = None) -> SampledTensors:
         """Sample the given jobs, in that order; all of them by default."""
         entries = range(len(self.jobs)) if entries is None else entries
-        logits = torch.from_numpy(np.stack([self.jobs[i].logits for i in entries])).to(self.device)
-        lengths = torch.tensor([len(self.jobs[i].token_ids) for i in entries], device=self.device)
+        logits = torch.from_numpy(np.stack([self.jobs[i].logits for i in entries]))
+        lengths = torch.tensor([len(self.jobs[i].token_ids) for i in entries])
         rows = [self.rows[i] for i in entries]
-        return self.sampler.sample(logits, rows, lengths, self.tokens.to(self.device))
+        return self.sampler.sample(logits, rows, lengths, self.tokens)
 
 
 def job(logits: Sequence[float] | NDArray[Any], **fields: Any) -> Job:

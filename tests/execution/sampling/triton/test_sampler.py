@@ -151,7 +151,7 @@ def sample_jobs(bench: Bench, entries: list[int], group: int) -> tuple[list[int]
 
 def agree(jobs: list[Job], group: int) -> list[int]:
     """Check that the torch sampler and the kernels give the same tokens and log-probabilities."""
-    bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
+    bench = Bench(jobs, max_rows=len(jobs) + 1)
     reference = bench.sample().to_host()
     actual = KernelBench(bench, group).sample(list(range(len(jobs))))
     assert actual.ids == reference.token_ids
@@ -223,7 +223,7 @@ def test_non_finite_logits_fail_and_still_give_a_token() -> None:
     logits = [x for x in (fine, nan, inf, nothing) for _ in range(3)]
     options: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
     jobs = [job(x, **option) for x, option in zip(logits, options * 4, strict=True)]
-    bench = Bench(jobs, device=DEVICE)
+    bench = Bench(jobs)
     ids, bad, tokens = sample_jobs(bench, list(range(12)), 8)
     assert bad == [0] * 3 + [IS_NOT_FINITE] * 9
     assert all(0 <= i < 130 for i in ids)
@@ -233,7 +233,7 @@ def test_non_finite_logits_fail_and_still_give_a_token() -> None:
 def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
     rng = np.random.default_rng(1)
     jobs = [job(rng.normal(size=90), outputs=[1] * i, seed=i, top_p=0.7) for i in range(3)]
-    bench = Bench(jobs, device=DEVICE)
+    bench = Bench(jobs)
     ids, bad, tokens = sample_jobs(bench, [2, -1, 0, 1, -1], 8)
     assert ids[1] == ids[4] == UNTOUCHED
     assert bad == [0, UNTOUCHED, 0, 0, UNTOUCHED]
@@ -266,9 +266,9 @@ def test_steps_update_seen_and_forbidden_tokens() -> None:
     jobs = [
         job(rng.normal(size=40), prompt=[1, 2, 3], outputs=[5, 5][:n], **o) for n, o in enumerate(options)
     ]
-    kernels = KernelBench(Bench(jobs, max_rows=8, device=DEVICE), group=8)
+    kernels = KernelBench(Bench(jobs, max_rows=8), group=8)
     for _ in range(6):
-        reference = Bench(jobs, max_rows=8, device=DEVICE).sample().to_host()
+        reference = Bench(jobs, max_rows=8).sample().to_host()
         assert kernels.sample(list(range(len(jobs)))).ids == reference.token_ids
         for each, token_id in zip(jobs, reference.token_ids, strict=True):
             each.outputs.append(token_id)
@@ -309,7 +309,7 @@ def test_row_does_not_depend_on_its_neighbours() -> None:
         job(some_logits(rng, 500, "ties"), seed=i, **options)
         for i, options in enumerate((*MIXTURE[::3], *SPECIAL[::2]))
     ]
-    bench = Bench(jobs, max_rows=16, device=DEVICE)
+    bench = Bench(jobs, max_rows=16)
     together, _, _ = sample_jobs(bench, list(range(len(jobs))), 8)
     backwards, _, _ = sample_jobs(bench, [-1, *reversed(range(len(jobs)))], 8)
     assert backwards[1:] == together[::-1]
@@ -321,7 +321,7 @@ def test_row_does_not_depend_on_its_neighbours() -> None:
 def test_samples_follow_the_distribution(options: dict[str, Any], kept: int) -> None:
     logits = np.array([0.0, 2.0, -1.0, 1.5, 0.25, -3.0, 1.0, -0.5])
     num = 4096 if DEVICE == "cuda" else 64
-    bench = Bench([job(logits, seed=seed, **options) for seed in range(num)], max_rows=num, device=DEVICE)
+    bench = Bench([job(logits, seed=seed, **options) for seed in range(num)], max_rows=num)
     ids, _, _ = sample_jobs(bench, list(range(num)), 4)
     probs = np.exp(logits / options.get("temperature", 1.0))
     probs[np.argsort(-logits)[kept:]] = 0
