@@ -188,7 +188,7 @@ def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
     core.add(engine.frontend.input_processor.requests("warm-up", ids, params)[1][0])
     while core.has_work:
         core.step()
-    core.scheduler.blocks.drop_cache()
+    core.reset_prefix_cache()
 
 
 # ---- figures ----

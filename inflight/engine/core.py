@@ -25,6 +25,7 @@ from inflight.engine.runner import (
 from inflight.engine.stats import STEP_SIZES, EngineStats, ExpertLoads
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request, Status
 from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
 from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder, TimelinePage, TimelineQuery
@@ -352,6 +353,10 @@ class EngineCore:
             self.scheduler.pool.num_preemptions,
             self.scheduler.pool.usage().groups,
         )
+
+    def watch_cache(self, changes: CacheChanges | None) -> None:
+        """Report changes of the prefix cache from now on, beginning with its content; None ends that."""
+        self.scheduler.blocks.cache.report(changes)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Running requests keep their blocks."""

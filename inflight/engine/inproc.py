@@ -297,7 +297,7 @@ class InprocClient:
 
         def call() -> None:
             self._cache_changes = CacheChanges()
-            self._core.scheduler.blocks.cache.report(self._cache_changes)
+            self._core.watch_cache(self._cache_changes)
             self._report_cache_changes()
 
         self._calls.put(call)

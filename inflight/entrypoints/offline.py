@@ -317,7 +317,7 @@ class LocalEngine:
                 self._remove(call)
             self._drain()
             # An interrupted step has not filled the blocks that it registered in the prefix cache.
-            self._loaded.core.scheduler.blocks.drop_cache()
+            self._loaded.core.reset_prefix_cache()
         except Exception:
             logger.exception("the engine could not be emptied after an error")
         finally:

@@ -132,11 +132,8 @@ class OpenRuns:
         if samples and not outputs and error is None:
             kind = HELD  # the request had ended: the token was dropped
         elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
-            kind = DECODE
-            start, count = (
-                start + count - 1,
-                1,
-            )  # it may also compute others that were returned together with this one
+            # Tokens that were returned together with its last one, and have no KV yet, are computed before it.
+            kind, start, count = DECODE, start + count - 1, 1
         else:
             kind = PREFILL
         if outputs:
@@ -224,9 +221,7 @@ class OpenRuns:
         self._steady = None
         if run.kind == DECODE:
             self._decoding.remove(request)
-            self._sum_offsets -= (
-                (token_at(run, end_step) - end_step) if run.counts else run.first_token - run.first_step
-            )
+            self._sum_offsets -= token_at(run, end_step) - end_step
         else:
             self._others.remove(request)
         self._close_run(run, end_step, outputs)

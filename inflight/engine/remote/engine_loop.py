@@ -133,7 +133,7 @@ class EngineLoop:
                 self._outbox.taken(num_read)
             case WatchCache(enabled):
                 self._outbox.cache_changes = changes = CacheChanges() if enabled else None
-                self._core.scheduler.blocks.cache.report(changes)
+                self._core.watch_cache(changes)
             case WatchTimeline(enabled):
                 self._core.recorder.watch(enabled)
             case ReadTimeline(call, query):
