@@ -48,7 +48,7 @@ def curve(engine: LoadedEngine) -> list[dict[str, Any]]:
 
 def _request(engine: LoadedEngine, name: str, prompt: list[int], max_tokens: int) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return engine.input_processor.requests(name, prompt, params)[1][0]
+    return engine.frontend.input_processor.requests(name, prompt, params)[1][0]
 
 
 def _prompt(index: int, length: int) -> list[int]:

@@ -114,7 +114,7 @@ def prompts_with_answers(
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
     found = []
     for index, delta in enumerate(deltas):
-        prompt = llm._engine.prepare(f"p{index}", [5] * PROMPT_LENGTH, params)
+        prompt = llm._engine.frontend.prepare(f"p{index}", [5] * PROMPT_LENGTH, params)
         request_id = prompt.answers[0].request.request_id
         for _ in range(num_tokens):
             assert delta.logprobs is not None
@@ -124,7 +124,7 @@ def prompts_with_answers(
 
 
 def as_json(llm: LLM, prompts: list[OutputProcessor], logprobs: int) -> int:
-    tokenizer = llm._engine.tokenizer
+    tokenizer = llm._engine.frontend.tokenizer
     formatter = ChatFormatter(
         "id", "model", created=0, tokenizer=tokenizer, fingerprint="fp", num_logprobs=logprobs
     )

@@ -43,12 +43,14 @@ class Cost:
 
 def bad_words(engine: LoadedEngine, num_tokens: int) -> list[str]:
     """Different words, whose tokens, alone and after a space, are nearly so many."""
-    assert engine.tokenizer is not None
+    assert engine.frontend.tokenizer is not None
     words: list[str] = []
     total = 0
     for number in range(MAX_BAD_WORDS):
         word = "".join(chr(97 + (number >> shift) % 26) + "q" for shift in (0, 4, 8, 12))
-        total += sum(map(len, engine.tokenizer.encode_batch([word, f" {word}"], add_special_tokens=False)))
+        total += sum(
+            map(len, engine.frontend.tokenizer.encode_batch([word, f" {word}"], add_special_tokens=False))
+        )
         if total > num_tokens:
             break
         words.append(word)
@@ -56,7 +58,7 @@ def bad_words(engine: LoadedEngine, num_tokens: int) -> list[str]:
 
 
 def kinds(engine: LoadedEngine, num_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    size = engine.input_processor.vocab_size
+    size = engine.frontend.input_processor.vocab_size
     ids = [number % size for number in range(num_tokens)]  # a list may have an id twice
     yield "plain", {}
     yield "bad words", {"bad_words": bad_words(engine, num_tokens)}
@@ -69,8 +71,8 @@ def measure(engine: LoadedEngine, kind: str, num_answers: int, options: dict[str
     core, codec = engine.core, Codec[ToEngine](bytes(SECRET_LENGTH), ToEngine)
     plain = SamplingParams(max_tokens=2 * NUM_STEPS, temperature=0, ignore_eos=True)
     params = SamplingParams(n=num_answers, max_tokens=NUM_STEPS, ignore_eos=True, seed=0, **options)
-    neighbour = engine.prepare("neighbour", [5, 6, 7], plain).answers[0].request
-    answers = engine.prepare("dear", [5, 6, 7], params).answers
+    neighbour = engine.frontend.prepare("neighbour", [5, 6, 7], plain).answers[0].request
+    answers = engine.frontend.prepare("dear", [5, 6, 7], params).answers
     frames = [bytes(encode_add(codec, call, answer.request)) for call, answer in enumerate(answers)]
     core.add(neighbour)
     for _ in range(8):

@@ -72,10 +72,10 @@ def shares(intervals: Iterable[Interval], num_steps: int) -> list[Share]:
 def start_decoding(engine: LoadedEngine, batch: int, context: int, max_tokens: int) -> EngineCore:
     """An engine in which `batch` requests have computed their prompts."""
     core = engine.core
-    work = steady(batch, context - WARM_UP, max_tokens, engine.input_processor.vocab_size)
+    work = steady(batch, context - WARM_UP, max_tokens, engine.frontend.input_processor.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for index, prompt in enumerate(work.prompts):
-        core.add(engine.input_processor.requests(str(index), prompt, params)[1][0])
+        core.add(engine.frontend.input_processor.requests(str(index), prompt, params)[1][0])
     num_steps = 0
     while num_steps < WARM_UP:
         num_steps += len(core.step()) == batch

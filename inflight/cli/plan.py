@@ -58,17 +58,17 @@ def plan(
     if (gpus is None) == (cpu is None):
         raise typer.BadParameter("give --gpus NxSIZE (4x80GB), or --cpu SIZE")
     with interrupts_end_at_once():
-        from inflight.loading.planning import Devices, plan_model  # imports torch
+        from inflight.loading.planning import Devices, plan_devices  # imports torch
 
     config = EngineConfig.create(model, **engine)
     if gpus is not None:
         devices = Devices("cuda", *parse_gpus(gpus))
     else:
         devices = Devices("cpu", MAX_CPU_RANKS, parse_size(str(cpu), "--cpu"))
-    layout = plan_model(config, devices)
-    dtype = str(layout.dtype).removeprefix("torch.")
+    layout = plan_devices(config, devices)
+    dtype = str(layout.model.dtype).removeprefix("torch.")
     table = Table(
-        title=f"{layout.parameters / 1e9:.2f} billion parameters in {dtype}, context {layout.context:,}",
+        title=f"{layout.parameters / 1e9:.2f} billion parameters in {dtype}, context {layout.model.context:,}",
         title_justify="left",
     )
     for column in ("tp x pp", "weights per rank", "KV per rank", "KV tokens", "full-length requests"):

@@ -90,7 +90,7 @@ def measure(
     _warm_up(core, engine)
     requests = [
         with_origin(
-            engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0],
+            engine.frontend.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0],
             index,
             job.title,
         )
@@ -182,10 +182,10 @@ def _request_run(job: Job, request: Request, origin: float) -> RequestRun:
 def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
     """Run a few tokens so that no strategy pays for the first step of a process or an engine."""
     rng = Random(0)
-    size = min(WARM_UP_TOKENS, engine.max_model_len - WARM_UP_TOKENS)
-    ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(max(size, 1))]
+    size = min(WARM_UP_TOKENS, engine.frontend.max_model_len - WARM_UP_TOKENS)
+    ids = [rng.randrange(engine.frontend.input_processor.vocab_size) for _ in range(max(size, 1))]
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, seed=0)
-    core.add(engine.input_processor.requests("warm-up", ids, params)[1][0])
+    core.add(engine.frontend.input_processor.requests("warm-up", ids, params)[1][0])
     while core.has_work:
         core.step()
     core.scheduler.blocks.drop_cache()

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
-from inflight.compare.timeline import ComparisonView, Span, SpanKind, TimeAxis, Timeline
+from inflight.compare.timeline import ComparisonView, Span, TimeAxis, Timeline
+from inflight.timeline import SlotKind
 from inflight.web import comparison_document
 
 _BEFORE = """<h2>{title}</h2>
@@ -45,7 +46,10 @@ def to_html(comparison: ComparisonView) -> str:
         "titles": {name: f"{name}: {comparison.short_summary(name)}" for name in comparison.results},
         "seconds": TimeAxis.over(comparison.timelines).limit,
         "padded": comparison.padded,
-        "legend": [(entry.kind or "free", entry.text) for entry in comparison.legend],
+        "legend": [
+            ("free" if entry.kind is None else entry.kind.name.lower(), entry.text)
+            for entry in comparison.legend
+        ],
     }
     chunks = [chunk for result in comparison.results.values() for chunk in result.chunks]
     after = _AFTER.format(text_version=_text_version(comparison))
@@ -96,6 +100,6 @@ def slots_as_text(comparison: ComparisonView, timeline: Timeline) -> list[str]:
 def _steps(spans: list[Span]) -> str:
     first, last = spans[0].first, spans[-1].last - 1
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    if spans[-1].kind is not SpanKind.HELD:
+    if spans[-1].kind is not SlotKind.HELD:
         return steps
     return f"{steps}, finished before step {spans[-1].first}"

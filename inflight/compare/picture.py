@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from inflight.compare.drawing import Drawing, Rect, Text
-from inflight.compare.timeline import Axis, ComparisonView, SpanKind, StepAxis, TimeAxis, Timeline, ticks
+from inflight.compare.timeline import Axis, ComparisonView, StepAxis, TimeAxis, Timeline, ticks
+from inflight.timeline import SlotKind
 
 TITLE = "Which request held which slot"
 WIDTH = 1200
@@ -106,7 +107,7 @@ class _Pen:
             x, y = LEFT + low * scale, top + span.slot * self.row
             width, height = (min(high, axis.limit) - low) * scale, self.row - gap
             title = self.comparison.describe_span(span)
-            if span.kind is not SpanKind.PREFILL:
+            if span.kind is not SlotKind.PREFILL:
                 self.drawing.items += _cell(span.kind, x, y, width, height, span.request, title)
             else:
                 width = max(width, MIN_PREFILL)
@@ -120,7 +121,7 @@ class _Pen:
         if self.row < 9 or index + 1 == len(spans):
             return []
         span, following = spans[index], spans[index + 1]
-        if following.kind is not SpanKind.DECODE or following.request != span.request:
+        if following.kind is not SlotKind.DECODE or following.request != span.request:
             return []
         text = self.comparison.label(span.request)
         low, high = axis.interval(timeline, following)
@@ -142,14 +143,14 @@ class _Pen:
 
 
 def _cell(
-    kind: SpanKind | None, x: float, y: float, width: float, height: float, request: int, title: str
+    kind: SlotKind | None, x: float, y: float, width: float, height: float, request: int, title: str
 ) -> list[Rect]:
-    if kind is SpanKind.HELD:
+    if kind is SlotKind.HELD:
         return _held_cell(x, y, width, height, request, title)
     paint = {
-        SpanKind.PREFILL: prefill_colour(request),
-        SpanKind.DECODE: decode_colour(request),
-        SpanKind.PADDING: "held",
+        SlotKind.PREFILL: prefill_colour(request),
+        SlotKind.DECODE: decode_colour(request),
+        SlotKind.PADDING: "held",
         None: "slot",
     }
     return [Rect(x, y, width, height, paint[kind], title)]

@@ -12,7 +12,6 @@ from inflight.compare.timeline import (
     LegendEntry,
     RequestInfo,
     Span,
-    SpanKind,
     StrategyComparison,
     StrategyResult,
     join_words,
@@ -22,6 +21,7 @@ from inflight.compare.timeline import (
 )
 from inflight.compare.workload import Job, Workload, build_jobs
 from inflight.loading import LoadedEngine
+from inflight.timeline import SlotKind
 
 STRATEGIES = ("sequential", "static", "continuous")
 CLOSE_STEPS = 96
@@ -36,9 +36,9 @@ class ChatInfo(RequestInfo):
 
 
 LEGEND = (
-    LegendEntry(SpanKind.PREFILL, "computing a prompt (prefill)", "prefill"),
-    LegendEntry(SpanKind.DECODE, "producing one token per step (decode)", "decode"),
-    LegendEntry(SpanKind.HELD, "finished, but its slot is not released", "finished, slot held"),
+    LegendEntry(SlotKind.PREFILL, "computing a prompt (prefill)", "prefill"),
+    LegendEntry(SlotKind.DECODE, "producing one token per step (decode)", "decode"),
+    LegendEntry(SlotKind.HELD, "finished, but its slot is not released", "finished, slot held"),
     LegendEntry(None, "empty slot", ""),
 )
 DEFINITIONS = (
@@ -119,9 +119,9 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
             f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
         )
         activity = {
-            SpanKind.PREFILL: "prompt",
-            SpanKind.DECODE: f"{span.num_tokens} tokens",
-            SpanKind.HELD: "finished, slot held",
+            SlotKind.PREFILL: "prompt",
+            SlotKind.DECODE: f"{span.num_tokens} tokens",
+            SlotKind.HELD: "finished, slot held",
         }
         return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, {steps}: {activity[span.kind]}"
 

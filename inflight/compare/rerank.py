@@ -9,33 +9,32 @@ from typing import Any
 
 import numpy as np
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.measure import MAX_RECORD_BYTES, Recording, serve, with_origin
-from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import Progress
 from inflight.compare.timeline import (
     LegendEntry,
     RequestInfo,
     Span,
-    SpanKind,
     StrategyComparison,
     Timeline,
     join_words,
     request_label,
     results_of,
 )
-from inflight.compare.workload import Arrival
+from inflight.compare.workload import draw_pairs
 from inflight.errors import EngineError, ParameterError
 from inflight.execution.encoder_runner import TextRunner
 from inflight.loading import LoadedEngine
 from inflight.request import Request
-from inflight.timeline import RecordedStep
+from inflight.timeline import RecordedStep, SlotKind
 
 CLOSE_STEPS = 12  # each step scores many pairs
 PADDED = "static"  # the strategy whose batches are padded to their longest text
 
 LEGEND = (
-    LegendEntry(SpanKind.PREFILL, "computing a pair", "compute"),
-    LegendEntry(SpanKind.PADDING, "computing padding", "padding"),
+    LegendEntry(SlotKind.PREFILL, "computing a pair", "compute"),
+    LegendEntry(SlotKind.PADDING, "computing padding", "padding"),
     LegendEntry(None, "empty slot", ""),
 )
 DEFINITIONS = (
@@ -139,7 +138,7 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
 
     def describe_span(self, span: Span) -> str:
         pair = self.requests[span.request]
-        activity = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
+        activity = "padding" if span.kind is SlotKind.PADDING else f"{pair.num_tokens} tokens"
         return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, step {span.first}: {activity}"
 
     def to_json(self) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def compare_reranking(
     progress: Progress | None = None,
 ) -> RerankComparison:
     """Score the same pairs under every strategy, one after the other."""
-    processor = engine.scoring_processor("rerank")
+    processor = engine.frontend.scoring_processor("rerank")
     if processor.facts.scores != "pair" or processor.facts.splittable:
         raise ParameterError(
             "the rerank workload needs a cross-encoder, which reads a question and a passage together in one step: "
@@ -228,7 +227,7 @@ def measure_pairs(
     """Score the pairs under a strategy, on a fresh engine core with the same weights."""
     longest = max(len(request.token_ids) for request in requests)
     # Every slot can be used in every step, even if all texts are padded to the longest.
-    max_tokens = max(num_slots * longest, engine.max_model_len)
+    max_tokens = max(num_slots * longest, engine.frontend.max_model_len)
     core = engine.use(policy=strategy, max_num_seqs=num_slots, max_num_batched_tokens=max_tokens)
     runner = core.runner
     assert isinstance(runner, TextRunner)
@@ -284,8 +283,8 @@ def lay_out_pairs(run: RerankRun, num_slots: int) -> Timeline:
             request, share = int(slot.request.request_id), slot.num_tokens / longest
             if run.strategy != PADDED:
                 share = 1.0
-            spans.append(Span(row, request, SpanKind.PREFILL, number, number + 1, 1, 0.0, share))
+            spans.append(Span(row, request, SlotKind.PREFILL, number, number + 1, 1, 0.0, share))
             if share < 1:
-                spans.append(Span(row, request, SpanKind.PADDING, number, number + 1, 0, share, 1.0))
+                spans.append(Span(row, request, SlotKind.PADDING, number, number + 1, 0, share, 1.0))
     spans.sort(key=lambda span: (span.slot, span.first, span.begin))
     return Timeline(run.strategy, num_slots, run.recording.begins, run.recording.ends, spans)

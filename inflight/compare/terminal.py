@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import groupby, zip_longest
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,30 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.compare.picture import decode_colour, prefill_colour
-from inflight.compare.timeline import ComparisonView, SpanKind, TimeAxis, Timeline, ticks
+from inflight.compare.timeline import ComparisonView, TimeAxis, Timeline, ticks
+from inflight.timeline import SlotKind
+from inflight.timeline.terminal import Bar, Cell, slot_cells
 
 GUTTER = 4  # columns for the slots' numbers
 MIN_COLUMNS = 10
 FOLD = 2  # if more slots than this are never used, they share one line
 
 # How spans are told apart without colour.
-_MARKS = {SpanKind.PREFILL: "▓", SpanKind.DECODE: "━", SpanKind.HELD: "·", SpanKind.PADDING: "·", None: " "}
-_ASCII_MARKS = {
-    SpanKind.PREFILL: "#",
-    SpanKind.DECODE: "-",
-    SpanKind.HELD: ".",
-    SpanKind.PADDING: ".",
-    None: " ",
-}
-_WASTED = (SpanKind.HELD, SpanKind.PADDING)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """One column of one slot: the request and kind that took most of it."""
-
-    request: int = -1
-    kind: SpanKind | None = None
+Marks = dict[SlotKind, str]
+_MARKS = {SlotKind.PREFILL: "▓", SlotKind.DECODE: "━", SlotKind.HELD: "·", SlotKind.PADDING: "·"}
+_ASCII_MARKS = {SlotKind.PREFILL: "#", SlotKind.DECODE: "-", SlotKind.HELD: ".", SlotKind.PADDING: "."}
+_WASTED = (SlotKind.HELD, SlotKind.PADDING)
 
 
 def print_comparison(comparison: ComparisonView, console: Console) -> None:
@@ -68,12 +57,12 @@ def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
     for timeline in comparison.timelines:
         yield Text()
         yield _title(comparison, timeline, axis)
-        cells = _columns(timeline, axis, num_columns)
+        cells, empty = _cells(timeline, axis, num_columns), [None] * num_columns
         unused = timeline.num_slots - timeline.num_slots_used
         shown = timeline.num_slots_used if unused > FOLD else timeline.num_slots
         for slot in range(shown):
             line = Text(f"{slot + 1:>{GUTTER - 1}} ", style="dim")
-            yield line.append_text(_slot_line(comparison, cells[slot], coloured, marks))
+            yield line.append_text(_slot_line(comparison, cells.get(slot, empty), coloured, marks))
         if shown < timeline.num_slots:
             yield Text(f"{shown + 1:>{GUTTER - 1}} to {timeline.num_slots}: never used", style="dim")
     yield _axis_line(axis, num_columns)
@@ -88,72 +77,50 @@ def _title(comparison: ComparisonView, timeline: Timeline, axis: TimeAxis) -> Te
     return text
 
 
-def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[_Cell]]:
-    """Return, for every slot, what took most of each column.
-
-    The beginning of a request is always visible, however short its prompt is.
-    """
-    cells = [[_Cell()] * num_columns for _ in range(timeline.num_slots)]
-    taken = [[0.0] * num_columns for _ in range(timeline.num_slots)]
-    width = axis.limit / num_columns
+def _cells(timeline: Timeline, axis: TimeAxis, num_columns: int) -> dict[int, list[Cell | None]]:
+    """Return the columns of every slot that is used on the axis."""
+    bars: list[Bar] = []
     for span in timeline.spans:
         low, high = axis.interval(timeline, span)
-        line, most = cells[span.slot], taken[span.slot]
-        for column in range(int(low / width), num_columns):
-            share = min(high, (column + 1) * width) - max(low, column * width)
-            if share <= 0:
-                break
-            if line[column].request == span.request:  # the same request, earlier in this column
-                line[column] = _Cell(span.request, span.kind)
-                most[column] += share
-            elif share > most[column]:
-                line[column], most[column] = _Cell(span.request, span.kind), share
-    for line in cells:
-        for column, (before, cell) in enumerate(zip([_Cell(), *line], line, strict=False)):
-            if cell.kind is SpanKind.DECODE and before.request != cell.request:
-                line[column] = _Cell(cell.request, SpanKind.PREFILL)
-    return cells
+        if low < axis.limit:
+            bars.append(Bar(span.slot, span.request, span.kind, low / axis.limit, high / axis.limit))
+    return slot_cells(bars, num_columns)
 
 
-def _slot_line(
-    comparison: ComparisonView, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
-) -> Text:
+def _slot_line(comparison: ComparisonView, line: Sequence[Cell | None], coloured: bool, marks: Marks) -> Text:
     text = Text()
-    column = 0
-    while column < len(line):
-        end = column
-        while end < len(line) and line[end].request == line[column].request:
-            end += 1
-        run = line[column:end]
-        working = sum(cell.kind not in _WASTED for cell in run)
-        label = comparison.label(run[0].request) if run[0].kind else ""
-        label = label if len(label) <= working else ""
-        for offset, cell in enumerate(run):
-            letter = label[offset] if offset < len(label) else ""
+    for request, group in groupby(line, key=lambda cell: None if cell is None else cell.request):
+        cells = list(group)
+        num_working = sum(cell is not None and cell.kind not in _WASTED for cell in cells)
+        label = "" if request is None else comparison.label(request)
+        if len(label) > num_working:
+            label = ""
+        for cell, letter in zip_longest(cells, label[: len(cells)]):
             text.append(letter or _mark(cell, coloured, marks), _style(cell, coloured))
-        column = end
     return text
 
 
-def _mark(cell: _Cell, coloured: bool, marks: dict[SpanKind | None, str]) -> str:
-    return " " if coloured and cell.kind in (SpanKind.PREFILL, SpanKind.DECODE) else marks[cell.kind]
+def _mark(cell: Cell | None, coloured: bool, marks: Marks) -> str:
+    if cell is None or (coloured and cell.kind not in _WASTED):
+        return " "
+    return marks[cell.kind]
 
 
-def _style(cell: _Cell, coloured: bool) -> Style:
-    if not coloured or cell.kind is None:
+def _style(cell: Cell | None, coloured: bool) -> Style:
+    if not coloured or cell is None:
         return Style()
     if cell.kind in _WASTED:
         return Style(color="bright_black")
-    if cell.kind is SpanKind.PREFILL:
+    if cell.kind is SlotKind.PREFILL:
         return Style(color="#ffffff", bgcolor=prefill_colour(cell.request), bold=True)
     return Style(color="#101214", bgcolor=decode_colour(cell.request))
 
 
-def _legend(comparison: ComparisonView, coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
+def _legend(comparison: ComparisonView, coloured: bool, marks: Marks) -> Text:
     text = Text()
     for entry in comparison.legend:
         if entry.short_text:
-            cell = _Cell(0, entry.kind)
+            cell = None if entry.kind is None else Cell(0, entry.kind)
             text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))
             text.append(f" {entry.short_text}   ")
     return text

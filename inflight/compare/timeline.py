@@ -10,7 +10,6 @@ Adjacent cells of the same kind and request are merged into one span. An axis ma
 
 from __future__ import annotations
 
-import enum
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -31,20 +30,13 @@ R = TypeVar("R", bound="RequestInfo")
 CUT = 1.5  # a strategy that takes this many times as long as all others is not shown to its end
 
 
-class SpanKind(enum.StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    HELD = "held"  # the request has all its tokens, but its slot has not been released
-    PADDING = "padding"  # positions after the end of a text, computed for nothing
-
-
 @dataclass(slots=True)
 class Span:
     """Steps [first, last) of one request in one slot."""
 
     slot: int
     request: int  # index in the workload
-    kind: SpanKind
+    kind: SlotKind
     first: int
     last: int
     num_tokens: int  # tokens produced here that the answer keeps
@@ -96,13 +88,10 @@ class Timeline:
                 [step, round(begin, 5)] for step, begin in enumerate(self.begins) if begin > earlier[step]
             ],
             "spans": [
-                [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
+                [span.slot, span.request, span.kind.name.lower(), span.first, span.last, span.num_tokens]
                 for span in self.spans
             ],
         }
-
-
-_KINDS = {SlotKind.PREFILL: SpanKind.PREFILL, SlotKind.DECODE: SpanKind.DECODE, SlotKind.HELD: SpanKind.HELD}
 
 
 def lay_out(run: StrategyRun) -> Timeline:
@@ -113,7 +102,7 @@ def lay_out(run: StrategyRun) -> Timeline:
     for number, step in enumerate(run.recording.steps):
         for cell in step.slots:
             request = index[cell.request.request_id]
-            span = Span(cell.slot, request, _KINDS[cell.kind], number, number + 1, cell.num_outputs)
+            span = Span(cell.slot, request, cell.kind, number, number + 1, cell.num_outputs)
             _extend(spans, open_spans, span)
     spans.sort(key=lambda span: (span.slot, span.first))
     return Timeline(run.strategy, run.num_slots, run.recording.begins, run.recording.ends, spans)
@@ -192,7 +181,7 @@ def ticks(limit: float, most: int = 12) -> list[float]:
 
 
 class LegendEntry(NamedTuple):
-    kind: SpanKind | None  # None: an empty slot
+    kind: SlotKind | None  # None: an empty slot
     text: str  # for pictures
     short_text: str  # for terminals; "" leaves the entry out
 

@@ -248,13 +248,15 @@ class EngineCore:
         self._step_sizes[bisect_left(STEP_SIZES, batch.num_tokens)] += 1
         self._num_step_tokens += batch.num_tokens
         outputs = [len(delta.token_ids) for delta in deltas]
-        self._num_output_tokens += sum(outputs)
+        num_outputs = sum(outputs)
+        self._num_output_tokens += num_outputs
         pool, updated_at = self.scheduler.pool, self.clock()
         times = RecordedTimes(launched.scheduled_at, launched.launched_at, device_began_at, now, updated_at)
-        if self.recorder.takes_experts:
+        if self._expert_loads.has_experts and self.recorder.takes_experts:
             self._expert_loads.update(now, not self.has_work)
             self._record(self.recorder.add_experts, batch.step, self._expert_loads.take())
-        self._record_step(launched.step, deltas, pool.take_ended(), outputs, times)
+        several = outputs.count(1) < num_outputs
+        self._record_step(launched.step, deltas, pool.take_ended(), num_outputs, several, times)
         if not self.has_work:
             pool.check_idle()
         return deltas
@@ -264,11 +266,13 @@ class EngineCore:
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
-        self._record(self.recorder.step, step, deltas, ended, outputs, self.scheduler.pool, times, error)
+        pool = self.scheduler.pool
+        self._record(self.recorder.step, step, deltas, ended, num_outputs, several, pool, times, error)
 
     def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
         others_in_flight = list(self._in_flight)  # steps in flight with the failed one are void
@@ -297,7 +301,7 @@ class EngineCore:
             step_deltas, step_ended = (deltas, ended) if other is launched else ((), ())
             device_began_at = self._device_began_at(other)
             times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
-            self._record_step(other.step, step_deltas, step_ended, (), times, message)
+            self._record_step(other.step, step_deltas, step_ended, 0, False, times, message)
         return deltas
 
     # ---- statistics ----

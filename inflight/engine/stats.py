@@ -102,6 +102,7 @@ class ExpertLoads:
 
     def __init__(self, counts: ExpertCounts | None) -> None:
         self.stats: ExpertStats | None = None
+        self.has_experts = counts is not None
         self._counts = counts
         self._totals: list[list[int]] = []  # by layer and expert, at the last reading
         self._usage: ExpertUsage | None = None  # what no record has reported yet

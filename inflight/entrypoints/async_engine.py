@@ -71,7 +71,7 @@ class AsyncEngine(AsyncScoringMethods):
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
         """Create an AsyncEngine over an engine in this process."""
-        return cls(loaded, InprocClient(loaded.core, loaded.facts))
+        return cls(loaded.frontend, InprocClient(loaded.core, loaded.facts))
 
     @classmethod
     async def start(
@@ -362,7 +362,7 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
     from inflight.loading import load_engine  # imports torch, which is slow
 
     loaded = load_engine(config, progress)
-    loaded.warm_up()
+    loaded.frontend.warm_up()
     return loaded
 
 

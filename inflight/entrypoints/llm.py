@@ -23,6 +23,7 @@ from inflight.entrypoints.offline import (
     OfflineEngine,
     OfflineRun,
     ReplicatedEngine,
+    forked,
     loading_bar,
 )
 from inflight.entrypoints.scoring import ScoringMethods
@@ -191,6 +192,8 @@ class LLM(ScoringMethods):
         prepare: Callable[[int, str, SamplingParams], OutputProcessor],
     ) -> list[OutputProcessor]:
         """Prepare and validate all prompts. If one is rejected, the error says which."""
+        if self._offline.is_forked:  # first: threads of the parent may have had locks that this needs
+            raise forked()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         prepared = []
@@ -319,7 +322,7 @@ class LLM(ScoringMethods):
 
 def _write_record(offline: OfflineEngine, path: str | PathLike[str] | None) -> None:
     """Write the trace of an engine that is about to be closed, if there is a path for it."""
-    if path is None:
+    if path is None or offline.is_forked:
         return
     from inflight.timeline.trace import read_recording, write_recording
 

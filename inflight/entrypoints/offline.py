@@ -75,6 +75,10 @@ class OfflineEngine(Protocol):
     def description(self) -> str:
         """The device, for the user."""
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether it belongs to the process that forked this one."""
+
     def compute(self, run: OfflineRun, show: bool) -> None:
         """Run all requests, with a progress bar if `show`. After an exception, none of them is left running."""
 
@@ -152,11 +156,15 @@ class LocalEngine:
 
     @property
     def frontend(self) -> Frontend:
-        return self._loaded
+        return self._loaded.frontend
 
     @property
     def description(self) -> str:
         return self._loaded.platform.describe()
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def compute(self, run: OfflineRun, show: bool) -> None:
         if threading.current_thread() is self._thread:
@@ -190,7 +198,7 @@ class LocalEngine:
     def close(self) -> None:
         if threading.current_thread() is self._thread:
             raise EngineError("the engine's thread cannot close the engine: it would wait for itself")
-        if os.getpid() != self._process:  # it belongs to the process that forked this one
+        if self.is_forked:
             return
         outcome: Outcome = SimpleQueue()
         if not self._is_closed:
@@ -213,8 +221,8 @@ class LocalEngine:
         return result
 
     def _submit(self, operation: Operation) -> None:
-        if os.getpid() != self._process:
-            raise EngineError("this LLM was created before a fork: create it in the process that uses it")
+        if self.is_forked:
+            raise forked()
         if self._is_closed:
             raise _closed()
         self._operations.put(operation)
@@ -339,6 +347,10 @@ def _serve(operations: SimpleQueue[Operation | None], engine: weakref.ref[LocalE
         del stepping
 
 
+def forked() -> EngineError:
+    return EngineError("this LLM was created before a fork: create it in the process that uses it")
+
+
 def _end_thread(operations: SimpleQueue[Operation | None], thread: threading.Thread) -> None:
     operations.put(None)
     if thread is not threading.current_thread():
@@ -418,6 +430,7 @@ class ReplicatedEngine:
         self._thread.start()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process = os.getpid()
         try:
             self._router = self._wait_for(start_router(config, options, progress=progress))
         except BaseException:
@@ -443,6 +456,9 @@ class ReplicatedEngine:
         if threading.current_thread() is self._thread:
             work.close()
             raise EngineError("the router's thread cannot ask replicas: it would wait for itself")
+        if self.is_forked:  # before the lock, which another thread may have had
+            work.close()
+            raise forked()
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -452,6 +468,10 @@ class ReplicatedEngine:
     @property
     def description(self) -> str:
         return f"{len(self._router.replicas.members)} replicas: {self._router.facts.device}"
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def compute(self, run: OfflineRun, show: bool) -> None:
         with REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
@@ -506,6 +526,8 @@ class ReplicatedEngine:
         """Do nothing: engines in their own processes always record."""
 
     def close(self) -> None:
+        if self.is_forked:
+            return
         with self._lock:
             if self._is_closed:
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from inflight.config import CacheConfig, EngineConfig, ModelConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
-from inflight.models.decoders.heads import Encode
-from inflight.models.decoders.spec import AttentionSpec, DecoderSpec
+from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
@@ -94,6 +94,28 @@ def resolve_context(spec: DecoderSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The decoder to load from a checkpoint, as the configuration wants it."""
+
+    decoder: DecoderPlan
+    dtype: torch.dtype  # of the weights
+    context: int  # tokens, the longest to serve
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self.decoder.spec
+
+
+def plan_model(config: EngineConfig, checkpoint: Checkpoint, encode: Encode | None) -> ModelPlan:
+    """Choose what to load. `encode` is None without a tokenizer."""
+    expert_parallel = config.parallel.enable_expert_parallel
+    plan = plan_decoder(model_name(config), checkpoint, encode, expert_parallel)
+    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
+    dtype = resolve_dtype(config.model.dtype, checkpoint.config)
+    return ModelPlan(replace(plan, spec=spec), dtype, resolve_context(spec, config.model.max_model_len))
+
+
 def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
     """Return the decoder with its weights quantized while loading, if the configuration says so."""
     asked, own = model.quantization, spec.quantization.method
@@ -137,11 +159,12 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
             )
         return spec
     mixers = [
-        replace(mixer, quantized_kv=cache.kv_cache_dtype)
-        if isinstance(mixer, AttentionSpec)
-        and str(index) not in skipped
-        and not (mixer.window is not None and "sliding_window" in skipped)
-        else mixer
+        mixer
+        if mixer is None
+        or mixer.kv is None
+        or str(index) in skipped
+        or (mixer.kv.window is not None and "sliding_window" in skipped)
+        else mixer.with_quantized_kv(cache.kv_cache_dtype)
         for index, mixer in enumerate(spec.mixers)
     ]
     return replace(spec, mixers=tuple(mixers))

@@ -136,9 +136,11 @@ LoadProgress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 @dataclass
-class LoadedEngine(Frontend):
-    """An engine in this process, with its model and everything to rebuild it."""
+class LoadedEngine:
+    """An engine in this process, with its model, its frontend and everything to rebuild it."""
 
+    config: EngineConfig
+    frontend: Frontend
     platform: Platform
     core: EngineCore
     model: Decoder | PoolingEncoder
@@ -149,14 +151,15 @@ class LoadedEngine(Frontend):
     @property
     def facts(self) -> ModelFacts:
         """The facts about the model that clients need without holding the weights."""
-        folder = None if self.tokenizer is None else self.tokenizer.folder
+        frontend, tokenizer = self.frontend, self.frontend.tokenizer
+        folder = None if tokenizer is None else tokenizer.folder
         limits, blocks = self.core.scheduler.limits, self.core.scheduler.blocks
         return ModelFacts(
             model=model_name(self.config),
-            vocab_size=self.input_processor.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.input_processor.eos_token_ids,
-            default_params=self.default_params,
+            vocab_size=frontend.input_processor.vocab_size,
+            max_model_len=frontend.max_model_len,
+            eos_token_ids=frontend.input_processor.eos_token_ids,
+            default_params=frontend.default_params,
             tokenizer_folder=None if folder is None else str(folder.absolute()),
             device=self.platform.describe(),
             dtype=str(self.model.dtype).removeprefix("torch."),
@@ -166,8 +169,8 @@ class LoadedEngine(Frontend):
             snapshot_blocks=blocks.layout.snapshot_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            generates=self.generates,
-            pooling=self.pooling,
+            generates=frontend.generates,
+            pooling=frontend.pooling,
             fingerprint=self.fingerprint,
         )
 
@@ -194,4 +197,4 @@ class LoadedEngine(Frontend):
         finally:
             if self.end_ranks is not None:
                 self.end_ranks()
-            super().close()
+            self.frontend.close()

@@ -26,13 +26,10 @@ from inflight.loading.checkpoint import (
     model_name,
     open_configured,
     plain_ids,
-    quantized_kv_spec,
-    quantized_spec,
-    resolve_dtype,
+    plan_model,
 )
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import num_bytes
-from inflight.models.decoders.heads import plan_decoder
 from inflight.models.decoders.weights import load_decoder
 from inflight.models.encoders.families import encoder_architecture
 
@@ -109,12 +106,10 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
     tokenizer = load_tokenizer(config, checkpoint)
     if tokenizer is None:
         raise ConfigError(f"{name} has no tokenizer: a text cannot be split into tokens")
-    spec = plan_decoder(name, checkpoint, plain_ids(tokenizer)).spec
-    spec = quantized_kv_spec(quantized_spec(spec, model), config.cache)
-    if not spec.has_lm_head:
+    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
+    if not plan.spec.has_lm_head:
         raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
-    dtype = resolve_dtype(model.dtype, checkpoint.config)
-    kernels, attention = platform.kernels_and_attention(dtype)
+    kernels, attention = platform.kernels_and_attention(plan.dtype)
     can_keep = config.cache.kv_cache_dtype in platform.kv_cache_dtypes
     if not can_keep or not isinstance(attention, ComposedAttention):
         # Windows need no plans and graphs: plain attention over their tokens is fast enough. It has every type of KV.
@@ -125,11 +120,11 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
         checkpoint,
         kernels,
         attention,
-        dtype,
+        plan.dtype,
         platform.device,
         load_format=model.load_format,
         seed=model.seed,
-        spec=spec,
+        spec=plan.spec,
     )
     return decoder, list(tokenizer.encode(text))
 

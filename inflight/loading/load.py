@@ -21,21 +21,20 @@ from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform
-from inflight.frontend import InputProcessor
+from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat import check_parsers
 from inflight.frontend.input_processor import vocabulary_of
+from inflight.kv import KVLayout
 from inflight.kv.budget import fit_context
 from inflight.loading.checkpoint import (
+    ModelPlan,
     check_kv_cache_dtype,
     default_sampling,
     eos_ids,
     load_tokenizer,
-    model_name,
     open_configured,
     plain_ids,
-    quantized_kv_spec,
-    quantized_spec,
-    resolve_context,
+    plan_model,
     resolve_dtype,
     resolve_text_length,
 )
@@ -50,7 +49,6 @@ from inflight.loading.engine import (
 from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import default_rows
-from inflight.models.decoders.heads import DecoderPlan, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec, whole_shard
 from inflight.models.decoders.weights import load_decoder
 from inflight.models.encoders.encoder import load_encoder
@@ -76,66 +74,70 @@ def load_decoder_engine(
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
-    model = config.model
     check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.kv_cache_dtypes, platform.device.type)
-    expert_parallel = config.parallel.enable_expert_parallel
-    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
-    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
-    plan = replace(plan, spec=spec)
-    config = _with_rows(config, spec, platform)
+    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
+    config = _with_rows(config, plan.spec, platform)
     recommended = default_sampling(checkpoint.generation_config)
-    eos = eos_ids(checkpoint, tokenizer)
-    context = resolve_context(spec, model.max_model_len)
+    eos, vocab_size = eos_ids(checkpoint, tokenizer), plan.spec.vocab_size
     with ExitStack() as undo:
-        dtype = resolve_dtype(model.dtype, checkpoint.config)
         shared = _SharedProgress(progress)
-        ranks = shared.ranks = start_ranks(config, platform, spec, context, dtype, shared.repeat)
+        ranks = start_ranks(config, platform, plan.spec, plan.context, plan.dtype, shared.repeat)
         if ranks is not None:
+            shared.ranks = ranks
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
-        decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, shared)
-        if ranks is not None and platform.device.type == "cpu":
-            ranks.wait_until_loaded()  # the remaining memory is for KV; on GPUs, all ranks profile their largest step
-        num_blocks = platform.num_blocks(config, decoder, context)
-        if ranks is not None:
-            least = ranks.wait_until_loaded()
-            num_blocks = num_blocks if least is None else min(num_blocks, least)
-        limits = config.scheduler
-        layout = kv_layout(config, decoder, ranks)
-        chunk = limits.max_num_batched_tokens or platform.max_num_batched_tokens
-        max_model_len = fit_context(
-            num_blocks, layout, chunk, limits.max_kv_tokens, context, model.max_model_len
-        )
-        if max_model_len < context:
-            logger.warning(
-                "the KV cache holds %d tokens: max_model_len is reduced from %d", max_model_len, context
-            )
-        logger.info(
-            "%s; %d KV blocks of %d tokens; %s", platform.describe(), num_blocks, layout.block_size, layout
-        )
-        vocabulary = partial(vocabulary_of, tokenizer, spec.vocab_size, eos)
-        grammars = GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
-        input_processor = InputProcessor.create(
-            tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars
-        )
+        decoder = _fill_decoder(config, platform, checkpoint, plan, memory, shared)
+        num_blocks = _num_blocks(config, platform, decoder, plan.context, ranks)
+        max_model_len = _max_model_len(config, platform, kv_layout(config, decoder, ranks), num_blocks, plan)
+        grammars = _grammar_compiler(platform, tokenizer, vocab_size, eos)
         build = partial(decoder_core, platform, decoder, ranks, num_blocks, max_model_len, grammars)
-        core = build(config, policy)
-        loaded = LoadedEngine(
-            config,
-            tokenizer,
-            input_processor,
-            recommended,
-            platform,
-            core,
-            decoder,
-            build,
-            generates=decoder.generates,
-            pooling=plan.pooling,
-        )
+        inputs = InputProcessor.create(tokenizer, vocab_size, max_model_len, eos, config.model.seed, grammars)
+        generates, pooling = decoder.generates, plan.decoder.pooling
+        frontend = Frontend(config, tokenizer, inputs, recommended, generates=generates, pooling=pooling)
+        loaded = LoadedEngine(config, frontend, platform, build(config, policy), decoder, build)
         if ranks is not None:  # they end with the model, even if the engine is never closed
             loaded.end_ranks = weakref.finalize(decoder, ranks.close)
         undo.pop_all()
     return loaded
+
+
+def _num_blocks(
+    config: EngineConfig, platform: Platform, decoder: Decoder, context: int, ranks: RankProcesses | None
+) -> int:
+    """Return how many KV blocks each rank has room for, once all have loaded their weights."""
+    if ranks is None:
+        return platform.num_blocks(config, decoder, context)
+    if platform.device.type == "cpu":
+        ranks.wait_until_loaded()  # the remaining memory is for KV; on GPUs, all ranks profile their largest step
+    num_blocks = platform.num_blocks(config, decoder, context)
+    least = ranks.wait_until_loaded()
+    return num_blocks if least is None else min(num_blocks, least)
+
+
+def _max_model_len(
+    config: EngineConfig, platform: Platform, layout: KVLayout, num_blocks: int, plan: ModelPlan
+) -> int:
+    """Return the longest context that fits into the KV cache, at most that of the plan."""
+    limits = config.scheduler
+    chunk = limits.max_num_batched_tokens or platform.max_num_batched_tokens
+    longest = fit_context(
+        num_blocks, layout, chunk, limits.max_kv_tokens, plan.context, config.model.max_model_len
+    )
+    if longest < plan.context:
+        logger.warning(
+            "the KV cache holds %d tokens: max_model_len is reduced from %d", longest, plan.context
+        )
+    logger.info(
+        "%s; %d KV blocks of %d tokens; %s", platform.describe(), num_blocks, layout.block_size, layout
+    )
+    return longest
+
+
+def _grammar_compiler(
+    platform: Platform, tokenizer: Tokenizer | None, vocab_size: int, eos: tuple[int, ...]
+) -> GrammarCompiler:
+    vocabulary = partial(vocabulary_of, tokenizer, vocab_size, eos)
+    return GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
 
 
 def _with_rows(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
@@ -169,29 +171,26 @@ def _fill_decoder(
     config: EngineConfig,
     platform: Platform,
     checkpoint: Checkpoint,
-    plan: DecoderPlan,
-    context: int,
+    plan: ModelPlan,
     memory: RankMemory | None,
     progress: LoadProgress | None,
 ) -> Decoder:
     """Return the decoder with its weights; with `memory`, the shard of the calling rank."""
-    model = config.model
     shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, platform)
-    dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        *platform.kernels_and_attention(dtype),
-        dtype,
+        *platform.kernels_and_attention(plan.dtype),
+        plan.dtype,
         platform.device,
         progress=progress,
-        load_format=model.load_format,
-        seed=model.seed,
-        max_position=context,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        max_position=plan.context,
         spec=plan.spec,
         shard=shard,
     )
     if shard.is_last:
-        plan.complete(decoder)
+        plan.decoder.complete(decoder)
     return decoder
 
 
@@ -199,20 +198,14 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     """Load the part of a model that belongs to a rank in its own process: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.runner import LoadedRank
 
-    model = config.model
-    checkpoint = open_configured(config, model.load_format)
+    checkpoint = open_configured(config, config.model.load_format)
     tokenizer = load_tokenizer(config, checkpoint)
-    expert_parallel = config.parallel.enable_expert_parallel
-    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer), expert_parallel)
-    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
-    plan = replace(plan, spec=spec)
-    context = resolve_context(plan.spec, model.max_model_len)
+    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
+    platform = platforms.platform(config.model.device)
     eos = eos_ids(checkpoint, tokenizer)
-    platform = platforms.platform(model.device)
-    vocabulary = partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos)
-    grammars = GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
+    grammars = _grammar_compiler(platform, tokenizer, plan.spec.vocab_size, eos)
     config = _with_rows(config, plan.spec, platform)
-    decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
+    decoder = _fill_decoder(config, platform, checkpoint, plan, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
     if platform.device.type == "cpu":
@@ -227,7 +220,7 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
         links = stage_links(memory, decoder)
         return platform.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
-    num_blocks = platform.num_blocks(config, decoder, context)
+    num_blocks = platform.num_blocks(config, decoder, plan.context)
     return LoadedRank(decoder, grammars, num_blocks, make_runner)
 
 
@@ -267,20 +260,9 @@ def load_encoder_engine(
     )
     logger.info("%s; texts of up to %d tokens", platform.describe(), max_model_len)
     build = partial(encoder_core, platform, encoder, max_model_len)
-    input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
-    core = build(config, policy)
-    return LoadedEngine(
-        config,
-        tokenizer,
-        input_processor,
-        {},
-        platform,
-        core,
-        encoder,
-        build,
-        generates=False,
-        pooling=head.facts,
-    )
+    inputs = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
+    frontend = Frontend(config, tokenizer, inputs, {}, generates=False, pooling=head.facts)
+    return LoadedEngine(config, frontend, platform, build(config, policy), encoder, build)
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
@@ -303,7 +285,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
     """Load the half of an engine that runs in its own process: see `engine/remote/worker.py`."""
     loaded = load_engine(config, progress)
-    compiler = loaded.input_processor.grammars.compiler
+    compiler = loaded.frontend.input_processor.grammars.compiler
     if compiler is not None:
         compiler.warm_up()
     return loaded.core, loaded.facts

@@ -20,13 +20,7 @@ from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.recurrent import max_captures, max_pieces
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading import open_model
-from inflight.loading.checkpoint import (
-    check_kv_cache_dtype,
-    quantized_kv_spec,
-    quantized_spec,
-    resolve_context,
-    resolve_dtype,
-)
+from inflight.loading.checkpoint import ModelPlan, check_kv_cache_dtype, plan_model
 from inflight.models.decoders.footprint import (
     META,
     RankShare,
@@ -36,16 +30,8 @@ from inflight.models.decoders.footprint import (
     meta_kernels,
     rank_shares,
 )
-from inflight.models.decoders.heads import plan_decoder
-from inflight.models.decoders.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    DeltaNetSpec,
-    DenseMlpSpec,
-    Shard,
-    shard_of,
-    whole_shard,
-)
+from inflight.models.decoders.mlps import DenseMlpSpec
+from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of, whole_shard
 from inflight.models.decoders.weights import placements
 from inflight.models.encoders.families import encoder_architecture
 
@@ -86,16 +72,15 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPlan:
+class DevicePlan:
     """The fits for every combination of sizes that the devices allow."""
 
-    dtype: torch.dtype
-    context: int
+    model: ModelPlan
     parameters: int
     fits: list[Fit]
 
 
-def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
+def plan_devices(config: EngineConfig, devices: Devices) -> DevicePlan:
     """Return how the model fits for each way to split it across the devices."""
     check_kv_cache_dtype(config.cache.kv_cache_dtype, LIMITS[devices.kind].kv_cache_dtypes, devices.kind)
     checkpoint, name = open_model(config)
@@ -103,15 +88,11 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
         raise ConfigError(
             f"{name} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
         )
-    expert_parallel = config.parallel.enable_expert_parallel
-    spec = plan_decoder(name, checkpoint, lambda _: [0], expert_parallel).spec
-    spec = quantized_kv_spec(quantized_spec(spec, config.model), config.cache)
-    dtype = resolve_dtype(config.model.dtype, checkpoint.config)
-    context = resolve_context(spec, config.model.max_model_len)
-    fits = [_fit(config, spec, context, dtype, devices, *sizes) for sizes in _sizes(spec, devices.count)]
-    whole = meta_decoder(whole_shard(spec), TorchKernels(device=META), dtype)
+    plan = plan_model(config, checkpoint, lambda _: [0])
+    fits = [_fit(config, plan, devices, *sizes) for sizes in _sizes(plan.spec, devices.count)]
+    whole = meta_decoder(whole_shard(plan.spec), TorchKernels(device=META), plan.dtype)
     parameters = sum(prod(placement.shape) for placement in placements(whole, dummy=True))
-    return ModelPlan(dtype, context, parameters, fits)
+    return DevicePlan(plan, parameters, fits)
 
 
 def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
@@ -125,16 +106,8 @@ def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
             yield tensor, pipeline
 
 
-def _fit(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    context: int,
-    dtype: torch.dtype,
-    devices: Devices,
-    tensor: int,
-    pipeline: int,
-) -> Fit:
-    block = config.cache.block_size
+def _fit(config: EngineConfig, plan: ModelPlan, devices: Devices, tensor: int, pipeline: int) -> Fit:
+    spec, context, dtype, block = plan.spec, plan.context, plan.dtype, config.cache.block_size
     kernels = meta_kernels(devices.kind, dtype)
     shares = rank_shares(spec, tensor, pipeline, context, block, kernels, dtype)
     layout, limits, options = common_layout(shares), LIMITS[devices.kind], config.scheduler
@@ -164,13 +137,8 @@ def _buffers(shard: Shard, rows: int, context: int, layout: KVLayout) -> int:
     # For each token of the vocabulary: the adjusted logit in float32, a count in 16 bits, two bits of masks, and a 64th
     # of four numbers.
     sampling = int(rows * shard.whole.vocab_size * (4 + 2 + 1 / 4 + 4 * 4 / 64))
-    # Partial results in float32: of split decodes, and of each part that a shared prefix is split into.
-    partials = (
-        4 * rows * (2 + max(1, PROCESSORS // layer.num_kv_heads)) * layer.query_size
-        for layer in shard.spec.mixers
-        if isinstance(layer, AttentionSpec)
-    )
-    return LINEAR_WORKSPACE + tokens + sampling + max(partials, default=0)
+    decoding = max((mixer.decode_values(PROCESSORS) for mixer in shard.spec.mixers if mixer), default=0)
+    return LINEAR_WORKSPACE + tokens + sampling + 4 * rows * decoding
 
 
 def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: torch.dtype) -> int:
@@ -181,12 +149,12 @@ def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: t
     pieces = max_pieces(shape.num_tokens, shape.num_chunks, captures)
     parts = [4 * rows * spec.vocab_size]
     for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True)):
-        features = mlp.step_features(spec.hidden_size) // shard.size
-        for kind in (mixer.step_features, features):
-            parts.append(width * shape.num_tokens * (2 * spec.hidden_size + kind))
-        if isinstance(mixer, DeltaNetSpec):
-            net = mixer.shape  # whose states before each piece are kept
-            parts[-2] += width * pieces * net.num_value_heads * net.key_dim * net.value_dim
+        hidden = 2 * shape.num_tokens * spec.hidden_size
+        if mixer is not None:
+            parts.append(width * (hidden + mixer.step_values(shape.num_tokens, pieces)))
+        if mlp is not None:
+            features = mlp.step_values(spec.hidden_size) // shard.size
+            parts.append(width * (hidden + shape.num_tokens * features))
         scheme = spec.scheme(index, "mlp.gate_up")
         if isinstance(mlp, DenseMlpSpec) and _is_converted(scheme):
             # Its weights are dequantized for the product, before the result is gated.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from math import lcm
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -58,6 +59,9 @@ class Placement:
     dtypes: tuple[str, ...] = FLOATS  # as which it may be stored
     also: tuple[tuple[int, ...], ...] = ()  # other shapes that it may have
     on_device: bool = False  # whether `store` takes it only on the model's device
+    # The part of it that is needed: slices of its dimensions, and the number of the first row (or expert) for `store`.
+    needed: tuple[slice, ...] = ()
+    first: int = 0
 
 
 class _MatrixTensors:
@@ -68,20 +72,43 @@ class _MatrixTensors:
         module: str,
         weights: WeightFormat,
         shape: tuple[int, int],
-        columns: range,  # those that are needed
+        rows: range,  # those that are needed
+        columns: range,
         load: Callable[[dict[str, Tensor], int], None],
     ) -> None:
         with naming(module):
             self.tensors = weights.tensors(*shape)
             if weights.scheme is not None:
                 check_cut(weights.scheme, columns, shape[1])
+        step = lcm(*(tensor.rows_each for tensor in self.tensors))
+        first, end = rows.start // step * step, min(-(-rows.stop // step) * step, shape[0])
+        self.rows = range(first, end)  # those that are read: whole rows of each tensor
         self._on_device = weights.scheme is not None or len(self.tensors) > 1
         self._load = load
         self._read: dict[str, Tensor] = {}
 
-    def placement(self, tensor: FormatTensor, name: str, shape: tuple[int, ...]) -> Placement:
-        store = partial(self._store, tensor.name)
-        return Placement(name, shape, store, None, 1.0, tensor.dtypes, tensor.also, self._on_device)
+    def placement(
+        self,
+        tensor: FormatTensor,
+        name: str,
+        shape: tuple[int, ...],
+        needed: tuple[slice, ...] = (),  # of the dimensions before those of the tensor
+        first: int = 0,
+    ) -> Placement:
+        if tensor.row_axis is not None:
+            each = tensor.rows_each
+            rows = slice(self.rows.start // each, -(-self.rows.stop // each))
+            needed = (*needed, *(slice(None),) * tensor.row_axis, rows)
+        return Placement(
+            name,
+            shape,
+            partial(self._store, tensor.name),
+            dtypes=tensor.dtypes,
+            also=tensor.also,
+            on_device=self._on_device,
+            needed=needed,
+            first=first,
+        )
 
     def _store(self, name: str, tensor: Tensor, first: int) -> None:
         self._read[name] = tensor
@@ -103,18 +130,19 @@ def _matrix_placements(
     module: str,
     weights: WeightFormat,
     shape: tuple[int, int],
+    rows: range,
     columns: range,
     load: Callable[[Weight, int], None],
 ) -> Iterator[Placement]:
-    """Yield the tensors of a checkpoint's matrix, of which `load` needs these columns."""
+    """Yield the tensors of a checkpoint's matrix, of which `load` needs these rows and columns."""
 
     def convert(tensors: dict[str, Tensor], first: int) -> None:
         with naming(module):
             load(weights.matrix(tensors, shape[1]), first)
 
-    matrix = _MatrixTensors(module, weights, shape, columns, convert)
+    matrix = _MatrixTensors(module, weights, shape, rows, columns, convert)
     for tensor in matrix.tensors:
-        yield matrix.placement(tensor, f"{module}.{tensor.name}", tensor.shape)
+        yield matrix.placement(tensor, f"{module}.{tensor.name}", tensor.shape, first=matrix.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +180,11 @@ class LinearRows:
     def placements(self, module: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
         """Yield the tensors of the checkpoint's module, whose weights are stored in a format, and where they go."""
         columns = range(self.first_column, self.first_column + self.linear.in_features)
-        yield from _matrix_placements(module, weights, (self.count, self.num_columns), columns, self.load)
+        each = self.head_dim or 1  # heads are read whole
+        first = min(run.first for run in self.runs) // each * each
+        end = -(-max(run.first + run.count for run in self.runs) // each) * each
+        shape = self.count, self.num_columns
+        yield from _matrix_placements(module, weights, shape, range(first, end), columns, self.load)
         if self.bias:
             yield Placement(f"{module}.bias", (self.count,), self.load_bias)
 
@@ -244,43 +276,57 @@ class ExpertMatrix:
 
     def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
         """Yield the tensors: those of each expert if the name has a place for its number, otherwise those of all."""
-        shape = len(self.parts) * self.num_rows, self.num_columns
+        num_parts = len(self.parts)
+        matrix_shape = num_parts * self.num_rows, self.num_columns
+        rows = range(self.rows.start, (num_parts - 1) * self.num_rows + self.rows.stop)
+        if self.interleaved:
+            rows = range(num_parts * self.rows.start, num_parts * self.rows.stop)
         if "{}" in name:
             for expert in self.held:
                 module, load = name.format(expert), partial(self.load, expert)
                 own = PLAIN if expert in self.plain else weights
-                yield from _matrix_placements(module, own, shape, self.columns, load)
+                yield from _matrix_placements(module, own, matrix_shape, rows, self.columns, load)
             return
-        load_all = partial(self._load_all, name, weights)
-        matrix = _MatrixTensors(name, weights, shape, self.columns, load_all)
-        for tensor in matrix.tensors:
+
+        def load_all(tensors: dict[str, Tensor], first: int) -> None:
+            self._load_all(name, weights, tensors, first, matrix.rows.start)
+
+        matrix = _MatrixTensors(name, weights, matrix_shape, rows, self.columns, load_all)
+        held = slice(self.held.start, self.held.stop)
+        for stored in matrix.tensors:
             # "weight" is left out: gate_up_proj, gate_up_proj_scale_inv.
-            suffix = tensor.name.removeprefix("weight").removeprefix("_")
-            own_shape = tensor.shape[::-1] if self._is_transposed(weights) else tensor.shape
-            yield matrix.placement(
-                tensor, f"{name}_{suffix}" if suffix else name, (self.num_experts, *own_shape)
-            )
+            suffix = stored.name.removeprefix("weight").removeprefix("_")
+            is_transposed = self._is_transposed(weights)
+            tensor = replace(stored, shape=stored.shape[::-1], row_axis=1) if is_transposed else stored
+            shape = self.num_experts, *tensor.shape
+            full_name = f"{name}_{suffix}" if suffix else name
+            yield matrix.placement(tensor, full_name, shape, (held,), self.held.start)
 
     def _is_transposed(self, weights: WeightFormat) -> bool:
         """Return whether tensors of all experts are transposed. Only plain weights ever are."""
         return self.transposed and isinstance(weights, PlainFormat)
 
-    def _load_all(self, name: str, weights: WeightFormat, tensors: dict[str, Tensor], first: int) -> None:
-        """Load the matrices of the experts from `first` on."""
+    def _load_all(
+        self, name: str, weights: WeightFormat, tensors: dict[str, Tensor], first: int, first_row: int
+    ) -> None:
+        """Load the matrices of the experts from `first` on: those that are whole, or their rows from `first_row` on."""
+        num_rows = len(self.parts) * self.num_rows
         for index in range(len(next(iter(tensors.values())))):
             if first + index in self.held:
                 own = {key: tensor[index] for key, tensor in tensors.items()}
                 if self._is_transposed(weights):
                     own = {key: tensor.T for key, tensor in own.items()}
                 with naming(f"{name} of expert {first + index}"):
-                    self.load(first + index, weights.matrix(own, self.num_columns))
+                    weight = weights.matrix(own, self.num_columns)
+                    self.load(first + index, weight, first_row if len(weight) < num_rows else 0)
 
     def load(self, expert: int, weight: Weight, first: int = 0) -> None:
         """Load rows [first, first + len(weight)) of one expert's matrix."""
         columns = slice(self.columns.start, self.columns.stop)
         for index, part in enumerate(self.parts):
             if self.interleaved:
-                rows = weight[index :: len(self.parts)][self.rows.start : self.rows.stop]
+                num_before = self.rows.start - first // len(self.parts)
+                rows = weight[index :: len(self.parts)][num_before : num_before + len(self.rows)]
                 self.experts.load(part, expert, rows[:, columns])
                 continue
             at = index * self.num_rows
@@ -443,7 +489,9 @@ def fill(
         with open_tensors(file) as tensors:
             for name in filter(placements.__contains__, names_in_file):
                 placement, read = placements[name], tensors.get_tensor(stored[name].name)
-                placement.store(read.to(device) if placement.on_device else read, 0)
+                if placement.needed:  # nothing else is read from the mapped file
+                    read = read[placement.needed if len(placement.needed) > 1 else placement.needed[0]]
+                placement.store(read.to(device) if placement.on_device else read, placement.first)
                 done += stored[name].num_bytes
                 if progress is not None:
                     progress(done, total)

@@ -101,15 +101,19 @@ WorkerT = TypeVar("WorkerT", bound=SandboxWorker)
 
 
 class SandboxPool(Generic[WorkerT]):
-    """The idle workers. Its users bound how many are taken at a time."""
+    """The idle workers. Its users bound how many are taken at a time. A fork has workers of its own."""
 
     def __init__(self, start: Callable[[], WorkerT]) -> None:
         self.idle: list[WorkerT] = []
         self.start = start
+        self._process = os.getpid()
         weakref.finalize(self, _kill_all, self.idle)  # also at exit
 
     def take(self) -> WorkerT:
         """Return an idle worker, or start one."""
+        if os.getpid() != self._process:  # the workers are the parent's: both would read each other's answers
+            self._process = os.getpid()
+            self.idle.clear()
         try:
             return self.idle.pop()
         except IndexError:

@@ -6,6 +6,7 @@ memory and output size.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import threading
@@ -268,6 +269,10 @@ class Renderer:
         self.limits = limits or RenderLimits()
         memory = self.limits.memory
         self._pool = SandboxPool(lambda: _start_worker(memory))  # which must not keep this object alive
+        self._renew_slots()
+
+    def _renew_slots(self) -> None:
+        self._process = os.getpid()
         self._slots = threading.BoundedSemaphore(self.limits.max_workers)
 
     def close(self) -> None:
@@ -277,6 +282,8 @@ class Renderer:
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         limits = self.limits
         request = self._request(source, variables)
+        if os.getpid() != self._process:  # threads of the process that forked this one may have had the slots
+            self._renew_slots()
         if not self._slots.acquire(timeout=limits.seconds):
             raise QueueFullError(
                 f"all {limits.max_workers} chat template workers were busy for {limits.seconds:g} seconds: "

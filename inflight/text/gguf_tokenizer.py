@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -21,6 +22,7 @@ _SPACE = "▁"  # SentencePiece's
 MAX_PIECE = (
     256  # characters of a piece that is merged; real ones have at most 32. All ways to split it are tried.
 )
+MERGES_PER_PIECE = 16  # ways to merge a piece from two others, on average; real vocabularies have about two
 
 _SPECIAL_KEYS = {
     "bos_token": "bos",
@@ -196,7 +198,12 @@ def _sentencepiece(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bo
         raise ModelError(
             f"tokenizer.ggml.tokens in {file.path} has a piece of {longest} characters: at most {MAX_PIECE} are allowed"
         )
-    merges = list(_merges_by_score(pieces, ids, scores))
+    merges = list(islice(_merges_by_score(pieces, ids, scores), MERGES_PER_PIECE * len(pieces) + 1))
+    if len(merges) > MERGES_PER_PIECE * len(pieces):
+        raise ModelError(
+            f"tokenizer.ggml.tokens in {file.path} has {len(pieces)} pieces that are two others together in more than "
+            f"{len(pieces) * MERGES_PER_PIECE} ways: at most {MERGES_PER_PIECE} for each piece are allowed"
+        )
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
     has_bytes = bool(vocabulary.of_type(BYTE))
     backend = Tokenizer(

@@ -3,7 +3,7 @@
 recorder.py       records every step in the engine, within a limit of memory
 chunks.py         what it records: consecutive steps as columns, and what each slot did as runs
 open_runs.py      finds what changed in a step
-chunk_builder.py  collects a chunk
+chunk_json.py     chunks as JSON, for viewers
 steps.py          the steps of a recording one by one, for programs that measure
 stream.py         the past and the present of an engine for one viewer; chunks as JSON, once for all viewers of a key
 trace.py          a recording as a Chrome trace, which Perfetto opens
@@ -11,10 +11,10 @@ neighbours.py     which other requests made one slow
 terminal.py       the same in a terminal (`inflight top`)
 """
 
-from inflight.timeline.chunk_builder import RecordedTimes
 from inflight.timeline.chunks import (
     Chunk,
     RecordedRequest,
+    RecordedTimes,
     SlotKind,
     TimelineEvent,
     TimelinePage,

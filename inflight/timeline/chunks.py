@@ -5,22 +5,25 @@ A chunk has a column of numbers for each property of its steps, and runs:
     slot 0   |P|A A A A A|P|E E E|        each of |...| is a run: the steps in which a slot did
     slot 1   |P P P|B B B|   |C C|        the same for the same request, clipped to the chunk
 
-It is encoded once, in the engine, and stays bytes until someone looks at it. Times are seconds of the engine's clock.
-`chunk_json` returns a chunk in the form of `GET /v1/steps`, which docs/timeline.md describes.
+A `ChunkBuilder` collects it. It is encoded once, in the engine, and stays bytes until someone looks at it. Times are
+seconds of the engine's clock.
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
+
+if TYPE_CHECKING:
+    from inflight.timeline.open_runs import OpenRun
 
 # The columns of 32-bit numbers, in order. The first four are microseconds.
 COLUMNS = (
@@ -47,6 +50,9 @@ class SlotKind(enum.IntEnum):
     DECODE = 0
     PREFILL = 1
     HELD = 2  # it belongs to a request that has all its tokens
+    PADDING = (
+        3  # positions after the end of a text, computed for nothing: only pictures of comparisons show it
+    )
 
 
 class SlotRun(NamedTuple):
@@ -129,6 +135,16 @@ class TimelineEvent(NamedTuple):
     reason: str = ""
 
 
+class RecordedTimes(NamedTuple):
+    """The times of a step."""
+
+    scheduled_at: float  # when scheduling began
+    launched_at: float
+    device_began_at: float  # after the launch and the end of the previous step
+    finished_at: float  # when its results were available
+    updated_at: float  # when they had been processed
+
+
 class Chunk(NamedTuple):
     """Steps [first_step, first_step + len(at)) of an engine, and the events since the chunk before."""
 
@@ -209,16 +225,17 @@ class PackedRuns:
     def __init__(self, runs: Iterable[SlotRun] = ()) -> None:
         self._numbers = array("q")
         self.counts: dict[int, Sequence[int]] = {}  # as in `Chunk.run_counts`
-        for run in runs:
-            self.append(run)
+        for *numbers, counts in runs:
+            self.append(numbers, counts)
 
     def __len__(self) -> int:
         return len(self._numbers) // RUN_LENGTH
 
-    def append(self, run: SlotRun) -> None:
-        if run.counts:
-            self.counts[len(self)] = run.counts
-        self._numbers.extend(cast("tuple[int, ...]", run[:RUN_LENGTH]))
+    def append(self, numbers: Sequence[int], counts: Sequence[int]) -> None:
+        """Add a run: its numbers, and its counts."""
+        if counts:
+            self.counts[len(self)] = counts
+        self._numbers.extend(numbers)
 
     def copy(self) -> PackedRuns:
         copy = PackedRuns()
@@ -261,58 +278,6 @@ def _codec() -> tuple[Callable[[Chunk], bytes], Callable[[bytes], Chunk]]:
     return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Chunk).decode
 
 
-# ---- JSON ----
-
-FAILED = "the step failed"  # for readers who may not see all requests: a message can be about one of them
-
-
-def chunk_json(
-    chunk: Chunk, replica: str, to_unix: float, known: set[int], own: Container[int] | None = None
-) -> dict[str, Any]:
-    """Return a chunk as `GET /v1/steps` sends it.
-
-    `to_unix` is added to all times. `known` holds the numbers of requests that the reader has been sent, without those
-    that have ended. `own` holds those that it may see, None means all: of others, the reader learns nothing but how
-    many slots they have in each step. What a step computed for everyone is in its columns.
-    """
-    steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
-    steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
-    steps |= {name: chunk.column(name).tolist() for name in COLUMNS[:-1]}
-    runs = [run for run in chunk.runs() if own is None or run.request in own]
-    steps["others"] = [0] * chunk.num_steps if own is None else _others(chunk, own)
-    requests = [info for info in chunk.requests if own is None or info.number in own]
-    events = [event for event in chunk.events if own is None or event.request in own]
-    result: dict[str, Any] = {
-        "replica": replica,
-        "slots": chunk.slots,
-        "budget": chunk.budget,
-        "kv": {"blocks": chunk.blocks, "block_size": chunk.block_size},
-        "steps": steps,
-        "runs": runs,
-        "requests": [request_json(info, to_unix) for info in requests if info.number not in known],
-        "events": [_event_json(event, to_unix) for event in sorted(events, key=lambda event: event.at)],
-    }
-    if chunk.failed:
-        result["failed"] = {
-            str(number): text if own is None else FAILED for number, text in chunk.failed.items()
-        }
-    if chunk.skipped:
-        result["skipped"] = chunk.skipped
-    remember(known, (info.number for info in requests), events)
-    return result
-
-
-def _others(chunk: Chunk, own: Container[int]) -> list[int]:
-    """Return, for each step, the number of slots that requests outside `own` have."""
-    changes = [0] * (chunk.num_steps + 1)
-    for run in chunk.runs():
-        if run.request not in own:
-            begin = run.first_step - chunk.first_step
-            changes[begin] += 1
-            changes[begin + run.num_steps] -= 1
-    return list(accumulate(changes[:-1]))
-
-
 def remember(known: set[int], numbers: Iterable[int], events: Iterable[TimelineEvent]) -> None:
     """Add requests that a reader has been sent, and forget those that have ended or are very old."""
     known.update(numbers)
@@ -328,30 +293,146 @@ def forget_old(numbers: set[int]) -> None:
         numbers.update(latest)
 
 
-def request_json(info: RecordedRequest, to_unix: float) -> dict[str, Any]:
-    origin = info.origin or RequestOrigin(info.request_id)
-    result: dict[str, Any] = {
-        "number": info.number,
-        "arrived": round(info.arrived + to_unix, 6),
-        "id": origin.request_id,
-        "answer": origin.answer,
-        "key": origin.key,
-        "route": origin.route,
-        "prompt_tokens": info.prompt_tokens,
-        "priority": info.priority,
-    }
-    if origin.text:
-        result["text"] = origin.text
-    return result
+# ---- building ----
+
+MAX_KEPT = 4096  # descriptions of requests, of steps that were dropped
+LARGEST = 2**32 - 1  # in a column
+# The times of a step, and the columns from "tokens" on.
+StepRow = tuple[RecordedTimes, int, int, int, int, int, int, int]
 
 
-def _event_json(event: TimelineEvent, to_unix: float) -> dict[str, Any]:
-    result: dict[str, Any] = {"type": event.type, "at": round(event.at + to_unix, 6)}
-    if event.step >= 0:
-        result["step"] = event.step
-    result["request"] = event.request
-    if event.type == "admit":
-        result |= {"slot": event.slot, "cached": event.cached}
-    if event.reason:
-        result["reason"] = event.reason
-    return result
+class ChunkLimits(NamedTuple):
+    """A chunk is closed when it has this many of something, so that converting it takes little time."""
+
+    steps: int
+    events: int
+    runs: int
+
+
+class ChunkBuilder:
+    """Collects steps, runs and events. With `known`, requests in it are not described again."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], known: set[int] | None = None) -> None:
+        self._sizes = sizes
+        self._known = known
+        self._num_events = 0
+        self.skipped = 0
+        self.reset(0)
+
+    def reset(self, first_step: int) -> None:
+        """Begin a new chunk."""
+        self.first_step = first_step
+        self.steps: list[StepRow] = []
+        self.runs = PackedRuns()
+        self.failed: dict[int, str] = {}
+        self.events: list[TimelineEvent] = []
+        self.requests: dict[int, RecordedRequest] = {}  # of runs and events, by number
+        self.experts: dict[int, ExpertUsage] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.steps and not self.events
+
+    def is_full(self, limits: ChunkLimits) -> bool:
+        return (
+            len(self.steps) >= limits.steps
+            or len(self.events) >= limits.events
+            or len(self.runs) >= limits.runs
+        )
+
+    def add_events(self, events: Iterable[TimelineEvent], infos: Iterable[RecordedRequest]) -> None:
+        self.events += events
+        for info in infos:
+            self.requests[info.number] = info
+
+    def add_run(self, run: OpenRun, end_step: int, outputs: int | None = None) -> None:
+        self._add_run(self.runs, self.requests, run, end_step, outputs)
+
+    def _add_run(
+        self,
+        runs: PackedRuns,
+        requests: dict[int, RecordedRequest],
+        run: OpenRun,
+        end_step: int,
+        outputs: int | None,
+    ) -> None:
+        numbers: Sequence[int] = run.numbers(end_step, outputs)
+        counts: Sequence[int] = run.counts
+        if run.first_step < self.first_step:
+            part = SlotRun._make((*numbers, counts)).after(self.first_step)
+            if part is None:
+                return
+            *numbers, counts = part
+        runs.append(numbers, counts)
+        requests[run.info.number] = run.info
+
+    def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RecordedRequest] = ()) -> bytes:
+        """Return what is here so far, with the runs that are still open and more descriptions."""
+        runs, requests = self.runs.copy(), self.requests.copy()
+        end_step = self.first_step + len(self.steps)
+        for run in open_runs:
+            self._add_run(runs, requests, run, end_step, None)
+        requests |= {info.number: info for info in more}
+        if self._known is not None:
+            requests = {number: info for number, info in requests.items() if number not in self._known}
+        chunk = Chunk(
+            *self._sizes,
+            first_step=self.first_step,
+            at=array("d", [row[0].scheduled_at for row in self.steps]).tobytes(),
+            columns=_columns(self.steps),
+            run_data=runs.data,
+            run_counts=runs.counts,
+            failed=self.failed,
+            requests=list(requests.values()),
+            events=self.events,
+            first_event=self._num_events,
+            skipped=self.skipped,
+            experts=self.experts,
+        )
+        return encode_chunk(chunk)
+
+    def close(self, open_runs: Iterable[OpenRun]) -> bytes:
+        """Return the chunk, and begin the next one."""
+        open_runs = list(open_runs)
+        data = self.encode(open_runs)
+        if self._known is not None:
+            sent = [*self.requests, *(run.info.number for run in open_runs)]
+            remember(self._known, sent, self.events)
+        self._begin_next()
+        self.skipped = 0
+        return data
+
+    def drop(self) -> None:
+        """Forget the steps of the chunk, which no one takes. The next chunk says how many there were."""
+        self.skipped += len(self.steps)
+        requests = self.requests
+        self._begin_next()
+        self.requests = requests if len(requests) < MAX_KEPT else {}
+
+    def _begin_next(self) -> None:
+        self._num_events += len(self.events)
+        self.reset(self.first_step + len(self.steps))
+
+    def start_at(self, step: int, num_events: int) -> None:
+        """Begin with this step and event."""
+        self._num_events = num_events
+        self.reset(step)
+
+
+def _columns(steps: Sequence[StepRow]) -> bytes:
+    """Return the numbers of steps column by column, in the order of COLUMNS."""
+    if not steps:
+        return b""
+    times, *counts = zip(*steps, strict=True)
+    durations = (
+        [int((end - begin) * 1e6) for begin, end in zip(begins, ends, strict=True)]
+        for begins, ends in pairwise(zip(*times, strict=True))
+    )
+    return b"".join(_column(values) for values in (*durations, *counts))
+
+
+def _column(values: Sequence[int]) -> bytes:
+    try:
+        return array("I", values).tobytes()
+    except OverflowError:
+        return array("I", [min(max(0, value), LARGEST) for value in values]).tobytes()

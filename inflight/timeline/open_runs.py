@@ -18,7 +18,7 @@ from typing import NamedTuple
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import ScheduledStep
-from inflight.timeline.chunks import RecordedRequest, SlotKind, SlotRun, token_at
+from inflight.timeline.chunks import RecordedRequest, SlotKind, token_at
 
 DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)
 
@@ -34,15 +34,16 @@ class OpenRun(NamedTuple):
     first_token: int
     counts: list[int]
 
-    def until(self, end_step: int, outputs: int | None = None) -> SlotRun:
-        """Return the run up to a step. It returned `outputs` tokens; None: as many as its decodes advanced by."""
+    def numbers(self, end_step: int, outputs: int | None) -> tuple[int, ...]:
+        """Return the numbers of a `SlotRun` that ends before a step.
+
+        It returned `outputs` tokens; None stands for as many as its decodes advanced by.
+        """
         slot, info, kind, first_step, tokens_per_step, first_token, counts = self
-        if outputs is None:
-            outputs = token_at(self, end_step) - first_token if kind == DECODE else 0
         num_steps = end_step - first_step
-        return SlotRun(
-            slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs, counts[:]
-        )
+        if outputs is None:
+            outputs = 0 if kind != DECODE else token_at(self, end_step) - first_token if counts else num_steps
+        return slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs
 
 
 class OpenRuns:
@@ -75,14 +76,17 @@ class OpenRuns:
         step: ScheduledStep,
         number: int,
         deltas: Sequence[Delta],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         lingering: Sequence[Request],
         error: str | None,
     ) -> None:
-        """Continue, open and close runs with the next step. `outputs` are the numbers of tokens in `deltas`."""
+        """Continue, open and close runs with the next step.
+
+        `num_outputs` is the number of tokens in `deltas`, and `several` says whether some have more than one.
+        """
         batch, requests = step.batch, step.requests
-        num_outputs = sum(outputs)
-        is_usual = error is None and outputs.count(1) == num_outputs  # no request returned several tokens
+        is_usual = error is None and not several
         is_same = requests == self._steady and not batch.admissions and not lingering
         if is_usual and is_same and self._all_decode(step, (), number, num_outputs):
             return
@@ -220,7 +224,9 @@ class OpenRuns:
         self._steady = None
         if run.kind == DECODE:
             self._decoding.remove(request)
-            self._sum_offsets -= token_at(run, end_step) - end_step
+            self._sum_offsets -= (
+                (token_at(run, end_step) - end_step) if run.counts else run.first_token - run.first_step
+            )
         else:
             self._others.remove(request)
         self._close_run(run, end_step, outputs)

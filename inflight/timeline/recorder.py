@@ -15,8 +15,15 @@ from collections.abc import Sequence
 from inflight.events import Delta, ExpertUsage
 from inflight.request import Request
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
-from inflight.timeline.chunk_builder import ChunkBuilder, ChunkLimits, RecordedTimes
-from inflight.timeline.chunks import RecordedRequest, TimelineEvent, TimelinePage, TimelineQuery
+from inflight.timeline.chunks import (
+    ChunkBuilder,
+    ChunkLimits,
+    RecordedRequest,
+    RecordedTimes,
+    TimelineEvent,
+    TimelinePage,
+    TimelineQuery,
+)
 from inflight.timeline.open_runs import OpenRun, OpenRuns
 
 MAX_BYTES = 64 << 20  # of the ring
@@ -51,7 +58,8 @@ class NoRecorder:
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
@@ -146,26 +154,28 @@ class Recorder(NoRecorder):
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
         """Record a step that was collected or failed.
 
-        `outputs` are the numbers of tokens in `deltas`, and `ended` are the requests that ended with it.
+        `num_outputs` is the number of tokens in `deltas`, `several` says whether some have more than one, and `ended`
+        are the requests that ended with the step.
         """
         batch, kv, number = step.batch, step.kv, self._base + step.batch.step
         if number != self._next_step:
             self._skip_to(number)
         self._next_step += 1
-        self._runs.record(step, number, deltas, outputs, pool.lingering, error)
+        self._runs.record(step, number, deltas, num_outputs, several, pool.lingering, error)
         if batch.admissions or step.preempted or ended:
             self._record_events(step, ended, number, times, pool)
         row = (
             times,
             batch.num_tokens,
-            sum(outputs),
+            num_outputs,
             len(pool.running),
             pool.num_waiting,
             kv.num_used,

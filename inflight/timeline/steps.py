@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from inflight.events import ExpertUsage
-from inflight.timeline.chunk_builder import RecordedTimes
 from inflight.timeline.chunks import (
     Chunk,
     RecordedRequest,
+    RecordedTimes,
     SlotKind,
     SlotRun,
     TimelineEvent,

@@ -16,13 +16,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from inflight.errors import EngineDeadError
+from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.chunks import (
     ENDS,
     Chunk,
     RecordedRequest,
     TimelinePage,
     TimelineQuery,
-    chunk_json,
     decode_chunk,
     forget_old,
 )

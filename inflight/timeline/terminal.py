@@ -10,8 +10,9 @@ The colour of a cell is that of its request. Which slots others have is not know
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,11 +23,49 @@ from inflight.timeline.chunks import SlotKind, SlotRun
 
 SPARKS = " ▁▂▃▄▅▆▇█"
 CELLS = {SlotKind.PREFILL: "▒", SlotKind.DECODE: "█", SlotKind.HELD: "·"}
-RANKS = {SlotKind.PREFILL: 3, SlotKind.DECODE: 2, SlotKind.HELD: 1}  # where a column has several
+RANKS = {
+    SlotKind.PREFILL: 3,
+    SlotKind.DECODE: 2,
+    SlotKind.HELD: 1,
+    SlotKind.PADDING: 1,
+}  # where a column has several
 COLOURS = ("blue", "yellow", "cyan", "magenta", "green", "bright_blue", "bright_yellow", "bright_magenta")
 OTHERS = ("░", "dim")
 LABEL_WIDTH = 9
 HEADER_LINES = 5
+
+
+class Bar(NamedTuple):
+    """What a slot did for a request; `begin` and `end` are shares of the picture's width."""
+
+    slot: int
+    request: int
+    kind: SlotKind
+    begin: float
+    end: float
+
+
+class Cell(NamedTuple):
+    """One column of one slot."""
+
+    request: int
+    kind: SlotKind
+
+
+def slot_cells(bars: Iterable[Bar], num_columns: int) -> dict[int, list[Cell | None]]:
+    """Return the columns of every slot that was used.
+
+    The beginning of a request is always visible: where a column has several bars, that of a prompt is shown.
+    """
+    rows: dict[int, list[Cell | None]] = {}
+    for slot, request, kind, begin, end in bars:
+        row = rows.setdefault(slot, [None] * num_columns)
+        first = min(num_columns - 1, max(0, int(begin * num_columns)))
+        for column in range(first, max(first + 1, min(num_columns, math.ceil(end * num_columns)))):
+            before = row[column]
+            if before is None or RANKS[before.kind] <= RANKS[kind]:
+                row[column] = Cell(request, kind)
+    return rows
 
 
 class ShownStep(NamedTuple):
@@ -124,22 +163,23 @@ class _Picture:
             lines.append(Text(f"{hidden} more slots are in use", style="dim"))
         return lines
 
+    def _bars(self) -> Iterator[Bar]:
+        for run in self._window.runs:
+            last_step = run.first_step + run.num_steps - 1
+            if last_step in self._ends:
+                moments = self._begins.get(run.first_step, self._begin), self._ends[last_step]
+                begin, end = ((moment - self._begin) / self._window.seconds for moment in moments)
+                yield Bar(run.slot, run.request, SlotKind(run.kind), begin, end)
+
     def _rows(self) -> dict[int, list[tuple[str, str]]]:
         """Return the cells of every slot that was used: a character and a style."""
         empty = (" ", "")
-        rows: dict[int, list[tuple[str, str]]] = {}
-        ranks: dict[tuple[int, int], int] = {}
-        for run in self._window.runs:
-            kind, last_step = SlotKind(run.kind), run.first_step + run.num_steps - 1
-            if last_step not in self._ends:
-                continue
-            begin = self._begins.get(run.first_step, self._begin)
-            cell = CELLS[kind], COLOURS[run.request % len(COLOURS)]
-            row = rows.setdefault(run.slot, [empty] * self._num_columns)
-            for column in range(self._column(begin), self._column(self._ends[last_step]) + 1):
-                if ranks.get((run.slot, column), 0) <= RANKS[kind]:
-                    ranks[run.slot, column] = RANKS[kind]
-                    row[column] = cell
+        rows = {
+            slot: [
+                (CELLS[cell.kind], COLOURS[cell.request % len(COLOURS)]) if cell else empty for cell in cells
+            ]
+            for slot, cells in slot_cells(self._bars(), self._num_columns).items()
+        }
         for column, others in enumerate(map(int, self._highest("others"))):
             free = (
                 slot for slot in range(self._window.slots) if slot not in rows or rows[slot][column] == empty

@@ -18,14 +18,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inflight.timeline.chunk_builder import RecordedTimes
+from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.chunks import (
     ENDS,
+    RecordedTimes,
     SlotKind,
     SlotRun,
     TimelinePage,
     TimelineQuery,
-    chunk_json,
     decode_chunk,
     token_at,
 )

@@ -21,6 +21,7 @@ from inflight.models.quantization import QuantizedOnLoading
 from inflight.native.library import native_library
 from tests.models.running import CPU, logprobs, prompt
 from tests.support.checkpoints import write_checkpoint
+from tests.support.specs import attentions
 
 # Families of which some layers are plain, with how many of the first ones.
 NUM_PLAIN = {"llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "olmo2": 0, "mixtral": 0}
@@ -45,7 +46,7 @@ def load(
     spec = decoder_spec(checkpoint.config)
     if scheme is not None:
         spec = replace(spec, quantization=QuantizedOnLoading(scheme))
-    mixers = tuple(replace(mixer, quantized_kv=quantized_kv) for mixer in spec.attentions)
+    mixers = tuple(replace(mixer, quantized_kv=quantized_kv) for mixer in attentions(spec))
     spec = replace(spec, mixers=mixers)
     return load_decoder(checkpoint, kernels, backend(kernels, heads), dtype, CPU, spec=spec)
 

@@ -15,7 +15,8 @@ from inflight.compare.drawing import DARK, LIGHT, SCALE, Rect, Text, to_svg, wri
 from inflight.compare.picture import MIN_PREFILL, decode_colour, draw, prefill_colour
 from inflight.compare.report import Comparison
 from inflight.compare.terminal import FOLD, picture, print_comparison
-from inflight.compare.timeline import SpanKind, Timeline
+from inflight.compare.timeline import Timeline
+from inflight.timeline import SlotKind
 from tests.compare.conftest import NUM_SLOTS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,7 +102,7 @@ def test_svg_draws_first_spans_at_the_left_edge(comparison: Comparison) -> None:
     root = ElementTree.fromstring(text)
     for result in comparison.results.values():
         first = result.timeline.spans[0]
-        assert first.kind is SpanKind.PREFILL
+        assert first.kind is SlotKind.PREFILL
         paint = prefill_colour(first.request)
         rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == paint]
         assert rects

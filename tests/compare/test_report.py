@@ -5,9 +5,10 @@ from dataclasses import fields
 
 import pytest
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.measure import Figures, measure
 from inflight.compare.report import Comparison, compare, summarise
-from inflight.compare.workload import Arrival, Workload, build_jobs
+from inflight.compare.workload import Workload, build_jobs
 from inflight.errors import EngineError
 from inflight.loading import LoadedEngine
 from inflight.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ def test_open_loop_waits_for_arrivals(engine: LoadedEngine) -> None:
 def test_engine_core_is_replaced_only_when_idle(engine: LoadedEngine) -> None:
     core = engine.use(policy="continuous", max_num_seqs=3)
     assert core.scheduler.limits.max_num_seqs == 3
-    core.add(engine.input_processor.requests("x", [5, 6, 7], SamplingParams(max_tokens=2))[1][0])
+    core.add(engine.frontend.input_processor.requests("x", [5, 6, 7], SamplingParams(max_tokens=2))[1][0])
     with pytest.raises(EngineError, match="can only be changed while it is idle"):
         engine.use(policy="static")
     core.abort("x")

@@ -9,17 +9,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.drawing import to_svg
 from inflight.compare.picture import draw
-from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import STRATEGIES, compare
 from inflight.compare.rerank import PairWorkload, RerankComparison, RerankFigures, compare_reranking
-from inflight.compare.timeline import SpanKind
-from inflight.compare.workload import Arrival, Workload
+from inflight.compare.workload import Workload, draw_pairs
 from inflight.config import EngineConfig
 from inflight.errors import ParameterError, RequestError
 from inflight.loading import LoadedEngine, load_engine
 from inflight.models.builtin import builtin_folder
+from inflight.timeline import SlotKind
 
 NUM_PAIRS, NUM_SLOTS = 10, 4
 
@@ -56,10 +56,10 @@ def test_scores_are_identical_and_only_static_batches_are_padded(reranking: Rera
 
 def test_picture_shows_padding_after_texts(reranking: RerankComparison) -> None:
     spans = {timeline.strategy: timeline.spans for timeline in reranking.timelines}
-    assert {span.kind for span in spans["continuous"]} == {SpanKind.PREFILL}
-    padding = [span for span in spans["static"] if span.kind is SpanKind.PADDING]
+    assert {span.kind for span in spans["continuous"]} == {SlotKind.PREFILL}
+    padding = [span for span in spans["static"] if span.kind is SlotKind.PADDING]
     assert len(padding) == NUM_PAIRS - 3  # after all but the longest text of each batch
-    texts = {span.request: span for span in spans["static"] if span.kind is SpanKind.PREFILL}
+    texts = {span.request: span for span in spans["static"] if span.kind is SlotKind.PREFILL}
     for span in padding:
         text = texts[span.request]
         assert (span.slot, span.first, span.begin, span.end) == (text.slot, text.first, text.end, 1.0)

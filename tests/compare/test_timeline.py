@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from inflight.compare.report import Comparison
-from inflight.compare.timeline import SpanKind, TimeAxis, Timeline, lay_out, request_label, ticks
+from inflight.compare.timeline import TimeAxis, Timeline, lay_out, request_label, ticks
+from inflight.timeline import SlotKind
 from tests.compare import hand_made
 from tests.compare.conftest import NUM_SLOTS
 
@@ -25,14 +26,14 @@ def test_hand_made_run_is_laid_out_as_expected() -> None:
         for span in lay_out(hand_made.run()).spans
     ]
     assert spans == [
-        (0, 0, SpanKind.PREFILL, 0, 1, 1),
-        (0, 0, SpanKind.DECODE, 1, 3, 2),
-        (0, 2, SpanKind.PREFILL, 3, 4, 1),
-        (0, 2, SpanKind.DECODE, 4, 5, 1),
-        (1, 1, SpanKind.PREFILL, 0, 1, 1),
-        (1, 1, SpanKind.DECODE, 1, 2, 1),
-        (1, 1, SpanKind.HELD, 2, 4, 0),
-        (1, 3, SpanKind.PREFILL, 4, 6, 1),  # a prompt in two chunks: only the last one samples
+        (0, 0, SlotKind.PREFILL, 0, 1, 1),
+        (0, 0, SlotKind.DECODE, 1, 3, 2),
+        (0, 2, SlotKind.PREFILL, 3, 4, 1),
+        (0, 2, SlotKind.DECODE, 4, 5, 1),
+        (1, 1, SlotKind.PREFILL, 0, 1, 1),
+        (1, 1, SlotKind.DECODE, 1, 2, 1),
+        (1, 1, SlotKind.HELD, 2, 4, 0),
+        (1, 3, SlotKind.PREFILL, 4, 6, 1),  # a prompt in two chunks: only the last one samples
     ]
 
 
@@ -41,9 +42,9 @@ def test_dropped_token_is_not_counted() -> None:
     run.recording.steps[2] = hand_made.step(2, [hand_made.token(0, "a", 1), hand_made.held(1, "b", 1)])
     b = [span for span in lay_out(run).spans if span.request == 1]
     assert [(span.kind, span.first, span.last, span.num_tokens) for span in b] == [
-        (SpanKind.PREFILL, 0, 1, 1),
-        (SpanKind.DECODE, 1, 2, 1),
-        (SpanKind.HELD, 2, 4, 0),
+        (SlotKind.PREFILL, 0, 1, 1),
+        (SlotKind.DECODE, 1, 2, 1),
+        (SlotKind.HELD, 2, 4, 0),
     ]
 
 
@@ -62,9 +63,9 @@ def test_every_token_is_drawn_once(comparison: Comparison, strategy: str) -> Non
     for span in comparison.results[strategy].timeline.spans:
         drawn[span.request] += span.num_tokens
         # A decoding slot produces a token in every step; a held one produces none.
-        if span.kind is SpanKind.DECODE:
+        if span.kind is SlotKind.DECODE:
             assert span.num_tokens == span.last - span.first
-        if span.kind is SpanKind.HELD:
+        if span.kind is SlotKind.HELD:
             assert span.num_tokens == 0
     assert [drawn[index] for index in range(len(comparison.requests))] == [
         request.num_output_tokens for request in comparison.requests
@@ -84,16 +85,16 @@ def test_timelines_show_how_the_strategies_schedule(comparison: Comparison) -> N
     assert sequential.num_slots_used == 1
     assert static.num_slots_used == continuous.num_slots_used == NUM_SLOTS
     # Static: no request joins before the longest of the batch is done, and finished ones hold their slots until then.
-    starts = sorted({span.first for span in static.spans if span.kind is SpanKind.PREFILL})
+    starts = sorted({span.first for span in static.spans if span.kind is SlotKind.PREFILL})
     assert len(starts) == 3
     assert not any(span.first < start < span.last for span in static.spans for start in starts)
-    assert any(span.kind is SpanKind.HELD for span in static.spans)
+    assert any(span.kind is SlotKind.HELD for span in static.spans)
     for start, end in pairwise(starts):
         slots = {span.slot for span in static.spans if span.last == end}
         assert slots == {span.slot for span in static.spans if start <= span.first < end}
     # Continuous: a released slot is taken in the very next step as long as any request is waiting.
-    assert not any(span.kind is SpanKind.HELD for span in continuous.spans)
-    last_joins = max(span.first for span in continuous.spans if span.kind is SpanKind.PREFILL)
+    assert not any(span.kind is SlotKind.HELD for span in continuous.spans)
+    last_joins = max(span.first for span in continuous.spans if span.kind is SlotKind.PREFILL)
     busy = Counter(
         step for span in continuous.spans for step in range(span.first, min(span.last, last_joins))
     )

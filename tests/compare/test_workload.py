@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from inflight.compare.prompts import KINDS, draw_prompts
-from inflight.compare.workload import Arrival, Workload, build_jobs
+from inflight.compare.arrivals import Arrival
+from inflight.compare.workload import KINDS, Workload, build_jobs, draw_prompts
 from inflight.errors import ParameterError
 from inflight.loading import LoadedEngine
 
@@ -73,12 +73,12 @@ def test_invalid_arrivals_are_rejected(text: str) -> None:
 
 def test_real_prompts_are_rendered_with_the_chat_template(engine: LoadedEngine) -> None:
     jobs = build_jobs(Workload(num_requests=5, seed=1), engine)
-    assert engine.tokenizer is not None
+    assert engine.frontend.tokenizer is not None
     for job in jobs:
-        rendered = engine.chat_template.render([{"role": "user", "content": job.title}])
-        assert job.prompt_ids == engine.tokenizer.encode(rendered, add_special_tokens=False)
+        rendered = engine.frontend.chat_template.render([{"role": "user", "content": job.title}])
+        assert job.prompt_ids == engine.frontend.tokenizer.encode(rendered, add_special_tokens=False)
         assert not job.params.ignore_eos
-        assert job.params.temperature == engine.default_params["temperature"]
+        assert job.params.temperature == engine.frontend.default_params["temperature"]
     assert len({job.params.seed for job in jobs}) == 5
     assert jobs == build_jobs(Workload(num_requests=5, seed=1), engine)
 

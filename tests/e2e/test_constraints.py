@@ -115,9 +115,7 @@ def test_torch_sampler_samples_the_same_tokens(expected: list[Any], monkeypatch:
     from inflight.execution import runner
     from inflight.execution.sampling import Sampler, SamplingRows
 
-    monkeypatch.setattr(
-        runner, "cpu_sampler", lambda rows, size, _part: Sampler(SamplingRows(rows, size, "cpu"))
-    )
+    monkeypatch.setattr(runner, "cpu_sampler", lambda rows, size: Sampler(SamplingRows(rows, size, "cpu")))
     with LLM(show_progress=False) as other:
         assert answers(other, MIXED) == expected
 

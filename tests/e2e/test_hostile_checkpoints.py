@@ -190,7 +190,7 @@ def test_hostile_checkpoint_is_rejected_in_one_line(harm: Harm, words: str, fold
 def test_huge_context_length_in_the_config_takes_no_memory(folder: Path) -> None:
     edit("config.json", max_position_embeddings=1 << 24)(folder)
     engine = load_engine(EngineConfig.create(folder, device="cpu", num_blocks=64))
-    assert engine.max_model_len == 64 * 16
+    assert engine.frontend.max_model_len == 64 * 16
     engine.close()
 
 

@@ -185,7 +185,7 @@ def test_answers_are_distinct_and_reproducible(seed: int | None, folder: Folder)
 
 def test_answer_depends_only_on_its_seed(folder: Folder) -> None:
     outputs = several(folder("qwen3"), seed=11)
-    input_processor: InputProcessor = LLM(folder("qwen3"))._engine.input_processor
+    input_processor: InputProcessor = LLM(folder("qwen3"))._engine.frontend.input_processor
     params = SamplingParams(n=4, max_tokens=12, seed=11)
     _, requests = input_processor.requests("x", PROMPTS[0], params)
     assert requests[0].spec.seed == 11

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -301,6 +302,92 @@ assert llm.generate("One day", params)[0].outputs[0].text == first
 def test_forked_process_gets_an_error_and_leaves_the_engine_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "this LLM was created before a fork: create it in the process that uses it\n"
+
+
+FORKING_REPLICAS = """
+import os, sys
+from inflight import LLM, SamplingParams
+from inflight.errors import EngineError
+if __name__ == "__main__":
+    llm = LLM(show_progress=False, num_blocks=512, replicas=1)
+    child = os.fork()
+    if not child:
+        for call in (llm.generate, llm.stats):
+            try:
+                call(*["One day"][:call == llm.generate])
+            except EngineError as error:
+                print(error, flush=True)
+        llm.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    llm.close()
+"""
+
+
+def test_forked_process_gets_an_error_from_replicas(tmp_path: Path) -> None:
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING_REPLICAS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == 2 * "this LLM was created before a fork: create it in the process that uses it\n"
+
+
+FORKING_RECORDED = """
+import os, sys
+from inflight import LLM
+llm = LLM(show_progress=False, num_blocks=512, record=sys.argv[1])
+child = os.fork()
+if not child:
+    with llm:
+        pass
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert not os.path.exists(sys.argv[1])
+llm.close()
+assert os.path.exists(sys.argv[1])
+"""
+
+
+def test_only_the_process_that_records_writes_the_trace(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING_RECORDED, tmp_path / "run.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FORKED_CHATS = """
+import os, signal, sys, threading
+from inflight import LLM
+from inflight.errors import EngineError
+llm = LLM(show_progress=False, num_blocks=512)
+render = llm.get_tokenizer().apply_chat_template
+render([{"role": "user", "content": "first"}], tokenize=False)
+llm._rendering.acquire()  # as another thread may
+child = os.fork()
+name = f"{'parent' if child else 'child'} {{}}".format
+for index in range(200):
+    text = name(index)
+    assert text in render([{"role": "user", "content": text}], tokenize=False)
+if not child:
+    try:
+        llm.chat([{"role": "user", "content": "x"}])
+    except EngineError as error:
+        print(error, flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_forked_process_renders_chats_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_CHATS], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "this LLM was created before a fork: create it in the process that uses it\n"

@@ -9,8 +9,8 @@ from inflight.execution.platforms import relocate
 from inflight.layers.formats import GroupScheme
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.builtin import checkpoint_folder
+from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.footprint import num_bytes
-from inflight.models.decoders.mixers import SelfAttention
 from inflight.models.tensors import tensors_of
 from tests.models.running import load, logprobs, prompt
 from tests.support.held_bytes import storage_bytes

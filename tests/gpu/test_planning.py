@@ -11,7 +11,7 @@ import torch
 from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine
 from inflight.config import EngineConfig
-from inflight.loading.planning import Devices, Fit, plan_model
+from inflight.loading.planning import Devices, Fit, plan_devices
 from inflight.models.decoders.decoder import Decoder
 from tests.support.held_bytes import held
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 def planned(**options: Any) -> Fit:
     _, total = torch.cuda.mem_get_info()
     config = EngineConfig.create("-", **(OPTIONS | options))
-    (fit,) = plan_model(config, Devices("cuda", 1, total)).fits
+    (fit,) = plan_devices(config, Devices("cuda", 1, total)).fits
     return fit
 
 

@@ -9,6 +9,7 @@ import torch
 
 from inflight.models.decoders.families import decoder_spec
 from tests.support.checkpoints import FAMILIES
+from tests.support.specs import attentions
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500_000.0},
@@ -37,7 +38,7 @@ def test_tables_agree_with_transformers(kind: str) -> None:
     config = FAMILIES["llama"](head_dim=128, max_position_embeddings=8192, rope_parameters=dict(ROPES[kind]))
     positions = torch.tensor([0, 1, 63, 2047, 4096, 8191])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    rope = decoder_spec(config.to_dict()).attentions[0].rope
+    rope = attentions(decoder_spec(config.to_dict()))[0].rope
     assert rope is not None
     table = rope.table(8192, torch.device("cpu"))
     assert table.shape == (8192, 128)

@@ -23,7 +23,7 @@ from inflight.execution.gpu.runner import GpuRunner
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.loading.checkpoint import quantized_spec
-from inflight.loading.planning import PROCESSORS, Devices, plan_model
+from inflight.loading.planning import PROCESSORS, Devices, plan_devices
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META
@@ -94,7 +94,7 @@ def test_weights_buffers_and_largest_step_take_the_planned_memory(
         gpu_memory_utilization=1.0,
         **options,
     )
-    (fit,) = plan_model(config, Devices("cuda", 1, GPU_MEMORY)).fits
+    (fit,) = plan_devices(config, Devices("cuda", 1, GPU_MEMORY)).fits
     expected = GPU_MEMORY - CONTEXT_MEMORY - GRAPH_MEMORY - fit.shares[0].kv(fit.num_blocks)
     spec = quantized_spec(decoder_spec(hf_config), config.model)
     with torch.inference_mode(), AllocatedBytes() as allocated:

@@ -25,7 +25,7 @@ from inflight.execution import platforms
 from inflight.execution.runner import ModelRunner
 from inflight.layers.formats import GroupScheme
 from inflight.layers.triton_kernels import TritonKernels
-from inflight.loading.planning import Devices, plan_model
+from inflight.loading.planning import Devices, plan_devices
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import meta_decoder, meta_kernels, num_bytes
@@ -98,7 +98,7 @@ def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch, kv_cac
     options: dict[str, Any] = {"hf_config": SHAPES["tiny"], "load_format": "dummy", "max_model_len": 2048}
     options["kv_cache_dtype"] = kv_cache_dtype
     before = 64 << 20
-    actual = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
+    actual = plan_devices(EngineConfig.create("-", **options), Devices("cpu", 1, before))
     (fit,) = actual.fits
     left = before - fit.shares[0].weights
     monkeypatch.setattr(platforms, "available_memory", lambda: left)
@@ -115,7 +115,7 @@ def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch, kv_cac
 def test_large_model_fits_only_on_enough_gpus() -> None:
     """8 billion parameters in bfloat16: 15 GiB."""
     config = EngineConfig.create("-", hf_config=SHAPES["llama-3.1-8b"], dtype="bfloat16", load_format="dummy")
-    actual = plan_model(config, Devices("cuda", 4, 24 * 10**9))
+    actual = plan_devices(config, Devices("cuda", 4, 24 * 10**9))
     assert actual.parameters == pytest.approx(8.03e9, rel=0.01)
     fits = {(fit.tensor, fit.pipeline): fit for fit in actual.fits}
     assert set(fits) == {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1)}
@@ -127,7 +127,7 @@ def test_large_model_fits_only_on_enough_gpus() -> None:
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.03)
         for share in fit.shares:
             assert share.weights + share.kv(fit.num_blocks) < 0.9 * 24e9
-    small = plan_model(config, Devices("cuda", 1, 8 * 10**9))
+    small = plan_devices(config, Devices("cuda", 1, 8 * 10**9))
     assert [fit.num_tokens for fit in small.fits] == [0]
 
 
@@ -141,7 +141,7 @@ def test_experts_are_planned_for_every_rank(expert_parallel: bool) -> None:
         load_format="dummy",
         enable_expert_parallel=expert_parallel,
     )
-    actual = plan_model(config, Devices("cuda", 4, 80 * 10**9))
+    actual = plan_devices(config, Devices("cuda", 4, 80 * 10**9))
     assert actual.parameters == pytest.approx(30.53e9, rel=0.01)
     for fit in actual.fits:
         assert sum(share.weights for share in fit.shares) == pytest.approx(2 * actual.parameters, rel=0.02)
@@ -156,9 +156,9 @@ def test_gpu_can_be_planned_for_without_triton() -> None:
         sys.modules["triton"] = None
         from benchmarks.shapes import SHAPES
         from inflight.config import EngineConfig
-        from inflight.loading.planning import Devices, plan_model
+        from inflight.loading.planning import Devices, plan_devices
         config = EngineConfig.create("-", hf_config=SHAPES["qwen3.5-9b"], quantization="int4", load_format="dummy")
-        (fit,) = plan_model(config, Devices("cuda", 1, 80 * 10**9)).fits
+        (fit,) = plan_devices(config, Devices("cuda", 1, 80 * 10**9)).fits
         assert fit.num_requests > 1
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
@@ -169,8 +169,8 @@ def test_plan_has_rows_for_as_many_states_as_an_engine(configured: int | None) -
     """A request's states in Qwen3.5 9B take 53 MB: with 1,024 rows nothing would be left."""
     options: dict[str, Any] = {"hf_config": SHAPES["qwen3.5-9b"], "dtype": "bfloat16", "load_format": "dummy"}
     gpu = Devices("cuda", 1, 141 * 10**9)
-    (fit,) = plan_model(EngineConfig.create("-", max_num_seqs=configured, **options), gpu).fits
-    (same,) = plan_model(EngineConfig.create("-", max_num_seqs=configured or 256, **options), gpu).fits
+    (fit,) = plan_devices(EngineConfig.create("-", max_num_seqs=configured, **options), gpu).fits
+    (same,) = plan_devices(EngineConfig.create("-", max_num_seqs=configured or 256, **options), gpu).fits
     assert fit == same
     assert fit.num_blocks > 0
 
@@ -179,13 +179,13 @@ def test_plan_reports_groups_and_counts_only_windows() -> None:
     config = EngineConfig.create(
         "-", hf_config=SHAPES["gemma-3-12b"], dtype="bfloat16", load_format="dummy", max_model_len=32_768
     )
-    (fit,) = plan_model(config, Devices("cuda", 1, 141 * 10**9)).fits
+    (fit,) = plan_devices(config, Devices("cuda", 1, 141 * 10**9)).fits
     assert described(fit.layout) == "1 of all tokens, 5 of the last 1,024"
     in_full = 6 * 32_768 // 16  # blocks of a request if all layers kept all tokens
     assert fit.num_requests >= 5 * (fit.num_blocks // in_full)
     assert fit.layout.blocks_for(32_768, 1) < 0.2 * in_full
     hybrid = EngineConfig.create("-", hf_config=SHAPES["qwen3.5-9b"], dtype="bfloat16", load_format="dummy")
-    (fit,) = plan_model(hybrid, Devices("cuda", 1, 141 * 10**9)).fits
+    (fit,) = plan_devices(hybrid, Devices("cuda", 1, 141 * 10**9)).fits
     assert "snapshots of" in described(fit.layout)
 
 
@@ -217,7 +217,7 @@ def test_planning_an_encoder_is_rejected(tmp_path: Path) -> None:
     config = {"architectures": ["BertModel"], "model_type": "bert"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is an encoder"):
-        plan_model(EngineConfig.create(tmp_path), Devices("cpu", 1, GIB))
+        plan_devices(EngineConfig.create(tmp_path), Devices("cpu", 1, GIB))
 
 
 def test_plan_command_reports_fits(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme, PlainFormat
 from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec
 from inflight.loading.evaluation import evaluate, unquantized
-from inflight.loading.planning import Devices, plan_model
+from inflight.loading.planning import Devices, plan_devices
 from inflight.loading.quantizing import FORMATS, quantize_checkpoint
 from inflight.models.checkpoint import fingerprint, open_checkpoint
 from inflight.models.decoders.families import decoder_spec
 from tests.models.running import load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
+from tests.support.specs import attentions
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a batch is a set of requests. " * 8
 
@@ -149,13 +150,13 @@ def test_plan_counts_quantized_weights() -> None:
     shape = FAMILIES["llama"](hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to_dict()
     gpus, weights = Devices("cuda", 1, 80 << 30), []
     for name in (None, "fp8", "int4"):
-        plan = plan_model(
+        plan = plan_devices(
             EngineConfig.create("shape", hf_config=shape, dtype="bfloat16", quantization=name), gpus
         )
         weights.append(plan.fits[0].shares[0].weights)
         assert (
             plan.parameters
-            == plan_model(EngineConfig.create("shape", hf_config=shape, dtype="bfloat16"), gpus).parameters
+            == plan_devices(EngineConfig.create("shape", hf_config=shape, dtype="bfloat16"), gpus).parameters
         )
     assert weights[1] < 0.6 * weights[0]
     assert weights[2] < 0.4 * weights[0]
@@ -211,7 +212,7 @@ def test_keys_and_values_of_layers_are_quantized_unless_skipped(tmp_path: Path) 
 
     def quantized(*skipped: str, dtype: str = "fp8") -> list[str | None]:
         cache = CacheConfig(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)
-        return [layer.quantized_kv for layer in quantized_kv_spec(spec, cache).attentions]
+        return [layer.quantized_kv for layer in attentions(quantized_kv_spec(spec, cache))]
 
     assert quantized(dtype="auto") == [None, None, None]
     assert quantized() == ["fp8", "fp8", "fp8"]
@@ -239,7 +240,7 @@ def test_fp8_kv_cache_is_rejected_on_a_cpu(tmp_path: Path) -> None:
 def test_int8_kv_cache_is_rejected_on_a_gpu(tmp_path: Path) -> None:
     config = EngineConfig.create(str(write_checkpoint(tmp_path, "qwen3")), kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8': on a GPU it must be 'auto' or 'fp8'"):
-        plan_model(config, Devices("cuda", 1, 8 << 30))
+        plan_devices(config, Devices("cuda", 1, 8 << 30))
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
@@ -253,7 +254,7 @@ def test_quantized_kv_cache_is_evaluated_on_a_cpu(folder: Path, dtype: str) -> N
 def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
     folder, devices = write_checkpoint(tmp_path, "qwen3"), Devices("cuda", 1, 8 << 30)
     plain, quantized = (
-        plan_model(EngineConfig.create(str(folder), kv_cache_dtype=kind, dtype="bfloat16"), devices).fits[0]
+        plan_devices(EngineConfig.create(str(folder), kv_cache_dtype=kind, dtype="bfloat16"), devices).fits[0]
         for kind in ("auto", "fp8")
     )
     ratio = plain.shares[0].kv(1) / quantized.shares[0].kv(1)
@@ -261,4 +262,4 @@ def test_plan_counts_the_bytes_of_an_fp8_kv_cache(tmp_path: Path) -> None:
     assert ratio == pytest.approx(2 * head_dim / (head_dim + 2))
     assert quantized.num_blocks / plain.num_blocks == pytest.approx(ratio, rel=1e-3)
     with pytest.raises(ConfigError, match="on a CPU it must be 'auto' or 'int8'"):
-        plan_model(EngineConfig.create(str(folder), kv_cache_dtype="fp8"), Devices("cpu", 1, 8 << 30))
+        plan_devices(EngineConfig.create(str(folder), kv_cache_dtype="fp8"), Devices("cpu", 1, 8 << 30))

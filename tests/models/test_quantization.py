@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.footprint import num_bytes
+from inflight.models.decoders.footprint import META, meta_decoder, num_bytes
 from inflight.models.decoders.spec import shard_of
-from inflight.models.decoders.weights import load_decoder
+from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization
+from inflight.models.tensors import tensors_of
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.quantized import (
@@ -164,7 +167,7 @@ def test_int8_is_held_and_multiplied_on_a_gpu(
     write, config = CASES[case]
     folder = rewrite(original, tmp_path / "quantized", {"_proj": write}, config)
     decoder = on_gpu(folder)
-    down = decoder.layers[0].mlp.down  # type: ignore[attr-defined]
+    down = decoder.layers[0].mlp.down  # type: ignore[union-attr]
     assert isinstance(down, TritonLinear)
     assert down.weights.codes.dtype == torch.int8
     expected = logprobs(load(folder / "plain"), prompt())
@@ -184,12 +187,42 @@ def test_rank_holds_its_part_of_quantized_weights(case: str, rank: int, tmp_path
         backend = ComposedAttention(kernels, TorchCpuAttention())
         decoder = load_decoder(checkpoint, kernels, backend, torch.float32, CPU, shard=shard)
         attention, mlp = decoder.layers[1].mixer, decoder.layers[1].mlp
-        linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)  # type: ignore[attr-defined]
+        linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)  # type: ignore[union-attr]
         weights = [linear(torch.eye(linear.in_features)) for linear in linears]
         if path == quantized and not kept:
             first = weights
         for weight, other in zip(weights, first, strict=True):
             torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "modules"),
+    [
+        ("llama", "compressed int4 with zeros", ("q_proj", "gate_proj")),
+        ("llama", "gptq with zeros", ("q_proj", "gate_proj")),
+        ("llama", "awq", ("q_proj", "gate_proj")),
+        ("llama", "fp8 in blocks", ("q_proj", "gate_proj")),
+        ("gpt-oss", "mxfp4", ("experts.gate_up_proj_",)),
+        ("gpt-oss", "mxfp4 of whole experts", ("experts.gate_up_proj_", "experts.down_proj_")),
+    ],
+)
+def test_ranks_together_read_quantized_rows_once(family: str, case: str, modules: tuple[str, ...]) -> None:
+    quantization = CASES[case][1] if case in CASES else {"quant_method": "mxfp4"}
+    config = FAMILIES[family](intermediate_size=256, hidden_size=256).to_dict()
+    spec = decoder_spec(config | {"quantization_config": quantization})
+    spec = replace(spec, expert_parallel="whole" in case)
+    read: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    for rank in (0, 1):
+        decoder = meta_decoder(shard_of(spec, rank, 2), TorchKernels(device=META), torch.float32)
+        for placement in placements(decoder):
+            has_rows = not placement.name.endswith(("bias", "g_idx"))
+            if has_rows and any(module in placement.name for module in modules):
+                tensor = torch.empty(placement.shape, device=META)
+                read[placement.name] = read.get(placement.name, 0) + tensor[placement.needed].numel()
+                stored[placement.name] = tensor.numel()
+    assert read == stored
+    assert read
 
 
 def test_rank_whose_columns_cut_a_group_is_rejected(original: Path, tmp_path: Path) -> None:
@@ -273,7 +306,7 @@ def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: P
     write, config = CASES[case]
     quantized = rewrite(split_experts(tmp_path), tmp_path / "quantized", {"_proj": write}, config)
     decoder = on_gpu(quantized)
-    experts = decoder.layers[0].mlp.experts  # type: ignore[attr-defined]
+    experts = decoder.layers[0].mlp.experts  # type: ignore[union-attr]
     assert isinstance(experts, TritonExperts)
     assert experts.down.codes.dtype == (
         torch.int8 if "int8" in case else torch.int16
@@ -285,7 +318,7 @@ def test_integer_experts_are_held_and_multiplied_on_a_gpu(case: str, tmp_path: P
 def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    folder = write_checkpoint(tmp_path / "plain", "gpt-oss", intermediate_size=32)
+    folder = write_checkpoint(tmp_path / "plain", "gpt-oss", intermediate_size=64)
     tensors = load_file(folder / "model.safetensors")
     quantized = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -307,6 +340,17 @@ def test_mxfp4_experts_of_gpt_oss_load(tmp_path: Path) -> None:
     expected = logprobs(load(folder), prompt())
     for decoder in (load(tmp_path / "mxfp4"), keeping(tmp_path / "mxfp4")):
         torch.testing.assert_close(logprobs(decoder, prompt()), expected, rtol=1e-4, atol=1e-4)
+    kernels = TorchKernels()
+    backend = ComposedAttention(kernels, TorchCpuAttention())
+    for rank, expert_parallel in itertools.product((0, 1), (False, True)):
+        held = []
+        for path in (folder, tmp_path / "mxfp4"):
+            checkpoint = open_checkpoint(str(path))
+            spec = replace(decoder_spec(checkpoint.config), expert_parallel=expert_parallel)
+            shard = shard_of(spec, rank, 2)
+            decoder = load_decoder(checkpoint, kernels, backend, torch.float32, CPU, shard=shard)
+            held.append(list(tensors_of(decoder.layers)))
+        assert all(torch.equal(plain, quantized) for plain, quantized in zip(*held, strict=True))
     edited(tmp_path / "mxfp4", "model.layers.1.mlp.experts.down_proj_scales", lambda t: t | 255)
     with pytest.raises(WeightsError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj of expert 0: scales"):
         load(tmp_path / "mxfp4")

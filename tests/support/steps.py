@@ -57,11 +57,12 @@ def observe(core: EngineCore, observer: StepObserver) -> Callable[[], None]:
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
-        record_step(step, deltas, ended, outputs, times, error)
+        record_step(step, deltas, ended, num_outputs, several, times, error)
         if is_over:
             return
         batch = step.batch

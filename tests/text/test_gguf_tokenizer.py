@@ -238,3 +238,14 @@ def test_long_piece_is_rejected_before_it_is_split(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert OurTokenizer.load(with_piece("a" * 256)).token(size) == "a" * 256
+
+
+def test_pieces_with_many_merges_are_rejected_before_all_are_listed(tmp_path: Path) -> None:
+    """All parts of one text make up each other: those of N characters, N^3 / 6 times."""
+    _, metadata = sentencepiece(True)
+    text = "".join(chr(0x4E00 + index) for index in range(120))
+    parts = [text[first:end] for first in range(120) for end in range(first + 1, 121)]
+    more = {"ggml.tokens": parts, "ggml.scores": [0.0] * len(parts), "ggml.token_type": [NORMAL] * len(parts)}
+    path = write_metadata(tmp_path / "t.gguf", metadata | {key: metadata[key] + more[key] for key in more})
+    with pytest.raises(ModelError, match=r"at most 16 for each piece are allowed$"):
+        OurTokenizer.load(path)

@@ -92,13 +92,15 @@ class NaiveRecorder(Recorder):
         step: ScheduledStep,
         deltas: Sequence[Delta],
         ended: Sequence[Request],
-        outputs: Sequence[int],
+        num_outputs: int,
+        several: bool,
         pool: RequestPool,
         times: RecordedTimes,
         error: str | None = None,
     ) -> None:
-        super().step(step, deltas, ended, outputs, pool, times, error)
-        assert list(outputs) == [len(delta.token_ids) for delta in (() if error else deltas)]
+        super().step(step, deltas, ended, num_outputs, several, pool, times, error)
+        sizes = [0] if error else [len(delta.token_ids) for delta in deltas]
+        assert (num_outputs, several) == (sum(sizes), any(size > 1 for size in sizes))
         batch = step.batch
         tokens: Counter[str] = Counter()
         for delta in () if error else deltas:
@@ -106,20 +108,20 @@ class NaiveRecorder(Recorder):
         number, present = self._base + batch.step, set()
         self._begun -= {admission.request.request_id for admission in batch.admissions}
         for entry, request in enumerate(step.requests):
-            num_outputs = tokens[request.request_id] if batch.samples[entry] else 0
+            returned = tokens[request.request_id] if batch.samples[entry] else 0
             count, start = batch.counts[entry], batch.starts[entry]
             is_decode = count == 1 or request.request_id in self._begun
-            if batch.samples[entry] and not num_outputs and not error:
+            if batch.samples[entry] and not returned and not error:
                 kind = SlotKind.HELD
             elif is_decode and start >= request.num_prompt_tokens:
                 kind, start, count = SlotKind.DECODE, start + count - 1, 1
             else:
                 kind = SlotKind.PREFILL
-            if num_outputs:
+            if returned:
                 self._begun.add(request.request_id)
             present.add(request.record.number)
             self.cells.append(
-                Cell(number, batch.rows[entry], request.record.number, kind, count, start, num_outputs)
+                Cell(number, batch.rows[entry], request.record.number, kind, count, start, returned)
             )
         for request_number, (row, token) in self._naively_held.items():
             if request_number not in present:

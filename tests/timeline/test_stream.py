@@ -15,7 +15,8 @@ from inflight.engine import EngineClient, InprocClient
 from inflight.router import Router
 from inflight.timeline import Chunk, TimelinePage, TimelineQuery
 from inflight.timeline import stream as stream_module
-from inflight.timeline.chunks import MAX_KNOWN, chunk_json
+from inflight.timeline.chunk_json import chunk_json
+from inflight.timeline.chunks import MAX_KNOWN
 from inflight.timeline.stream import ChunkConverter, Cut, TimelineStream
 from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request

@@ -86,15 +86,15 @@ class DeviceAttention(StepPart):
                 sections[f"members_{index}"] = Section(shape.num_decodes * MEMBER_FIELDS)
         return sections
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         for name, slot_mapping in zip(self._slot_mappings, step.slot_mapping, strict=True):
             put(sections[name], slot_mapping)
         for index, work in enumerate(self._decodes):
             _put_items(sections, f"decode_{index}", work.decode.items)
             if work.prefix is not None:
                 _put_items(sections, f"prefix_{index}", work.prefix.items)
-                put(sections[f"members_{index}"], work.members())
-        if not shape.chunks:
+                put(sections[f"members_{index}"], work.members().reshape(-1))
+        if step.only_decodes:
             return
         first = step.num_decodes
         starts, contexts, rows = step.query_starts[first:], step.context_lens[first:], step.rows[first:]
@@ -151,7 +151,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
     is_quantized = any(layer.is_quantized for layer in shape.layers)
     planners: dict[HeadShape, AttentionPlanner] = {}
     of_tables: list[AttentionPlanner | None] = [None] * len(shape.windows)
-    for layer, place in zip(decoder.spec.kv_layers.values(), shape.places, strict=True):
+    for layer in decoder.attention_layers:
         heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if heads not in planners:
             planners[heads] = AttentionPlanner(
@@ -162,7 +162,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
                 processors,
                 is_quantized=is_quantized,
             )
-        of_tables[place.table] = planners[heads]
+        of_tables[layer.table] = planners[heads]
     return of_tables
 
 

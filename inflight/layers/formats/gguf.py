@@ -143,8 +143,12 @@ class BlockStack:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int) -> BlockMatrix:
-        return BlockMatrix([BlockRun(self._type_name, self._data[index])], self.shape[2])
+    def __getitem__(self, key: int | tuple[slice, slice]) -> BlockMatrix | BlockStack:
+        """Return one matrix, or some rows of some of them."""
+        data = self._data[key]
+        if isinstance(key, int):
+            return BlockMatrix([BlockRun(self._type_name, data)], self.shape[2])
+        return BlockStack(self._type_name, data, (len(data), data.shape[1], self.shape[2]))
 
     def to(self, device: torch.device | None) -> BlockStack:
         return BlockStack(self._type_name, self._data.to(device), self.shape)

@@ -99,9 +99,9 @@ class PackQuantizedFormat(_IntegerFormat):
         ]
         if self.zeros:
             shape = -(-num_rows // self.per_word), groups
-            tensors.append(FormatTensor("weight_zero_point", shape, INT32))
+            tensors.append(FormatTensor("weight_zero_point", shape, INT32, rows_each=self.per_word))
         if not self.ordered:
-            tensors.append(FormatTensor("weight_g_idx", (num_columns,), INDEX))
+            tensors.append(FormatTensor("weight_g_idx", (num_columns,), INDEX, row_axis=None))
         return tuple(tensors)
 
     def matrix(self, tensors: Mapping[str, Tensor], num_columns: int) -> Weight:
@@ -120,9 +120,9 @@ class AwqFormat(_IntegerFormat):
     def tensors(self, num_rows: int, num_columns: int) -> tuple[FormatTensor, ...]:
         words, groups = self._words(num_rows, "outputs"), self.groups(num_columns)
         return (
-            FormatTensor("qweight", (num_columns, words), INT32),
-            FormatTensor("qzeros", (groups, words), INT32),
-            FormatTensor("scales", (groups, num_rows)),
+            FormatTensor("qweight", (num_columns, words), INT32, row_axis=1, rows_each=self.per_word),
+            FormatTensor("qzeros", (groups, words), INT32, row_axis=1, rows_each=self.per_word),
+            FormatTensor("scales", (groups, num_rows), row_axis=1),
         )
 
     def matrix(self, tensors: Mapping[str, Tensor], num_columns: int) -> Weight:  # noqa: ARG002
@@ -143,12 +143,12 @@ class GptqFormat(_IntegerFormat):
     zero_offset: int = 1
 
     def tensors(self, num_rows: int, num_columns: int) -> tuple[FormatTensor, ...]:
-        groups = self.groups(num_columns)
+        groups, words = self.groups(num_columns), self._words(num_rows, "outputs")
         return (
-            FormatTensor("qweight", (self._words(num_columns, "inputs"), num_rows), INT32),
-            FormatTensor("qzeros", (groups, self._words(num_rows, "outputs")), INT32),
-            FormatTensor("scales", (groups, num_rows)),
-            FormatTensor("g_idx", (num_columns,), INDEX),
+            FormatTensor("qweight", (self._words(num_columns, "inputs"), num_rows), INT32, row_axis=1),
+            FormatTensor("qzeros", (groups, words), INT32, row_axis=1, rows_each=self.per_word),
+            FormatTensor("scales", (groups, num_rows), row_axis=1),
+            FormatTensor("g_idx", (num_columns,), INDEX, row_axis=None),
         )
 
     def matrix(self, tensors: Mapping[str, Tensor], num_columns: int) -> Weight:  # noqa: ARG002

@@ -28,6 +28,9 @@ class FormatTensor:
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()  # other shapes that mean the same
+    # The dimension along which it has the matrix's rows; None: it is the same for all of them.
+    row_axis: int | None = 0
+    rows_each: int = 1  # rows of the matrix for each index along that dimension
 
 
 class WeightFormat(ABC):
@@ -101,7 +104,9 @@ class ScaledFormat(WeightFormat):
         types = ("F8_E8M0", "U8", *FLOATS) if self.exponents else FLOATS
         return (
             FormatTensor("weight", (num_rows, num_columns), (self._code_type,)),
-            FormatTensor(self.scale, shape, types, also),
+            FormatTensor(
+                self.scale, shape, types, also, 0 if self.block_rows else None, self.block_rows or 1
+            ),
         )
 
     def matrix(self, tensors: Mapping[str, Tensor], num_columns: int) -> Weight:

@@ -1,6 +1,6 @@
 """The decoder: one class for all families, built from a spec, kernels and an attention backend.
 
-Each layer is attention or another mixer, then an MLP; each reads the residual and adds to it.
+Each layer is a mixer, such as attention, then an MLP, or one of the two; each reads the residual and adds to it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, FusedLayers, KVShape, LayerCache, PlainLayer
+from inflight.attention.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    FusedLayers,
+    KVShape,
+    LayerCache,
+    PlainLayer,
+)
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
+from inflight.layers.rotary import Rope
+from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.layer_inputs import InputGate, LayerInputs
-from inflight.models.decoders.mixers import DeltaNet, Mixer, SelfAttention
-from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp, Mlp, build_mlp
-from inflight.models.decoders.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    DeltaNetSpec,
-    Shard,
-    whole_shard,
-)
+from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp
+from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
+from inflight.models.decoders.sublayers import LayerBuilder, Mixer, MixerStep, Mlp
 from inflight.models.heads import Head
 from inflight.models.tensors import PlainTensor, Target
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    mixer: Mixer
-    mlp: Mlp
+    mixer: Mixer | None
+    mlp: Mlp | None
     scale: Tensor | None = None  # [1], multiplies the residual at the end
     input_gate: InputGate | None = None  # reads the layer's own input
+
+    @classmethod
+    def build(cls, layer: LayerBuilder) -> Layer:
+        """Return a layer with empty weights."""
+        spec, index = layer.spec, layer.index
+        mixer, mlp, inputs = spec.mixers[index], spec.mlps[index], spec.layer_inputs
+        return cls(
+            None if mixer is None else mixer.build(layer),
+            None if mlp is None else mlp.build(layer),
+            torch.empty(1, dtype=layer.kernels.compute_dtype, device=layer.device)
+            if spec.has_layer_scales
+            else None,
+            None if inputs is None else InputGate(inputs, layer),
+        )
+
+    @property
+    def in_norm(self) -> Tensor | None:
+        """The norm through which the layer reads the residual."""
+        first = self.mixer or self.mlp
+        return None if first is None else first.in_norm
 
     def plain(self) -> PlainLayer | None:
         """Return the layer as a backend may fuse it, or None if it is not only attention and a dense MLP."""
@@ -49,11 +72,16 @@ class Layer:
 
     def targets(self) -> Mapping[str, Target]:
         """Return the load targets by the names that `WeightNames.layer` uses."""
-        parts = {"attention": self.mixer.targets(), "mlp": self.mlp.targets()}
-        if self.input_gate is not None:
-            parts["input"] = self.input_gate.targets()
-        targets = {f"{part}.{name}": to for part, own in parts.items() for name, to in own.items()}
-        return targets if self.scale is None else {**targets, "scale": PlainTensor(self.scale, dummy=1.0)}
+        targets: dict[str, Target] = {}
+        for part in (self.mixer, self.mlp, self.input_gate):
+            if part is not None:
+                targets |= part.targets()
+        first = "mlp.in_norm" if self.mixer is None else "mixer.in_norm"
+        if first in targets:
+            targets["in_norm"] = targets[first]
+        if self.scale is not None:
+            targets["scale"] = PlainTensor(self.scale, dummy=1.0)
+        return targets
 
 
 class Decoder:
@@ -80,33 +108,8 @@ class Decoder:
         self.attention = attention
         self.dtype = dtype
         self.device = device
-        self._max_position = length = max_position or spec.default_context
-        ropes = {layer.rope for layer in spec.attentions if layer.rope is not None}
-        tables = {rope: rope.table(length, device) for rope in ropes}
-        kv_layers = [index for index in shard.whole.kv_layers if index in shard.layers]
-        tables_of = {
-            index: place.table for index, place in zip(kv_layers, self.kv_shape(1).places, strict=True)
-        }
-        self.layers: list[Layer] = []
-        for index, mlp in zip(shard.layers, spec.mlps, strict=True):
-            mixer: Mixer
-            whole, scheme_of = shard.whole.mixers[index], partial(shard.whole.scheme, index)
-            if isinstance(whole, AttentionSpec):
-                cos_sin = None if whole.rope is None else tables[whole.rope]  # shared between layers
-                table = tables_of[index if whole.kv_source is None else whole.kv_source]
-                mixer = SelfAttention(
-                    shard, whole, kernels, attention, dtype, device, cos_sin, table, scheme_of
-                )
-            else:
-                mixer = DeltaNet(shard, whole, kernels, dtype, device, scheme_of)
-            scale = None
-            if spec.has_layer_scales:
-                scale = torch.empty(1, dtype=kernels.compute_dtype, device=device)
-            own_mlp = build_mlp(shard, mlp, kernels, dtype, device, scheme_of)
-            gate = None
-            if spec.layer_inputs is not None:
-                gate = InputGate(spec, spec.layer_inputs, kernels, dtype, device, scheme_of)
-            self.layers.append(Layer(mixer, own_mlp, scale, gate))
+        self._max_position = max_position or spec.default_context
+        self.layers = [Layer.build(layer) for layer in self._builders()]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -131,34 +134,58 @@ class Decoder:
     def generates(self) -> bool:
         return self.spec.has_lm_head
 
+    def _builders(self) -> Iterator[LayerBuilder]:
+        """Yield what creates each layer, and knows where the layer keeps its memory."""
+        shard, whole = self.shard, self.shard.whole
+        places = self.kv_shape(1).places
+        kept = [index for index in whole.kv_layers if index in shard.layers]
+        rotary_tables: dict[Rope, Tensor] = {}
+        num_states = 0
+        for index in shard.layers:
+            mixer = whole.mixers[index]
+            source = index if mixer is None or mixer.kv_source is None else mixer.kv_source
+            cache = kept.index(source) if source in kept else None
+            yield LayerBuilder(
+                shard,
+                index,
+                self.kernels,
+                self.attention,
+                self.dtype,
+                self.device,
+                self._max_position,
+                0 if cache is None else places[cache].table,
+                cache or 0,
+                num_states,
+                rotary_tables,
+            )
+            num_states += mixer is not None and mixer.state_size > 0
+
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
         shard, kv_layers = self.shard, self.shard.whole.kv_layers
-        layers = [shard.attention(layer) for layer in kv_layers.values()]
-        kept = [
-            LayerKV(
-                layer.num_kv_heads,
-                layer.head_dim,
-                layer.head_dim,
-                self._shorter_window(layer.window),
-                layer.quantized_kv,
-            )
-            for layer in layers
-        ]
+        kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
         before = sum(index < shard.layers.start for index in kv_layers)
         own = range(before, before + sum(index in shard.layers for index in kv_layers))
         shape = KVShape.of(kept, block_size, self.kernels.compute_dtype, own)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
 
-    def _shorter_window(self, window: int | None) -> int | None:
-        """Return the window, or None if all tokens of the longest context are in it."""
-        return None if window is None or window >= self._max_position else window
+    def _kept(self, kv: LayerKV | None) -> LayerKV:
+        """Return what a layer keeps. A window that no context is longer than is none."""
+        assert kv is not None
+        return kv if kv.window is None or kv.window < self._max_position else replace(kv, window=None)
 
     @property
     def state_sizes(self) -> list[int]:
         """The number of values of a request's state in each recurrent layer."""
-        return [mixer.shape.state_size for mixer in self.spec.mixers if isinstance(mixer, DeltaNetSpec)]
+        sizes = [mixer.state_size for mixer in self.spec.mixers if mixer is not None]
+        return [size for size in sizes if size]
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The parameters of attention in each layer that attends."""
+        mixers = [layer.mixer for layer in self.layers]
+        return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
 
     def forward(
         self,
@@ -193,29 +220,41 @@ class Decoder:
     ) -> Tensor:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten. `layer_inputs` are
         [T, num_layers, size]."""
+        # Only the layers up to this one need all tokens.
+        last_mixing = len(self.layers) if output_tokens is None else self._last_mixing
         num_fused = 0
         if self._fused is not None:
-            num_fused = min(self._fused.count, len(self.layers) - (output_tokens is not None))
+            num_fused = min(self._fused.count, max(0, last_mixing))
             x = self._fused.run(x, caches, inputs, num_fused)
             if num_fused == len(self.layers):
                 return x
-        in_norms = [layer.mixer.in_norm for layer in self.layers]
-        residual = Residual(x, in_norms[num_fused])
-        last, live = self.layers[-1], self.attention.live(inputs)
-        memories = self._memories(caches, states, inputs)
-        layers = zip(self.layers, memories, [*in_norms[1:], None], strict=True)
-        for index, (layer, memory, next_norm) in islice(enumerate(layers), num_fused, None):
-            tokens = output_tokens if layer is last else None
-            residual = layer.mixer(residual, *memory, layer.mlp.in_norm, tokens)
-            if tokens is not None and not len(tokens):
+        norms = [*(layer.in_norm for layer in self.layers), None]
+        residual = Residual(x, norms[num_fused])
+        step, live = MixerStep(inputs, caches, states), self.attention.live(inputs)
+        left: Tensor | None = None  # tokens, if some have been dropped
+        if last_mixing < 0 and output_tokens is not None:
+            left, residual = output_tokens, Residual(x[output_tokens], norms[0])
+        for index, layer in islice(enumerate(self.layers), num_fused, None):
+            next_norm = norms[index + 1]
+            if layer.mixer is not None:
+                left = output_tokens if index == last_mixing else None
+                mlp_norm = next_norm if layer.mlp is None else layer.mlp.in_norm
+                residual = layer.mixer(residual, step, mlp_norm, left)
+            if left is not None and not len(left):
                 break
-            residual = layer.mlp(residual, next_norm, live if tokens is None else tokens)
+            if layer.mlp is not None:
+                residual = layer.mlp(residual, next_norm, live if left is None else left)
             if layer.input_gate is not None and layer_inputs is not None:
-                own = layer_inputs[:, index] if tokens is None else layer_inputs[tokens, index]
+                own = layer_inputs[:, index] if left is None else layer_inputs[left, index]
                 residual = layer.input_gate(residual, own, next_norm)
             if layer.scale is not None:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
+
+    @property
+    def _last_mixing(self) -> int:
+        """The last layer here in which tokens learn of others; -1 if there is none."""
+        return max((index for index, layer in enumerate(self.layers) if layer.mixer is not None), default=-1)
 
     @cached_property
     def _fused(self) -> FusedLayers[Any] | None:
@@ -227,20 +266,6 @@ class Decoder:
                 break
             plain.append(own)
         return self.attention.fuse(plain)
-
-    def _memories(
-        self, caches: Sequence[LayerCache], states: Sequence[LayerStates], inputs: Any
-    ) -> Iterator[tuple[LayerCache | LayerStates, Any]]:
-        """Yield the memory of each layer, and the step as the layer reads it."""
-        own_caches, own_states = iter(caches), iter(states)
-        of_layers: dict[int, LayerCache] = {}
-        for index, mixer in zip(self.shard.layers, self.spec.mixers, strict=True):
-            if not isinstance(mixer, AttentionSpec):
-                yield next(own_states), self.attention.state_inputs(inputs)
-                continue
-            source = mixer.kv_source
-            of_layers[index] = next(own_caches) if source is None else of_layers[source]
-            yield of_layers[index], inputs
 
     @property
     def expert_tokens(self) -> list[Tensor]:

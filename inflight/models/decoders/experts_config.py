@@ -8,7 +8,8 @@ from typing import Literal
 
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting
 from inflight.models.decoders.mixer_config import num_sharing
-from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, MlpSpec
+from inflight.models.decoders.mlps import DenseMlpSpec, ExpertsMlpSpec
+from inflight.models.decoders.spec import MlpSpec
 from inflight.models.hf_config import Fields
 
 # (fields of the config, number of layers, activation) -> the MLP of each layer

@@ -24,19 +24,33 @@ from inflight.models.decoders.experts_config import (
 )
 from inflight.models.decoders.gguf_names import with_gguf_names
 from inflight.models.decoders.mixer_config import (
-    PLAIN_ATTENTION,
-    MixerFields,
+    ReadMixers,
     context_rope,
-    num_sharing,
-    read_bias,
+    delta_net_mixers,
+    gemma2_mixers,
+    gemma3_mixers,
+    gemma4_mixers,
+    glm_mixers,
+    gpt_oss_mixers,
+    granite_mixers,
+    llama_mixers,
+    mistral_mixers,
+    olmo2_mixers,
+    olmo3_mixers,
+    phi3_mixers,
+    qwen2_mixers,
+    qwen2_moe_mixers,
+    qwen3_mixers,
+    qwen3_moe_mixers,
+    smollm3_mixers,
 )
+from inflight.models.decoders.mlps import DenseMlpSpec
 from inflight.models.decoders.spec import (
     DecoderSpec,
-    DenseMlpSpec,
     LayerInputsSpec,
+    MixerSpec,
     MlpSpec,
     NormPlacement,
-    QKNorm,
     WeightNames,
 )
 from inflight.models.decoders.weight_names import (
@@ -82,14 +96,14 @@ class Family:
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
-    mixers: MixerFields = PLAIN_ATTENTION
+    mixers: ReadMixers = llama_mixers
     experts: ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
-    mlp_bias: bool | str = False  # fixed, or the name of the config field that decides
+    mlp_bias: str | None = None  # the config field that decides; None: MLPs have none
     activation_field: str = "hidden_act"
     scaled_embedding: bool = False
-    multipliers: bool = False  # whether the config scales embeddings, residuals and logits
+    multipliers: bool = False  # whether the config scales embeddings and logits
     layer_scales: bool = False
     layer_inputs: bool = False  # whether layers have inputs of their own, if the config says so
     section: str | None = None  # the text model's part of a multimodal config
@@ -101,7 +115,6 @@ class Family:
 
 _DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN_DEFAULTS = _DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
-_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
     "norm_placement": NormPlacement.BOTH,
     "norm_offset": 1.0,
@@ -119,9 +132,7 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3: dict[str, Any] = _GEMMA | {
-    "mixers": MixerFields(
-        windows="pattern", qk_norm=QKNorm.HEAD, divisor_field="query_pre_attn_scalar", **_BIASES
-    ),
+    "mixers": gemma3_mixers,
     "defaults": _GEMMA_DEFAULTS
     | {
         "rope_theta": 1_000_000.0,
@@ -134,18 +145,7 @@ _GEMMA3: dict[str, Any] = _GEMMA | {
 }
 
 _GEMMA4: dict[str, Any] = _GEMMA | {
-    "mixers": MixerFields(
-        windows="pattern",
-        qk_norm=QKNorm.HEAD,
-        fixed_scale=1.0,
-        value_norm=True,
-        shared_values_field="attention_k_eq_v",
-        wide_heads=True,
-        partial_rotary=True,
-        shares_kv=True,
-        full_at_end=True,
-        **_BIASES,
-    ),
+    "mixers": gemma4_mixers,
     "experts": gemma4_mlps,
     "norm_offset": 0.0,
     "layer_scales": True,
@@ -174,23 +174,19 @@ _GEMMA4: dict[str, Any] = _GEMMA | {
 }
 
 _CAUSAL: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(
-        LLAMA_NAMES, mixers=MixerFields(**_BIASES), mlp_bias="mlp_bias", defaults=_DEFAULTS
-    ),
+    "LlamaForCausalLM": Family(LLAMA_NAMES, mlp_bias="mlp_bias", defaults=_DEFAULTS),
     "MistralForCausalLM": Family(
-        LLAMA_NAMES, mixers=MixerFields(windows="all"), defaults=_DEFAULTS | {"sliding_window": 4096}
+        LLAMA_NAMES, mixers=mistral_mixers, defaults=_DEFAULTS | {"sliding_window": 4096}
     ),
-    "Qwen2ForCausalLM": Family(
-        LLAMA_NAMES, mixers=MixerFields(windows="late", qkv_bias=True), defaults=_QWEN_DEFAULTS
-    ),
+    "Qwen2ForCausalLM": Family(LLAMA_NAMES, mixers=qwen2_mixers, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Family(
         QWEN3_NAMES,
-        mixers=MixerFields(windows="late", qk_norm=QKNorm.HEAD, **_BIASES),
+        mixers=qwen3_mixers,
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "Phi3ForCausalLM": Family(
         PHI3_NAMES,
-        mixers=MixerFields(windows="all", partial_rotary=True),
+        mixers=phi3_mixers,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
     ),
     "Gemma3ForCausalLM": Family(WeightNames(GEMMA3_LAYER), **_GEMMA3),
@@ -206,25 +202,20 @@ _CAUSAL: Mapping[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         GEMMA2_NAMES,
-        mixers=MixerFields(
-            windows="pattern",
-            divisor_field="query_pre_attn_scalar",
-            softcap_field="attn_logit_softcapping",
-            **_BIASES,
-        ),
+        mixers=gemma2_mixers,
         defaults=_GEMMA_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window_pattern": 2},
         fixed={"use_bidirectional_attention": (None, False)},
         **_GEMMA,
     ),
     "Olmo2ForCausalLM": Family(
         OLMO2_NAMES,
-        mixers=MixerFields(qk_norm=QKNorm.WHOLE, **_BIASES),
+        mixers=olmo2_mixers,
         norm_placement=NormPlacement.POST,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Family(
         OLMO2_NAMES,
-        mixers=MixerFields(windows="pattern", qk_norm=QKNorm.WHOLE, scaled_windows=False, **_BIASES),
+        mixers=olmo3_mixers,
         norm_placement=NormPlacement.POST,
         defaults=_DEFAULTS
         | {
@@ -236,7 +227,7 @@ _CAUSAL: Mapping[str, Family] = {
     ),
     "SmolLM3ForCausalLM": Family(
         LLAMA_NAMES,
-        mixers=MixerFields(windows="unrotated", unrotated=True, **_BIASES),
+        mixers=smollm3_mixers,
         mlp_bias="mlp_bias",
         defaults=_DEFAULTS | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
     ),
@@ -253,9 +244,7 @@ _DELTA_NET_DEFAULTS = _DEFAULTS | {
     "norm_topk_prob": True,
 }
 _DELTA_NETS: dict[str, Any] = {
-    "mixers": MixerFields(
-        delta_nets=True, qk_norm=QKNorm.HEAD, has_gate=True, partial_rotary=True, **_BIASES
-    ),
+    "mixers": delta_net_mixers,
     "norm_offset": 1.0,
     "defaults": _DELTA_NET_DEFAULTS,
     "fixed": {"hidden_act": ("silu",), "attn_output_gate": (None, True)},
@@ -275,40 +264,38 @@ _HYBRID_FAMILIES: Mapping[str, Family] = {
 _EXPERT_FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         replace(QWEN3_NAMES, experts=EXPERTS),
-        mixers=MixerFields(windows="switched", qk_norm=QKNorm.HEAD, **_BIASES),
+        mixers=qwen3_moe_mixers,
         experts=qwen3_mlps,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen2MoeForCausalLM": Family(
         WeightNames(ATTENTION | MLP | PRE_NORMS | QWEN2_SHARED, experts=EXPERTS),
-        mixers=MixerFields(windows="even", qkv_bias="qkv_bias"),
+        mixers=qwen2_moe_mixers,
         experts=qwen2_mlps,
         defaults=_QWEN_DEFAULTS | {"qkv_bias": True},
     ),
     "MixtralForCausalLM": Family(
         WeightNames(ATTENTION | PRE_NORMS, experts=(MIXTRAL_EXPERTS, STACKED, TRANSPOSED)),
-        mixers=MixerFields(windows="all"),
+        mixers=mistral_mixers,
         experts=mixtral_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     ),
     "OlmoeForCausalLM": Family(
         WeightNames(ATTENTION | QK_NORM | PRE_NORMS, experts=EXPERTS),
-        mixers=MixerFields(qk_norm=QKNorm.WHOLE, **_BIASES),
+        mixers=olmo2_mixers,
         experts=olmoe_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
     ),
     "Glm4MoeForCausalLM": Family(
         WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS | GLM_SHARED, experts=EXPERTS),
-        mixers=MixerFields(
-            qk_norm=QKNorm.HEAD, qk_norm_field="use_qk_norm", qkv_bias="attention_bias", partial_rotary=True
-        ),
+        mixers=glm_mixers,
         experts=glm_mlps,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "GraniteMoeForCausalLM": Family(
         WeightNames(ATTENTION | PRE_NORMS, experts=(GRANITE_EXPERTS, GRANITE_RENAMED)),
-        mixers=MixerFields(scale_field="attention_multiplier"),
+        mixers=granite_mixers,
         experts=granite_mlps,
         multipliers=True,
         defaults=_DEFAULTS,
@@ -316,7 +303,7 @@ _EXPERT_FAMILIES: Mapping[str, Family] = {
     ),
     "GptOssForCausalLM": Family(
         GPT_OSS_NAMES,
-        mixers=MixerFields(windows="pattern", has_sinks=True, **_BIASES),
+        mixers=gpt_oss_mixers,
         experts=gpt_oss_mlps,
         defaults=_DEFAULTS
         | {
@@ -410,7 +397,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     fields = Fields(text_config(config))
     fields.check_supported({"is_causal": (None, True), **family.fixed})
     num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-    mixers = family.mixers.read(fields, num_layers)
+    mixers = tuple(family.mixers(fields, num_layers))
     max_position, served = default_context(context_rope(mixers), fields.integer("max_position_embeddings"))
     spec = DecoderSpec(
         architecture=architecture,
@@ -428,7 +415,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         has_layer_scales=family.layer_scales,
         layer_inputs=_layer_inputs(fields, family) if family.layer_inputs else None,
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        names=_names(fields, family, num_layers),
+        names=_names(fields, family, mixers),
         quantization=read_quantization(fields),
         num_labels=len(read_labels(config)) if family.head == "classifier" else 0,
     )
@@ -436,7 +423,6 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         spec = replace(
             spec,
             embedding_scale=fields.number("embedding_multiplier", 1.0),
-            attention_output_scale=fields.number("residual_multiplier", 1.0),
             logit_divisor=fields.number("logits_scaling", 1.0),
         )
     gguf = config.get(GGUF_FIELD)
@@ -450,7 +436,8 @@ def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...
     activation = _activation(fields, family.activation_field)
     if family.experts is not None:
         return tuple(family.experts(fields, num_layers, activation))
-    dense = DenseMlpSpec(fields.integer("intermediate_size"), activation, read_bias(fields, family.mlp_bias))
+    bias = family.mlp_bias is not None and fields.boolean(family.mlp_bias, False)
+    dense = DenseMlpSpec(fields.integer("intermediate_size"), activation, bias)
     return (dense,) * num_layers
 
 
@@ -464,13 +451,13 @@ def _layer_inputs(fields: Fields, family: Family) -> LayerInputsSpec | None:
     return LayerInputsSpec(size, _activation(fields, family.activation_field))
 
 
-def _names(fields: Fields, family: Family, num_layers: int) -> WeightNames:
-    """Return the family's names. Layers that predict further tokens follow the others, and are ignored."""
+def _names(fields: Fields, family: Family, mixers: tuple[MixerSpec, ...]) -> WeightNames:
+    """Return the family's names. Layers that predict further tokens follow the others, and are ignored, as are keys and
+    values of layers that read those of others."""
     count = fields.integer("num_nextn_predict_layers", 0, least=0)
-    extra = tuple(rf"\blayers\.{num_layers + index}\." for index in range(min(count, _MAX_EXTRA_LAYERS)))
-    if family.mixers.shares_kv:  # checkpoints may hold keys and values that are not used
-        first = num_layers - num_sharing(fields, num_layers)
-        extra += tuple(rf"\blayers\.{index}\.self_attn\.[kv]_" for index in range(first, num_layers))
+    extra = [rf"\blayers\.{len(mixers) + index}\." for index in range(min(count, _MAX_EXTRA_LAYERS))]
+    shared = [index for index, mixer in enumerate(mixers) if mixer.kv_source is not None]
+    extra += [rf"\blayers\.{index}\.self_attn\.[kv]_" for index in shared]
     return replace(family.names, ignored=(*family.names.ignored, *extra))
 
 

@@ -16,13 +16,12 @@ from inflight.attention.backend import KVShape
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
 from inflight.kv.layout import KVLayout
-from inflight.layers.formats import Scheme
 from inflight.layers.gpu_weights import scheme_on_gpu
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, DecoderSpec, Shard, shard_of
+from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of, whole_shard
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
@@ -88,29 +87,19 @@ def cut_layers(
         )
     if num_stages == 1:
         return [range(spec.num_layers)]
-    if spec.layer_inputs is not None or len(spec.kv_layers) < len(spec.attentions):
+    if spec.layer_inputs is not None or any(mixer and mixer.kv_source is not None for mixer in spec.mixers):
         raise ConfigError(
             f"pipeline_parallel_size is {num_stages}: layers of {spec.architecture} read inputs, or keys and values, "
             "that only the first stage has"
         )
-    kinds = [
-        (mixer, mlp, *_schemes(spec, index))
-        for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True))
-    ]
-    sizes: dict[tuple[object, ...], int] = {}
-    for index, kind in enumerate(kinds):
-        if kind not in sizes:
-            layer = meta_decoder(shard_of(spec, 0, 1, range(index, index + 1)), kernels, dtype)
-            sizes[kind] = num_bytes(layer.layers) + context * layer.kv_shape(1).bytes_per_block
-    table = spec.vocab_size * spec.hidden_size * dtype.itemsize
-    return _balanced([sizes[kind] for kind in kinds], num_stages, table)
-
-
-def _schemes(spec: DecoderSpec, layer: int) -> tuple[Scheme | None, ...]:
-    """Return how the parts of a layer are quantized."""
-    attention = "attention.qkv", "attention.output", "attention.net.in", "attention.net.output"
-    targets = (*attention, "mlp.gate_up", "mlp.down", EXPERTS_DOWN)
-    return (*(spec.scheme(layer, target) for target in targets), spec.scheme(layer, *EXPERTS_GATE_UP))
+    decoder = meta_decoder(whole_shard(spec), kernels, dtype, context)
+    kept = {index: mixer.kv for index, mixer in spec.kv_layers.items()}
+    sizes: list[int] = []
+    for index, layer in enumerate(decoder.layers):
+        kv = kept.get(index)
+        kv_bytes = 0 if kv is None else kv.block_bytes(context, kernels.compute_dtype.itemsize)
+        sizes.append(num_bytes(layer) + kv_bytes)
+    return _balanced(sizes, num_stages, spec.vocab_size * spec.hidden_size * dtype.itemsize)
 
 
 def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:

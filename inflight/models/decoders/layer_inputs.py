@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.decoders.mlps import SchemeOf
-from inflight.models.decoders.spec import DecoderSpec, LayerInputsSpec, Shard
-from inflight.models.tensors import NormWeight, Target, whole_rows
+from inflight.models.decoders.spec import LayerInputsSpec, Shard
+from inflight.models.decoders.sublayers import LayerBuilder, norm_targets
+from inflight.models.tensors import Target, whole_rows
 
 
 class LayerInputs:
@@ -53,37 +53,25 @@ class LayerInputs:
 class InputGate:
     """The part of a layer that reads the layer's input, after the MLP: gated by the residual, and added to it."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        inputs: LayerInputsSpec,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        scheme_of: SchemeOf,
-    ) -> None:
-        self.gate: Linear = kernels.linear(
-            spec.hidden_size, inputs.size, dtype, False, scheme=scheme_of("input.gate")
-        )
-        self.projection: Linear = kernels.linear(
-            inputs.size, spec.hidden_size, dtype, False, scheme=scheme_of("input.projection")
-        )
-        self.norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
-        self._kernels = kernels
+    def __init__(self, inputs: LayerInputsSpec, layer: LayerBuilder) -> None:
+        hidden = layer.spec.hidden_size
+        self.gate = layer.linear("input.gate", hidden, inputs.size)
+        self.projection = layer.linear("input.projection", inputs.size, hidden)
+        self.norm = layer.empty(hidden)
+        self._kernels = layer.kernels
         self._activation = inputs.activation
-        self._eps = spec.norm_eps
-        self._offset = spec.norm_offset
+        self._spec = layer.spec
 
     def __call__(self, residual: Residual, own_input: Tensor, next_norm: Tensor | None) -> Residual:
         """Return the residual plus the gated input [T, size], to be read through `next_norm`."""
         gate_and_input = torch.cat((self.gate(residual.x), own_input), dim=1)
         gated = self._kernels.gate(gate_and_input, self._activation)
-        return self.projection.add_to(residual, gated, self.norm, self._eps, next_norm)
+        return self.projection.add_to(residual, gated, self.norm, self._spec.norm_eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
         """Return all load targets by name."""
         return {
-            "gate": whole_rows(self.gate, bias=False),
-            "projection": whole_rows(self.projection, bias=False),
-            "norm": NormWeight(self.norm, len(self.norm), offset=self._offset),
+            "input.gate": whole_rows(self.gate, bias=False),
+            "input.projection": whole_rows(self.projection, bias=False),
+            **norm_targets(self._spec, "input", norm=self.norm),
         }

@@ -1,166 +1,263 @@
-"""How a `config.json` describes the mixer of each layer: its attention, or its gated delta net."""
+"""How a `config.json` describes the mixer of each layer: its attention, or its gated delta net.
+
+A family has a function, made of the helpers at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from inflight.errors import ModelError
 from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
-from inflight.models.decoders.spec import AttentionSpec, DeltaNetSpec, MixerSpec, QKNorm
+from inflight.models.decoders.attention import AttentionSpec, QKNorm
+from inflight.models.decoders.delta_net import DeltaNetSpec
+from inflight.models.decoders.spec import MixerSpec
 from inflight.models.hf_config import Fields, read_rope
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+# (fields of the config, number of layers) -> the mixer of each layer
+ReadMixers = Callable[[Fields, int], Sequence[MixerSpec]]
 
-# Layers with windows: none, all, those from `max_window_layers` on, all but every n-th (`sliding_window_pattern`), all
-# if `use_sliding_window` is set, every other one below `max_window_layers`, or those that are not rotated.
-Windows = Literal["none", "all", "late", "pattern", "switched", "even", "unrotated"]
+SpecT = TypeVar("SpecT")
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 _MAX_STATE = 1 << 26  # values of a request's state in one layer
 
 
-@dataclass(frozen=True, slots=True)
-class MixerFields:
-    """The properties of a family's mixers. A bias is fixed, or the name of the config field that decides."""
+def llama_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return [_attention(fields, **_biases(fields))] * num_layers
 
-    windows: Windows = "none"
-    delta_nets: bool = False  # all layers but every n-th (`full_attention_interval`)
-    qk_norm: QKNorm = QKNorm.NONE
-    qk_norm_field: str | None = None  # the field that switches these norms on; None: they are always on
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    scale_field: str | None = None  # a field with the factor of the scores; None: head_dim**-0.5
-    divisor_field: str | None = None  # or one with the square of their divisor
-    softcap_field: str | None = None  # the limit of scores
-    fixed_scale: float | None = None  # or the factor itself
-    has_sinks: bool = False
-    has_gate: bool = False
-    value_norm: bool = False
-    shared_values_field: str | None = (
-        None  # the field that makes values of layers without a window their keys
+
+def mistral_mixers(fields: Fields, num_layers: int, **features: Any) -> list[AttentionSpec]:
+    """Return attention without biases, with a window in all layers if the config has one."""
+    kinds = [SLIDING if "sliding_window" in fields else FULL] * num_layers
+    return _of_kinds(kinds, partial(_attention, fields, **features))
+
+
+def phi3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return mistral_mixers(fields, num_layers, partial_rotary=True)
+
+
+def qwen2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return _of_kinds(_late_windows(fields, num_layers), partial(_attention, fields, qkv_bias=True))
+
+
+def qwen3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    kinds = _late_windows(fields, num_layers)
+    return _of_kinds(kinds, partial(_attention, fields, qk_norm=QKNorm.HEAD, **_biases(fields)))
+
+
+def qwen3_moe_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    in_use = fields.boolean("use_sliding_window", False) and "sliding_window" in fields
+    kind = SLIDING if in_use else FULL
+    return [_attention(fields, kind, qk_norm=QKNorm.HEAD, **_biases(fields))] * num_layers
+
+
+def qwen2_moe_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    """Return attention with a window in every other layer below `max_window_layers`."""
+    kinds = _switched_windows(
+        fields,
+        num_layers,
+        lambda index: index % 2 == 1 or index >= fields.integer("max_window_layers", least=0),
     )
-    wide_heads: bool = False  # whether layers without a window have heads of another size
-    partial_rotary: bool = False
-    shares_kv: bool = (
-        False  # whether the last `num_kv_shared_layers` read the keys and values of earlier ones
-    )
-    full_at_end: bool = False  # whether the last layer never has a window
-    scaled_windows: bool = True  # whether `rope_scaling` also applies to layers with a window
-    unrotated: bool = False  # whether `no_rope_layers` lists layers that are not rotated
+    return _of_kinds(kinds, partial(_attention, fields, qkv_bias=fields.boolean("qkv_bias", False)))
 
-    def read(self, fields: Fields, num_layers: int) -> tuple[MixerSpec, ...]:
-        """Return the mixer of each layer."""
-        kinds = self.layer_types(fields, num_layers)
-        wide = _wide_heads(fields, kinds) if self.wide_heads else fields
-        mixers = {kind: self._mixer(wide if kind == FULL else fields, kind) for kind in set(kinds)}
-        rotated = _rotated(fields, num_layers) if self.unrotated else [True] * num_layers
-        each = tuple(
-            mixers[kind] if is_rotated else _without_rope(mixers[kind])
-            for kind, is_rotated in zip(kinds, rotated, strict=True)
-        )
-        return _with_shared_kv(fields, kinds, each) if self.shares_kv else each
 
-    def _mixer(self, fields: Fields, kind: str) -> MixerSpec:
-        if kind == LINEAR:
-            return _delta_net(fields)
-        num_heads, num_kv_heads, head_dim = _heads(fields)
-        is_normed = self.qk_norm_field is None or fields.boolean(self.qk_norm_field, False)
-        cap, shared = self.softcap_field, self.shared_values_field
-        return AttentionSpec(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            scale=self._scale(fields, head_dim),
-            rope=read_rope(fields, kind, head_dim, self.partial_rotary, self.scaled_windows),
-            window=fields.integer("sliding_window") if kind == SLIDING else None,
-            qk_norm=self.qk_norm if is_normed else QKNorm.NONE,
-            qkv_bias=read_bias(fields, self.qkv_bias),
-            output_bias=read_bias(fields, self.output_bias),
-            has_sinks=self.has_sinks,
-            softcap=None if cap is None or cap not in fields else fields.number(cap),
-            has_gate=self.has_gate,
-            value_norm=self.value_norm,
-            values_are_keys=shared is not None and kind == FULL and fields.boolean(shared, False),
+def gemma2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    softcap = fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None
+    return gemma3_mixers(fields, num_layers, qk_norm=QKNorm.NONE, softcap=softcap)
+
+
+def gemma3_mixers(
+    fields: Fields, num_layers: int, qk_norm: QKNorm = QKNorm.HEAD, softcap: float | None = None
+) -> list[AttentionSpec]:
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    features: dict[str, Any] = {"qk_norm": qk_norm, "softcap": softcap, "scale": scale, **_biases(fields)}
+    return _of_kinds(_window_pattern(fields, num_layers), partial(_attention, fields, **features))
+
+
+def gemma4_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    """Return attention as in Gemma 3, but layers without a window, as the last one is, have heads of another size and
+    possibly keys as values. The last layers may read the keys and values of earlier ones."""
+    kinds = _window_pattern(fields, num_layers, is_last_full=True)
+    wide, shared_values = _wide_heads(fields, kinds), fields.boolean("attention_k_eq_v", False)
+
+    def read(kind: str) -> AttentionSpec:
+        return _attention(
+            wide if kind == FULL else fields,
+            kind,
+            partial_rotary=True,
+            scale=1.0,
+            qk_norm=QKNorm.HEAD,
+            value_norm=True,
+            values_are_keys=shared_values and kind == FULL,
+            **_biases(fields),
         )
 
-    def _scale(self, fields: Fields, head_dim: int) -> float:
-        if self.fixed_scale is not None:
-            return self.fixed_scale
-        if self.scale_field is not None:
-            return fields.number(self.scale_field, 1.0)
-        divisor = head_dim if self.divisor_field is None else fields.number(self.divisor_field)
-        scale: float = divisor**-0.5
-        return scale
-
-    def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        """Return the kind of each layer."""
-        may_list = self.delta_nets or self.windows in ("late", "even", "pattern", "unrotated")
-        listed = may_list and "layer_types" in fields
-        kinds = self._listed(fields, num_layers) if listed else self._usual_types(fields, num_layers)
-        if self.full_at_end:
-            kinds = [*kinds[:-1], FULL]
-        switched = self.windows in ("late", "even", "switched", "unrotated")
-        in_use = not switched or fields.boolean("use_sliding_window", False)
-        if SLIDING not in kinds or (in_use and "sliding_window" in fields):
-            return kinds
-        if listed:
-            raise ModelError(
-                f"layer_types in config.json has {SLIDING}, but sliding_window is missing or disabled"
-            )
-        return [FULL] * num_layers
-
-    def _listed(self, fields: Fields, num_layers: int) -> list[str]:
-        kinds = fields.strings("layer_types")
-        if len(kinds) != num_layers:
-            raise ModelError(
-                f"layer_types in config.json lists {len(kinds)} layers, num_hidden_layers is {num_layers}"
-            )
-        known = (FULL, LINEAR) if self.delta_nets else (FULL, SLIDING)
-        if unknown := set(kinds) - set(known):
-            raise ModelError(
-                f"layer_types in config.json has {sorted(unknown)}: it may contain {' and '.join(known)}"
-            )
-        return kinds
-
-    def _usual_types(self, fields: Fields, num_layers: int) -> list[str]:
-        """Return the kinds of layers of a config that does not list them."""
-        layers = range(num_layers)
-        if self.delta_nets:
-            every = fields.integer("full_attention_interval", 4)
-            return [LINEAR if (index + 1) % every else FULL for index in layers]
-        match self.windows:
-            case "pattern":
-                every = fields.integer("sliding_window_pattern")
-                return [SLIDING if (index + 1) % every else FULL for index in layers]
-            case "even":
-                end = fields.integer("max_window_layers", least=0)
-                return [FULL if index % 2 or index >= end else SLIDING for index in layers]
-            case "late":
-                first = fields.integer("max_window_layers", least=0)
-                return [SLIDING if index >= first else FULL for index in layers]
-            case "unrotated":
-                return [FULL if is_rotated else SLIDING for is_rotated in _rotated(fields, num_layers)]
-            case "none":
-                return [FULL] * num_layers
-            case _:
-                return [SLIDING] * num_layers
+    mixers = _of_kinds(kinds, read)
+    first = num_layers - num_sharing(fields, num_layers)
+    sources = {kind: index for index, kind in enumerate(kinds[:first])}
+    if missing := set(kinds[first:]) - set(sources):
+        raise fields.error("num_kv_shared_layers", f"small enough to leave a layer with {min(missing)}")
+    shared = (replace(mixers[sources[kind]], kv_source=sources[kind]) for kind in kinds[first:])
+    return [*mixers[:first], *shared]
 
 
-PLAIN_ATTENTION = MixerFields()
+def olmo2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return [_attention(fields, qk_norm=QKNorm.WHOLE, **_biases(fields))] * num_layers
+
+
+def olmo3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    """Return attention as in OLMo 2, but with windows. `rope_scaling` does not apply to layers with one."""
+    features: dict[str, Any] = {"scaled_windows": False, "qk_norm": QKNorm.WHOLE, **_biases(fields)}
+    return _of_kinds(_window_pattern(fields, num_layers), partial(_attention, fields, **features))
+
+
+def smollm3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    """Return attention in which some layers do not rotate queries and keys; these may have a window."""
+    rotated = _rotated(fields, num_layers)
+    kinds = _switched_windows(fields, num_layers, lambda index: rotated[index])
+    mixers = _of_kinds(kinds, partial(_attention, fields, **_biases(fields)))
+    return [
+        mixer if is_rotated else replace(mixer, rope=None)
+        for mixer, is_rotated in zip(mixers, rotated, strict=True)
+    ]
+
+
+def glm_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    qk_norm = QKNorm.HEAD if fields.boolean("use_qk_norm", False) else QKNorm.NONE
+    bias = fields.boolean("attention_bias", False)
+    return [_attention(fields, partial_rotary=True, qk_norm=qk_norm, qkv_bias=bias)] * num_layers
+
+
+def granite_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    scales = {"scale": "attention_multiplier", "output_scale": "residual_multiplier"}
+    features: dict[str, Any] = {feature: fields.number(name, 1.0) for feature, name in scales.items()}
+    return [_attention(fields, **features)] * num_layers
+
+
+def gpt_oss_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    kinds = _window_pattern(fields, num_layers)
+    return _of_kinds(kinds, partial(_attention, fields, has_sinks=True, **_biases(fields)))
+
+
+def delta_net_mixers(fields: Fields, num_layers: int) -> list[MixerSpec]:
+    """Return gated delta nets in all layers but every n-th (`full_attention_interval`)."""
+    every = fields.integer("full_attention_interval", 4)
+    kinds = _kinds(fields, num_layers, lambda index: (index + 1) % every == 0, LINEAR)
+    features: dict[str, Any] = {
+        "partial_rotary": True,
+        "qk_norm": QKNorm.HEAD,
+        "has_gate": True,
+        **_biases(fields),
+    }
+
+    def read(kind: str) -> MixerSpec:
+        return _delta_net(fields) if kind == LINEAR else _attention(fields, kind, **features)
+
+    return _of_kinds(kinds, read)
 
 
 def context_rope(mixers: Sequence[MixerSpec]) -> Rope | None:
     """Return the rotary embedding that decides how long a context may be: that of a layer that sees all of it."""
-    rotated = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec) and mixer.rope is not None]
-    unlimited = [layer.rope for layer in rotated if layer.window is None]
-    return next(iter(unlimited or [layer.rope for layer in rotated]), None)
+    rotated = [(mixer.rope, mixer.kv) for mixer in mixers if mixer.rope is not None]
+    unlimited = [rope for rope, kv in rotated if kv is not None and kv.window is None]
+    return next(iter(unlimited or [rope for rope, _ in rotated]), None)
 
 
-def read_bias(fields: Fields, bias: bool | str) -> bool:
-    """Return whether there is a bias: `bias`, or the config field with that name."""
-    return fields.boolean(bias, False) if isinstance(bias, str) else bias
+def num_sharing(fields: Fields, num_layers: int) -> int:
+    """Return how many layers, the last ones, read the keys and values of earlier layers."""
+    count = fields.integer("num_kv_shared_layers", 0, least=0)
+    if count >= num_layers:
+        raise fields.error("num_kv_shared_layers", f"less than num_hidden_layers, {num_layers}")
+    return count
+
+
+# ---- kinds of layers ----
+
+
+def _of_kinds(kinds: Sequence[str], read: Callable[[str], SpecT]) -> list[SpecT]:
+    """Return the mixers of layers of these kinds, each of which is read once."""
+    mixers = {kind: read(kind) for kind in dict.fromkeys(kinds)}
+    return [mixers[kind] for kind in kinds]
+
+
+def _kinds(
+    fields: Fields, num_layers: int, is_full: Callable[[int], bool], other: str = SLIDING
+) -> list[str]:
+    """Return the kind of each layer, FULL or another one, as the config lists them, or by the layer's index."""
+    if "layer_types" not in fields:
+        return [FULL if is_full(index) else other for index in range(num_layers)]
+    kinds = fields.strings("layer_types")
+    if len(kinds) != num_layers:
+        raise ModelError(
+            f"layer_types in config.json lists {len(kinds)} layers, num_hidden_layers is {num_layers}"
+        )
+    if unknown := set(kinds) - {FULL, other}:
+        raise ModelError(
+            f"layer_types in config.json has {sorted(unknown)}: it may contain {FULL} and {other}"
+        )
+    return kinds
+
+
+def _with_windows(fields: Fields, kinds: list[str], in_use: bool = True) -> list[str]:
+    """Return the kinds if the config has windows; without windows that are in use, FULL for each."""
+    if SLIDING not in kinds or (in_use and "sliding_window" in fields):
+        return kinds
+    if "layer_types" in fields:
+        raise ModelError(
+            f"layer_types in config.json has {SLIDING}, but sliding_window is missing or disabled"
+        )
+    return [FULL] * len(kinds)
+
+
+def _window_pattern(fields: Fields, num_layers: int, is_last_full: bool = False) -> list[str]:
+    """Return kinds with a window in all layers but every n-th (`sliding_window_pattern`)."""
+    kinds = _kinds(
+        fields, num_layers, lambda index: (index + 1) % fields.integer("sliding_window_pattern") == 0
+    )
+    return _with_windows(fields, [*kinds[:-1], FULL] if is_last_full else kinds)
+
+
+def _switched_windows(fields: Fields, num_layers: int, is_full: Callable[[int], bool]) -> list[str]:
+    """Return kinds with windows that the config may switch off."""
+    in_use = fields.boolean("use_sliding_window", False)
+    return _with_windows(fields, _kinds(fields, num_layers, is_full), in_use)
+
+
+def _late_windows(fields: Fields, num_layers: int) -> list[str]:
+    """Return kinds with a window in the layers from `max_window_layers` on, unless it is switched off."""
+    return _switched_windows(
+        fields, num_layers, lambda index: index < fields.integer("max_window_layers", least=0)
+    )
+
+
+# ---- attention ----
+
+
+def _attention(
+    fields: Fields,
+    kind: str = FULL,
+    *,
+    partial_rotary: bool = False,
+    scaled_windows: bool = True,
+    **features: Any,
+) -> AttentionSpec:
+    """Return attention with the heads that the config describes. `features` are fields of the spec."""
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    rope = read_rope(fields, kind, head_dim, partial_rotary, scaled_windows)
+    window = fields.integer("sliding_window") if kind == SLIDING else None
+    features = {"scale": head_dim**-0.5, **features}
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, rope=rope, window=window, **features)
+
+
+def _biases(fields: Fields) -> dict[str, Any]:
+    bias = fields.boolean("attention_bias", False)
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
@@ -197,29 +294,6 @@ def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
     return Fields({**fields.values, **change}, fields.where)
 
 
-def num_sharing(fields: Fields, num_layers: int) -> int:
-    """Return how many layers, the last ones, read the keys and values of earlier layers."""
-    count = fields.integer("num_kv_shared_layers", 0, least=0)
-    if count >= num_layers:
-        raise fields.error("num_kv_shared_layers", f"less than num_hidden_layers, {num_layers}")
-    return count
-
-
-def _with_shared_kv(
-    fields: Fields, kinds: Sequence[str], mixers: tuple[MixerSpec, ...]
-) -> tuple[MixerSpec, ...]:
-    """Let the last layers read the keys and values of the last layer of their kind before them."""
-    first = len(kinds) - num_sharing(fields, len(kinds))
-    sources = {kind: index for index, kind in enumerate(kinds[:first])}
-    if missing := set(kinds[first:]) - set(sources):
-        raise fields.error("num_kv_shared_layers", f"small enough to leave a layer with {min(missing)}")
-    shared = [
-        replace(mixer, kv_source=sources[kind]) if isinstance(mixer, AttentionSpec) else mixer
-        for kind, mixer in zip(kinds[first:], mixers[first:], strict=True)
-    ]
-    return (*mixers[:first], *shared)
-
-
 def _delta_net(fields: Fields) -> DeltaNetSpec:
     num_key_heads = fields.integer("linear_num_key_heads")
     num_value_heads = fields.integer("linear_num_value_heads")
@@ -249,7 +323,3 @@ def _rotated(fields: Fields, num_layers: int) -> list[bool]:
     if len(listed) < num_layers:
         raise fields.error("no_rope_layers", f"a list of {num_layers} numbers, one for each layer")
     return [bool(number) for number in listed[:num_layers]]
-
-
-def _without_rope(mixer: MixerSpec) -> MixerSpec:
-    return replace(mixer, rope=None) if isinstance(mixer, AttentionSpec) else mixer

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.kv.layout import LayerKV
 from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
 from inflight.layers.formats.schemes import common_scheme
-from inflight.layers.kernels import ExpertRouting
-from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
 from inflight.models.tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from inflight.models.decoders.sublayers import LayerBuilder, Mixer, Mlp
 
 
 class NormPlacement(Enum):
@@ -39,14 +41,6 @@ class NormPlacement(Enum):
         return self is not NormPlacement.PRE
 
 
-class QKNorm(Enum):
-    """How queries and keys are normalised: not at all, each head, or the whole projection at once."""
-
-    NONE = "none"
-    HEAD = "head"
-    WHOLE = "whole"
-
-
 IGNORED = (r"rotary_emb\.inv_freq$",)
 
 # Targets of the experts' matrices: those that are held together, and the others.
@@ -59,7 +53,8 @@ class WeightNames:
     """How a checkpoint names its tensors.
 
     `layer` maps the modules inside a layer to targets in the decoder's: "attention.qkv.k" is the part "k" of the packed
-    linear layer "qkv" of attention, "attention.qkv" all of it. Modules whose target a layer does not have are skipped.
+    linear layer "qkv" of attention, "attention.qkv" all of it, and "in_norm" the norm of whatever the layer begins
+    with. Modules whose target a layer does not have are skipped.
 
     `experts` are the layouts in which checkpoints hold routers and experts, and likewise map names to targets. A name
     with "{}" is that of a module, once for each expert; others are names of tensors that hold all experts.
@@ -76,79 +71,56 @@ class WeightNames:
     ignored: tuple[str, ...] = IGNORED  # patterns of tensors that are not needed
 
 
-@dataclass(frozen=True, slots=True)
-class DenseMlpSpec:
-    """A gated MLP."""
-
-    inner: int  # features
-    activation: str
-    bias: bool = False
-
-    def step_features(self, hidden: int) -> int:  # noqa: ARG002
-        """Return the number of intermediate features of a token that are in memory at once."""
-        return 3 * self.inner  # gate and up, and their product
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsMlpSpec:
-    """Experts, of which each token uses a few, and a shared MLP that all tokens use."""
-
-    inner: int  # features of one expert
-    activation: str
-    routing: ExpertRouting
-    bias: bool = False
-    limit: float = 0.0  # of the clamped activation
-    shared_inner: int = 0  # 0: there is no shared MLP
-    has_shared_gate: bool = False  # whether each token scales the shared MLP's output
-    # Whether the router, the experts and the shared MLP have norms of their own, before and after them.
-    has_own_norms: bool = False
-
-    def step_features(self, hidden: int) -> int:
-        """Return the number of intermediate features of a token that are in memory at once."""
-        return max(3 * self.shared_inner, self.routing.top_k * (self.inner + hidden))
-
-
-MlpSpec = DenseMlpSpec | ExpertsMlpSpec
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """Attention over the keys and values of earlier tokens."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float  # multiplies the scores
-    rope: Rope | None  # None: queries and keys are not rotated
-    window: int | None = None  # tokens that a token sees, itself included; None: all before it
-    qk_norm: QKNorm = QKNorm.NONE
-    qkv_bias: bool = False
-    output_bias: bool = False
-    has_sinks: bool = False  # whether each head has a learned term in the denominator of the softmax
-    softcap: float | None = None  # the largest size of a score, approached smoothly; None: there is no limit
-    has_gate: bool = False  # whether the query projection also yields gates of the heads' outputs
-    value_norm: bool = False  # whether values are normalised, without a weight
-    values_are_keys: bool = False  # whether values are the projected keys, before norm and rotation
-    quantized_kv: str | None = None  # how the KV cache holds it, "fp8" or "int8"; None: as computed
-    # The layer whose keys and values it reads, with heads and window like its own; None: it has its own.
-    kv_source: int | None = None
+class MixerSpec(Protocol):
+    """The part of a layer in which tokens learn of earlier ones: what it keeps of them, and how ranks share it."""
 
     @property
-    def has_kv(self) -> bool:
-        return self.kv_source is None
+    def kv(self) -> LayerKV | None:
+        """What the layer keeps of each token; None: nothing."""
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def kv_source(self) -> int | None:
+        """The earlier layer whose keys and values it reads; None: it reads its own, if any."""
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def state_size(self) -> int:
+        """The number of values of a request's state; 0: it is not recurrent."""
 
     @property
-    def step_features(self) -> int:
-        """The number of intermediate features of a token that are in memory at once."""
-        return (2 + self.has_gate) * self.query_size + 2 * self.kv_size * self.has_kv
+    def rope(self) -> Rope | None:
+        """The rotary embedding of its tokens; None: they are not rotated."""
+
+    def with_quantized_kv(self, dtype: str) -> MixerSpec:
+        """Return the same with what it keeps of tokens in "fp8" or "int8"."""
+
+    def step_values(self, num_tokens: int, num_pieces: int) -> int:
+        """Return the number of intermediate values of a step that are in memory at once. Recurrent layers on a GPU
+        compute prompts in pieces."""
+
+    def decode_values(self, num_processors: int) -> int:
+        """Return the number of float32 values that a GPU keeps for each decode between two kernels."""
+
+    def check_split(self, size: int) -> None:
+        """Raise ConfigError if it cannot be split across `size` ranks."""
+
+    def shard(self, shard: Shard) -> MixerSpec:
+        """Return the part that a rank computes."""
+
+    def build(self, layer: LayerBuilder) -> Mixer:
+        """Return a rank's part with empty weights. This spec is that of the whole mixer."""
+
+
+class MlpSpec(Protocol):
+    """The part of a layer that handles each token by itself."""
+
+    def step_values(self, hidden: int) -> int:
+        """Return the number of intermediate values of a token that are in memory at once."""
+
+    def num_parts(self, expert_parallel: bool) -> int:
+        """Return the largest number of ranks that it can be split across."""
+
+    def build(self, layer: LayerBuilder) -> Mlp:
+        """Return a rank's part with empty weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +137,14 @@ class LayerInputsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetSpec:
-    """A gated delta net, which keeps a state of fixed size instead of keys and values."""
-
-    shape: DeltaNetShape
-
-    @property
-    def step_features(self) -> int:
-        """The number of intermediate features of a token that are in memory at once."""
-        shape = self.shape
-        keys = shape.num_value_heads * shape.key_dim
-        return shape.projected_size + shape.conv_size + keys + 2 * shape.value_size
-
-
-MixerSpec = AttentionSpec | DeltaNetSpec
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """One decoder-only transformer with RMS norms and gated MLPs."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    mixers: tuple[MixerSpec, ...]  # of each layer: the part in which tokens learn of earlier ones
-    mlps: tuple[MlpSpec, ...]  # of each layer
+    mixers: tuple[MixerSpec | None, ...]  # of each layer; None: it is only an MLP
+    mlps: tuple[MlpSpec | None, ...]  # of each layer; None: it is only a mixer
     max_position: int  # the longest context the checkpoint is meant for
     default_context: int  # served unless max_model_len is set
     norm_eps: float
@@ -201,9 +156,6 @@ class DecoderSpec:
     names: WeightNames
     has_lm_head: bool = True
     num_labels: int = 0  # of its classification head; 0: it has none
-    attention_output_scale: float = (
-        1.0  # multiplies the output of attention before it is added to the residual
-    )
     logit_divisor: float = 1.0
     has_layer_scales: bool = (
         False  # whether each layer multiplies the residual by a learned number at its end
@@ -259,20 +211,15 @@ class DecoderSpec:
     @property
     def has_states(self) -> bool:
         """Whether some layers are recurrent."""
-        return len(self.attentions) < self.num_layers
+        return any(mixer is not None and mixer.state_size for mixer in self.mixers)
 
     @property
-    def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer that has any."""
-        return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
-
-    @property
-    def kv_layers(self) -> dict[int, AttentionSpec]:
-        """The attention of each layer that keeps keys and values, by the layer's index."""
+    def kv_layers(self) -> dict[int, MixerSpec]:
+        """The mixers that keep keys and values, by the layer's index."""
         return {
             index: mixer
             for index, mixer in enumerate(self.mixers)
-            if isinstance(mixer, AttentionSpec) and mixer.has_kv
+            if mixer is not None and mixer.kv is not None
         }
 
 
@@ -315,40 +262,12 @@ class Shard:
     def spec(self) -> DecoderSpec:
         """The decoder that this rank computes; only its vocabulary and MLPs are those of the whole."""
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
-        mixers = tuple(self.mixer(mixer) for mixer in whole.mixers[layers])
+        mixers = tuple(mixer and mixer.shard(self) for mixer in whole.mixers[layers])
         return replace(whole, mixers=mixers, mlps=whole.mlps[layers])
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""
         return _part(count, self.rank, self.size)
-
-    def mixer(self, whole: MixerSpec) -> MixerSpec:
-        """Return the part of a layer's mixer that this rank computes."""
-        return self.attention(whole) if isinstance(whole, AttentionSpec) else self.delta_net(whole)
-
-    def delta_net(self, whole: DeltaNetSpec) -> DeltaNetSpec:
-        shape = whole.shape
-        num_key_heads, num_value_heads = shape.num_key_heads // self.size, shape.num_value_heads // self.size
-        return DeltaNetSpec(replace(shape, num_key_heads=num_key_heads, num_value_heads=num_value_heads))
-
-    def attention(self, whole: AttentionSpec) -> AttentionSpec:
-        """Return the part of a layer's attention that this rank computes."""
-        num_kv_heads = len(self.kv_heads(whole))
-        return replace(whole, num_heads=len(self.query_heads(whole)), num_kv_heads=num_kv_heads)
-
-    def query_heads(self, whole: AttentionSpec) -> range:
-        return self.part(whole.num_heads)
-
-    def kv_heads(self, whole: AttentionSpec) -> range:
-        """Return this rank's key and value heads. With fewer heads than ranks, neighbouring ranks have the same one."""
-        count = whole.num_kv_heads
-        if count % self.size == 0:
-            return self.part(count)
-        return _part(count, self.rank * count // self.size, count)
-
-    def kv_copies(self, whole: AttentionSpec) -> int:
-        """Return the number of ranks that have the same key and value heads."""
-        return max(1, self.size // whole.num_kv_heads)
 
     @property
     def vocab_sizes(self) -> list[int]:
@@ -358,36 +277,17 @@ class Shard:
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Raise if the model cannot be split across `size` ranks."""
-    for heads, kv_heads in {(layer.num_heads, layer.num_kv_heads) for layer in spec.attentions}:
-        if heads % size or (kv_heads % size and size % kv_heads):
-            fitting = [
-                n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-            ]
-            raise ConfigError(
-                f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value "
-                f"heads, which can be split across {', '.join(map(str, fitting))} ranks"
-            )
-    for key_heads in {m.shape.num_key_heads for m in spec.mixers if isinstance(m, DeltaNetSpec)}:
-        if key_heads % size:
-            raise ConfigError(
-                f"tensor_parallel_size is {size}: it must divide the number of key heads of the model's delta nets, "
-                f"{key_heads}"
-            )
-    inner = min(_num_parts(spec, mlp) for mlp in spec.mlps)
+    for mixer in dict.fromkeys(spec.mixers):
+        if mixer is not None:
+            mixer.check_split(size)
+    parts = [mlp.num_parts(spec.expert_parallel) for mlp in spec.mlps if mlp is not None]
+    inner = min(parts, default=size)
     if min(inner, spec.vocab_size) < size:
         kind = "experts" if spec.expert_parallel else "inner features"
         raise ConfigError(
             f"tensor_parallel_size is {size}: the model has {inner} {kind} and {spec.vocab_size} tokens, and every "
             "rank needs at least one of each"
         )
-
-
-def _num_parts(spec: DecoderSpec, mlp: MlpSpec) -> int:
-    """Return the largest number of parts that an MLP can be split into."""
-    if isinstance(mlp, DenseMlpSpec):
-        return mlp.inner
-    parts = mlp.routing.num_experts if spec.expert_parallel else mlp.inner
-    return min(parts, mlp.shared_inner or parts)
 
 
 def whole_shard(spec: DecoderSpec) -> Shard:

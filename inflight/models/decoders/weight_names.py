@@ -18,10 +18,10 @@ MLP = {
     "mlp.up_proj": "mlp.gate_up.up",
     "mlp.down_proj": "mlp.down",
 }
-PRE_NORMS = {"input_layernorm": "attention.in_norm", "post_attention_layernorm": "mlp.in_norm"}
-POST_NORMS = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
+PRE_NORMS = {"input_layernorm": "in_norm", "post_attention_layernorm": "mlp.in_norm"}
+POST_NORMS = {"post_attention_layernorm": "mixer.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
 BOTH_NORMS = {
-    "input_layernorm": "attention.in_norm",
+    "input_layernorm": "in_norm",
     "pre_feedforward_layernorm": "mlp.in_norm",
     **POST_NORMS,
 }
@@ -124,21 +124,21 @@ GPT_OSS_NAMES = WeightNames(
     ),
 )
 _DELTA_NET = {
-    "linear_attn.conv1d.weight": "attention.net.conv",
-    "linear_attn.A_log": "attention.net.a_log",
-    "linear_attn.dt_bias": "attention.net.dt_bias",
-    "linear_attn.norm": "attention.net.norm",
-    "linear_attn.out_proj": "attention.net.output",
+    "linear_attn.conv1d.weight": "delta_net.conv",
+    "linear_attn.A_log": "delta_net.a_log",
+    "linear_attn.dt_bias": "delta_net.dt_bias",
+    "linear_attn.norm": "delta_net.norm",
+    "linear_attn.out_proj": "delta_net.output",
 }
 _GROUPED_NET = _DELTA_NET | {
-    "linear_attn.in_proj_qkvz": "attention.net.in.qkvz",
-    "linear_attn.in_proj_ba": "attention.net.in.ba",
+    "linear_attn.in_proj_qkvz": "delta_net.in.qkvz",
+    "linear_attn.in_proj_ba": "delta_net.in.ba",
 }
 _SEPARATE_NET = _DELTA_NET | {
-    "linear_attn.in_proj_qkv": "attention.net.in.qkv",
-    "linear_attn.in_proj_z": "attention.net.in.z",
-    "linear_attn.in_proj_b": "attention.net.in.b",
-    "linear_attn.in_proj_a": "attention.net.in.a",
+    "linear_attn.in_proj_qkv": "delta_net.in.qkv",
+    "linear_attn.in_proj_z": "delta_net.in.z",
+    "linear_attn.in_proj_b": "delta_net.in.b",
+    "linear_attn.in_proj_a": "delta_net.in.a",
 }
 _FURTHER_TOKENS = r"^mtp\."  # modules that predict further tokens
 _QWEN_LAYER = ATTENTION | QK_NORM | MLP | PRE_NORMS | QWEN2_SHARED

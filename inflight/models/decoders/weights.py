@@ -21,7 +21,7 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
 from inflight.models.decoders.layer_inputs import LayerInputs
-from inflight.models.decoders.spec import DecoderSpec, ExpertsMlpSpec, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
 from inflight.models.tensors import (
     ExpertMatrix,
     LinearRows,
@@ -60,8 +60,7 @@ def placements(
     table_shape = (spec.vocab_size, spec.hidden_size)
     if decoder.embedding is not None:
         store = into_tensor(decoder.embedding, first=shard.vocab.start)
-        has_experts = any(isinstance(mlp, ExpertsMlpSpec) for mlp in spec.mlps)
-        scale = _EXPERTS_EMBEDDING_SCALE if has_experts else 1.0
+        scale = _EXPERTS_EMBEDDING_SCALE if decoder.expert_tokens else 1.0
         yield Placement(prefix + names.embedding, table_shape, store, dummy_scale=scale)
     if decoder.layer_inputs is not None:
         yield from _layer_inputs(decoder.layer_inputs, decoder, prefix, dummy)

@@ -15,17 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inflight.errors import ModelError, WeightsError
-from inflight.layers import kernels
+from inflight.layers import torch_kernels
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Residual
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels, choose_experts
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.mlps import ExpertsMlp
-from inflight.models.decoders.spec import DenseMlpSpec, ExpertsMlpSpec, shard_of
+from inflight.models.decoders.mlps import DenseMlpSpec, ExpertsMlp, ExpertsMlpSpec
+from inflight.models.decoders.spec import shard_of
 from inflight.models.tensors import ExpertMatrix
 from tests.models.decoders.test_weights import dummy
-from tests.models.running import CPU, load, logprobs, prompt, transformers_logprobs
+from tests.models.running import load, logprobs, prompt, transformers_logprobs
 from tests.support.checkpoints import FAMILIES, make_model, write_checkpoint
+from tests.support.specs import builder
 
 EXPERTS = "model.layers.2.mlp.experts"
 Tensors = dict[str, Tensor]
@@ -266,10 +267,10 @@ def test_experts_of_gpt_oss_agree_with_transformers(fast: bool, ranks: int, expe
     actual = x.clone()
     for rank in range(ranks):  # their sums are added up here
         device_kernels = cpu_kernels() if fast else TorchKernels()
-        own = ExpertsMlp(shard_of(spec, rank, ranks), mlp, device_kernels, torch.float32, CPU)
+        own = ExpertsMlp(mlp, builder(shard_of(spec, rank, ranks), device_kernels))
         targets = own.targets()
         for name, target in names.items():
-            for placement in targets[target].placements(name):
+            for placement in targets[f"mlp.{target}"].placements(name):
                 assert tuple(tensors[placement.name].shape) == placement.shape
                 placement.store(tensors[placement.name], 0)
         actual += own(Residual(x.clone(), None), None).x - x
@@ -325,7 +326,7 @@ def test_dummy_weights_route_tokens_to_all_experts(monkeypatch: pytest.MonkeyPat
         counts.append(torch.bincount(ids.view(-1), minlength=8))
         return ids, weights
 
-    monkeypatch.setattr(kernels, "choose_experts", choose)
+    monkeypatch.setattr(torch_kernels, "choose_experts", choose)
     tokens = torch.randint(2000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     fields = {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 2000, "mlp_only_layers": []}
     logprobs(dummy("qwen3-moe", seed=0, **fields), tokens)
@@ -361,7 +362,7 @@ def test_ranks_reduce_shared_and_other_experts_at_once(family: str, fast: bool) 
     for ranks_collective in (None, collective):
         shard = replace(shard_of(spec, 0, 1), collective=ranks_collective)
         device_kernels = cpu_kernels() if fast else TorchKernels()
-        own = ExpertsMlp(shard, mlp, device_kernels, torch.float32, CPU)
+        own = ExpertsMlp(mlp, builder(shard, device_kernels))
         torch.manual_seed(0)
         for target in own.targets().values():
             for placement in target.placements(
@@ -381,9 +382,9 @@ def test_rows_of_an_expert_may_arrive_in_parts() -> None:
     outputs = []
     for step in (48, 7):
         torch.manual_seed(0)
-        own = ExpertsMlp(shard_of(spec, 1, 2), mlp, TorchKernels(), torch.float32, CPU)
+        own = ExpertsMlp(mlp, builder(shard_of(spec, 1, 2), TorchKernels()))
         own.experts.router.load(torch.ones(8, 64))
-        gate_up, down = own.targets()["experts.gate_up"], own.targets()["experts.down"]
+        gate_up, down = own.targets()["mlp.experts.gate_up"], own.targets()["mlp.experts.down"]
         assert isinstance(gate_up, ExpertMatrix)
         assert isinstance(down, ExpertMatrix)
         for expert in range(8):

@@ -10,6 +10,7 @@ from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.layers.rotary import LinearScaling, LongScaling, Rope, Scaling, YarnScaling
 from inflight.models.decoders.families import FAMILIES, decoder_spec
 from inflight.models.decoders.spec import DecoderSpec
+from tests.support.specs import attentions
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +37,7 @@ def test_error_for_an_unknown_architecture_lists_the_families() -> None:
 
 def test_model_type_stands_in_for_a_missing_architecture() -> None:
     nameless = {key: value for key, value in SMALL.items() if key != "architectures"}
-    assert decoder_spec(nameless | {"model_type": "qwen2"}).attentions[0].qkv_bias
+    assert attentions(decoder_spec(nameless | {"model_type": "qwen2"}))[0].qkv_bias
     with pytest.raises(UnknownArchitectureError, match="model_type gpt9"):
         decoder_spec(nameless | {"model_type": "gpt9"})
     with pytest.raises(UnknownArchitectureError):
@@ -112,7 +113,7 @@ def test_family_specific_contradictions_are_named(config: dict[str, Any], words:
 def test_windows() -> None:
     def windows(architecture: str, **change: Any) -> tuple[int | None, ...]:
         spec = decoder_spec(SMALL | {"architectures": [architecture], "sliding_window": 8} | change)
-        return tuple(layer.window for layer in spec.attentions)
+        return tuple(layer.window for layer in attentions(spec))
 
     assert windows("LlamaForCausalLM") == (None,) * 4
     assert windows("MistralForCausalLM") == (8,) * 4
@@ -134,16 +135,16 @@ def test_gemma_configs_may_omit_transformers_defaults() -> None:
         "sliding_window": 1024,
     }
     spec = decoder_spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
-    heads = spec.attentions[0]
+    heads = attentions(spec)[0]
     assert (heads.num_heads, heads.num_kv_heads, heads.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
     assert spec.tied_embeddings
-    assert [layer.window for layer in spec.attentions[:7]] == [1024] * 5 + [None, 1024]
-    assert spec.attentions[5].rope == Rope(1e6, 256, LinearScaling(8.0))
-    assert spec.attentions[0].rope == Rope(1e4, 256)
+    assert [layer.window for layer in attentions(spec)[:7]] == [1024] * 5 + [None, 1024]
+    assert attentions(spec)[5].rope == Rope(1e6, 256, LinearScaling(8.0))
+    assert attentions(spec)[0].rope == Rope(1e4, 256)
 
 
 def scaling_of(spec: DecoderSpec) -> Scaling | None:
-    rope = spec.attentions[0].rope
+    rope = attentions(spec)[0].rope
     assert rope is not None
     return rope.scaling
 

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from inflight.errors import ConfigError, ModelError
 from inflight.layers.rotary import Rope, YarnScaling
+from inflight.models.decoders.attention import AttentionSpec
+from inflight.models.decoders.delta_net import DeltaNet, DeltaNetSpec
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.mixers import DeltaNet
-from inflight.models.decoders.spec import AttentionSpec, DeltaNetSpec, check_tensor_parallel, shard_of
+from inflight.models.decoders.spec import check_tensor_parallel, shard_of
 from tests.models.running import load, logprobs, prompt, transformers_logprobs
 from tests.support.checkpoints import FAMILIES, make_model, randomise, tolerance, write_checkpoint
+from tests.support.specs import attentions
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def test_windows_of_families_that_alternate() -> None:
     def windows(family: str, **changes: Any) -> list[int | None]:
         config = config_of(family, num_hidden_layers=6, sliding_window=8, **changes)
         del config["layer_types"]
-        return [layer.window for layer in decoder_spec(config).attentions]
+        return [layer.window for layer in attentions(decoder_spec(config))]
 
     assert windows("gemma2") == [8, None] * 3
     assert windows("gpt-oss") == [8, None] * 3
@@ -93,7 +95,7 @@ def test_windows_of_families_that_alternate() -> None:
 
 
 def test_layers_without_rotation() -> None:
-    layers = decoder_spec(config_of("smollm3", no_rope_layers=[1, 0, 1])).attentions
+    layers = attentions(decoder_spec(config_of("smollm3", no_rope_layers=[1, 0, 1])))
     assert [layer.rope is None for layer in layers] == [False, True, False]
     assert decoder_spec(config_of("smollm3", no_rope_layers=[0, 0, 0])).default_context == 512
 
@@ -104,8 +106,8 @@ def test_heads_of_gemma4_in_the_older_layout() -> None:
     del config["per_layer_config"]
     old = decoder_spec(config | {"global_head_dim": 32, "num_global_key_value_heads": 1})
     assert old.mixers == new.mixers
-    assert [(layer.num_kv_heads, layer.head_dim) for layer in new.attentions] == [(2, 16), (1, 32)] * 2
-    assert [layer.values_are_keys for layer in new.attentions] == [False, True] * 2
+    assert [(layer.num_kv_heads, layer.head_dim) for layer in attentions(new)] == [(2, 16), (1, 32)] * 2
+    assert [layer.values_are_keys for layer in attentions(new)] == [False, True] * 2
 
 
 def test_scaling_of_olmo3_applies_only_without_a_window() -> None:
@@ -113,7 +115,7 @@ def test_scaling_of_olmo3_applies_only_without_a_window() -> None:
     config = config_of("olmo3")
     del config["rope_parameters"]
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-    layers = decoder_spec(config | {"rope_theta": 500_000.0, "rope_scaling": scaling}).attentions
+    layers = attentions(decoder_spec(config | {"rope_theta": 500_000.0, "rope_scaling": scaling}))
     assert layers[0].rope == Rope(500_000.0, 16)
     assert layers[3].rope is not None
     assert isinstance(layers[3].rope.scaling, YarnScaling)
@@ -153,7 +155,7 @@ def test_config_of_gpt_oss_as_released() -> None:
         "vocab_size": 201_088,
     }
     spec = decoder_spec(config)
-    layers = spec.attentions
+    layers = attentions(spec)
     assert [layer.window for layer in layers[:4]] == [128, None, 128, None]
     assert all(layer.has_sinks and layer.qkv_bias and layer.output_bias for layer in layers)
     rope = layers[0].rope
@@ -169,8 +171,8 @@ def test_delta_nets_take_the_place_of_attention() -> None:
     spec = decoder_spec(config)
     kinds = [DeltaNetSpec, DeltaNetSpec, DeltaNetSpec, AttentionSpec]
     assert [type(mixer) for mixer in spec.mixers] == kinds * 2
-    assert len(spec.attentions) == 2
-    assert all(layer.has_gate for layer in spec.attentions)
+    assert len(attentions(spec)) == 2
+    assert all(layer.has_gate for layer in attentions(spec))
 
 
 @pytest.mark.parametrize("vision", [False, True])

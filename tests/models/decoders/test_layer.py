@@ -1,24 +1,32 @@
-"""The parts of a layer: a dense MLP against float64, and another MLP in its place."""
+"""The parts of a layer: a dense MLP against float64, another MLP in its place, and layers of one part."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.decoders.decoder import Layer
+from inflight.models.checkpoint import open_checkpoint
+from inflight.models.decoders.decoder import Decoder, Layer
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.mlps import DenseMlp
-from inflight.models.decoders.spec import DenseMlpSpec, NormPlacement, whole_shard
-from inflight.models.tensors import LinearRows, Target
+from inflight.models.decoders.mlps import DenseMlp, DenseMlpSpec
+from inflight.models.decoders.spec import NormPlacement, shard_of, whole_shard
+from inflight.models.decoders.weights import placements
+from inflight.models.tensors import LinearRows, Target, fill_random
 from tests.models.decoders.test_weights import dummy
-from tests.models.running import CPU, logprobs, prompt
-from tests.support.checkpoints import FAMILIES
+from tests.models.running import CPU, load, logprobs, prompt
+from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.specs import builder
 
 
 def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -31,13 +39,13 @@ def test_dense_mlp_matches_float64(placement: NormPlacement) -> None:
     spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement)
     hidden, inner, eps = spec.hidden_size, 96, spec.norm_eps
     mlp_spec = DenseMlpSpec(inner, "silu", bias=True)
-    mlp = DenseMlp(whole_shard(spec), mlp_spec, TorchKernels(), torch.float32, CPU)
+    mlp = DenseMlp(mlp_spec, builder(whole_shard(spec), TorchKernels()))
     gate, up = torch.randn(2, inner, hidden) / 8
     down = torch.randn(hidden, inner) / 8
     biases = torch.randn(2 * inner), torch.randn(hidden)
     targets = mlp.targets()
     for name, weight in (("gate_up.gate", gate), ("gate_up.up", up), ("down", down)):
-        target = targets[name]
+        target = targets[f"mlp.{name}"]
         assert isinstance(target, LinearRows)
         assert target.count == len(weight)
         target.load(weight)
@@ -89,3 +97,63 @@ def test_layer_takes_any_mlp() -> None:
     other.layers[0] = Layer(other.layers[0].mixer, nothing)
     assert torch.equal(logprobs(other, prompt()), logprobs(decoder, prompt()))
     assert nothing.calls == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe", "qwen3.5"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("ends_with_mlp", [False, True])
+def test_layers_may_be_only_a_mixer_or_an_mlp(
+    family: str, fast: bool, ends_with_mlp: bool, tmp_path: Path
+) -> None:
+    """Layers that are cut in two compute the same, also for some tokens alone."""
+    folder, halves_folder = write_checkpoint(tmp_path / "whole", family), tmp_path / "halves"
+    whole = decoder_spec(open_checkpoint(str(folder)).config)
+    if not ends_with_mlp:
+        whole = replace(whole, mlps=(*whole.mlps[:-1], None))
+    names = whole.names.layer
+    (mlp_norm,) = (module for module, target in names.items() if target == "mlp.in_norm")
+    halves = replace(
+        whole,
+        mixers=tuple(half for mixer in whole.mixers for half in (mixer, None)),
+        mlps=tuple(half for mlp in whole.mlps for half in (None, mlp)),
+        names=replace(whole.names, layer={name: names[name] for name in names if name != mlp_norm}),
+    )
+    if not ends_with_mlp:
+        halves = replace(halves, mixers=halves.mixers[:-1], mlps=halves.mlps[:-1])
+    tensors, halves_tensors = load_file(folder / "model.safetensors"), {}
+    for name in list(tensors):
+        match = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", name)
+        new_name = name
+        if match is not None:
+            layer, module = int(match[2]), match[3]
+            is_mlp = module.startswith("mlp.") or names.get(module.removesuffix(".weight"), "").startswith(
+                "mlp."
+            )
+            if is_mlp and whole.mlps[layer] is None:
+                del tensors[name]
+                continue
+            module = module.replace(mlp_norm, "input_layernorm")
+            new_name = f"{match[1]}{2 * layer + is_mlp}.{module}"
+        halves_tensors[new_name] = tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    shutil.copytree(folder, halves_folder)
+    save_file(halves_tensors, halves_folder / "model.safetensors")
+    decoders = load(folder, fast=fast, spec=whole), load(halves_folder, fast=fast, spec=halves)
+    chunks, outputs = [17, 1, 22], [[16], [0], [3, 21]]
+    for wanted in (None, outputs):
+        expected, actual = (logprobs(decoder, prompt(), chunks, wanted) for decoder in decoders)
+        assert torch.equal(actual, expected)
+
+
+def test_stage_without_mixers_computes_only_the_tokens_that_are_wanted() -> None:
+    whole = decoder_spec(FAMILIES["llama"]().to_dict())
+    spec = replace(whole, mixers=(*whole.mixers[:-1], None))
+    kernels = TorchKernels()
+    stage = shard_of(spec, 0, 1, range(spec.num_layers - 1, spec.num_layers))
+    attention = ComposedAttention(kernels, TorchCpuAttention())
+    decoder = Decoder(spec, kernels, attention, torch.float32, CPU, shard=stage)
+    fill_random(placements(decoder, dummy=True), torch.float32, CPU)
+    x, tokens = torch.randn(5, spec.hidden_size), torch.tensor([1, 4])
+    every = decoder.run_layers(x.clone(), [], None)
+    some = decoder.run_layers(x.clone(), [], None, tokens)
+    torch.testing.assert_close(some, every[tokens], rtol=0, atol=1e-5)

@@ -11,14 +11,17 @@ import torch
 from inflight.errors import ConfigError
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import cut_layers, meta_decoder, meta_kernels, num_bytes
+from inflight.models.decoders.mlps import DenseMlpSpec
 from inflight.models.decoders.spec import (
     DecoderSpec,
-    DenseMlpSpec,
     check_tensor_parallel,
     shard_of,
     whole_shard,
 )
 from tests.support.checkpoints import FAMILIES
+from tests.support.specs import attentions
+
+PARTS = ("gate", "up", "down")
 
 
 def spec(
@@ -26,25 +29,25 @@ def spec(
 ) -> DecoderSpec:
     """A decoder with some other numbers of query and key/value heads."""
     qwen3 = decoder_spec(FAMILIES["qwen3"]().to_dict())
-    layer = replace(qwen3.attentions[0], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
+    layer = replace(attentions(qwen3)[0], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
     return replace(qwen3, mixers=(layer,) * num_layers, **fields)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_part_is_on_exactly_one_rank(size: int) -> None:
     whole = spec(heads=(8, 4), vocab_size=321)
-    layer = whole.attentions[0]
+    layer = attentions(whole)[0]
     shards = [shard_of(whole, rank, size) for rank in range(size)]
     for parts, count in (
-        ([shard.query_heads(layer) for shard in shards], 8),
-        ([shard.kv_heads(layer) for shard in shards], 4),
+        ([layer.query_heads(shard) for shard in shards], 8),
+        ([layer.kv_heads(shard) for shard in shards], 4),
         ([shard.vocab for shard in shards], 321),
         ([shard.part(97) for shard in shards], 97),
     ):
         assert [i for part in parts for i in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for shard in shards:
-        assert {(own.num_heads, own.num_kv_heads) for own in shard.spec.attentions} == {
+        assert {(own.num_heads, own.num_kv_heads) for own in attentions(shard.spec)} == {
             (8 // size, 4 // size)
         }
     assert shards[0].vocab_sizes == [len(shard.vocab) for shard in shards]
@@ -52,12 +55,14 @@ def test_every_part_is_on_exactly_one_rank(size: int) -> None:
 
 def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
     whole = spec(heads=(8, 2), head_dim=4)
-    layer = whole.attentions[0]
+    layer = attentions(whole)[0]
     shards = [shard_of(whole, rank, 8) for rank in range(8)]
-    assert [shard.kv_heads(layer) for shard in shards] == [range(1)] * 4 + [range(1, 2)] * 4
-    assert all(shard.spec.attentions[0].num_kv_heads == 1 and shard.kv_copies(layer) == 4 for shard in shards)
+    assert [layer.kv_heads(shard) for shard in shards] == [range(1)] * 4 + [range(1, 2)] * 4
+    assert all(
+        attentions(shard.spec)[0].num_kv_heads == 1 and layer.kv_copies(shard) == 4 for shard in shards
+    )
     for shard in shards:  # the queries that a rank has read the keys that it has
-        assert shard.query_heads(layer).start // (8 // 2) == shard.kv_heads(layer).start
+        assert layer.query_heads(shard).start // (8 // 2) == layer.kv_heads(shard).start
 
 
 @pytest.mark.parametrize(
@@ -104,3 +109,13 @@ def test_stages_are_cut_by_the_bytes_they_hold() -> None:
     assert [len(layers) for layers in cut(heavy, 3, 1 << 24)] == [4, 4, 4]
     stage = shard_of(heavy, 0, 2, stages[1])
     assert (stage.is_first, stage.is_last, stage.spec.num_layers) == (False, False, 6)
+
+
+def test_stages_are_cut_by_how_shared_mlps_are_quantized() -> None:
+    """Layers that differ in nothing else have sizes of their own."""
+    config = FAMILIES["qwen2-moe"](num_hidden_layers=4, shared_expert_intermediate_size=4096, vocab_size=64)
+    plain = [f"model.layers.{layer}.mlp.shared_expert.{part}_proj" for layer in (0, 1) for part in PARTS]
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": ["lm_head", *plain]}
+    whole = decoder_spec(config.to_dict() | {"quantization_config": quantization})
+    stages = cut_layers(whole, 2, 1, meta_kernels("cuda", torch.float32), torch.float32)
+    assert [len(layers) for layers in stages] == [1, 3]

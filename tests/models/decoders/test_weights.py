@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.spec import ExpertsMlpSpec
-from inflight.models.decoders.weights import load_decoder, placements
-from inflight.models.tensors import LinearRows, fill_random
+from inflight.models.decoders.mlps import ExpertsMlpSpec
+from inflight.models.decoders.spec import shard_of
+from inflight.models.decoders.weights import check_files, load_decoder, placements
+from inflight.models.tensors import LinearRows, fill, fill_random, read_headers, tensors_of
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.specs import attentions
 
 
 @pytest.fixture
@@ -153,7 +156,7 @@ def test_dummy_weights_are_reproducible_and_complete(family: str) -> None:
 
 def test_dummy_norms_are_one_whatever_their_offset() -> None:
     decoder = dummy("gemma3", seed=0)
-    norm = decoder.layers[0].mixer.in_norm
+    norm = decoder.layers[0].in_norm
     assert norm is not None
     assert torch.equal(norm, torch.ones(64))
     assert torch.equal(decoder.final_norm, torch.ones(64))
@@ -190,7 +193,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     hidden = spec.hidden_size
     expected += sum(3 * mlp.routing.num_experts * mlp.inner * hidden for mlp in experts)
-    for layer in spec.attentions:
+    for layer in attentions(spec):
         expected -= layer.kv_size * hidden * layer.values_are_keys  # placed as keys
         expected += (layer.query_size + 2 * layer.kv_size) * layer.qkv_bias + hidden * layer.output_bias
     for mlp in experts:
@@ -200,6 +203,27 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     if decoder.layer_inputs is not None:
         expected += decoder.layer_inputs.table.numel() * (spec.vocab_size + hidden) // spec.vocab_size
     assert weights == expected
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rank_reads_all_that_it_keeps(family: str, expert_parallel: bool, tmp_path: Path) -> None:
+    """It holds the same as if it had read whole tensors."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path, family)))
+    spec = replace(decoder_spec(checkpoint.config), expert_parallel=expert_parallel)
+    shard, stored = shard_of(spec, 1, 2), read_headers(checkpoint.weight_files)
+    variant, layout = check_files(shard, stored)
+    kernels, held = TorchKernels(), []
+    for reads_all in (False, True):
+        attention = ComposedAttention(kernels, TorchCpuAttention())
+        decoder = Decoder(spec, kernels, attention, torch.float32, CPU, shard=shard)
+        needed = {placement.name: placement for placement in placements(decoder, variant, layout)}
+        if reads_all:
+            needed = {name: replace(placement, needed=(), first=0) for name, placement in needed.items()}
+        fill(needed, stored)
+        held.append(list(tensors_of(decoder.layers)))
+    for read, whole in zip(*held, strict=True):
+        assert torch.equal(read, whole)
 
 
 def test_refilling_replaces_all_weights() -> None:

@@ -14,7 +14,7 @@ from inflight import LLM, SamplingParams
 from inflight.config import EngineConfig, ModelConfig
 from inflight.errors import InflightError, ModelError, UnknownArchitectureError, WeightsError
 from inflight.loading import load_engine
-from inflight.loading.planning import Devices, plan_model
+from inflight.loading.planning import Devices, plan_devices
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import fingerprint, fingerprint_now, open_checkpoint
 from inflight.models.decoders.families import decoder_spec
@@ -77,7 +77,7 @@ def test_quantized_file_answers(tmp_path: Path) -> None:
 def test_plan_of_a_gguf_file_counts_its_parameters(folder: Path, model: Path) -> None:
     devices = Devices("cpu", 1, 1 << 34)
     plans = [
-        plan_model(EngineConfig(model=ModelConfig(model=str(path))), devices) for path in (folder, model)
+        plan_devices(EngineConfig(model=ModelConfig(model=str(path))), devices) for path in (folder, model)
     ]
     assert plans[0].parameters == plans[1].parameters
     assert plans[1].fits[0].num_tokens > 0
