@@ -19,7 +19,7 @@ squares. The layer that reads x multiplies the former, adds the sums, always in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import triton
@@ -242,6 +242,18 @@ def leave_for_norm(
     tl.store(squares + tile * num_tokens + m, sums, mask=m < num_tokens)
 
 
+class Epilogue(TypedDict, total=False):
+    """What a linear kernel does beside its product."""
+
+    squares: Tensor | None  # [n, T], where x is already scaled for its norm: see `NextNorm`
+    eps: float
+    bias: Tensor | None  # [N]
+    activation: str | None
+    residual: Tensor | None  # [T, N]
+    next_norm: NextNorm | None
+    pdl: bool
+
+
 def launch_linear(
     kernel: Any,
     operands: tuple[Any, ...],  # x [T, K], weight [N, K], and what else the kernel reads first
@@ -249,29 +261,23 @@ def launch_linear(
     tile: LinearTile,
     token_tiles: int,
     out: Tensor,  # [T, N], or [T, N // 2] with an activation
-    *,
-    squares: Tensor | None,
-    eps: float,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    next_norm: NextNorm | None,
-    pdl: bool,
+    after: Epilogue,
     **constants: Any,
 ) -> None:
     """Launch `small_linear` or `medium_linear` over `token_tiles` tiles of tokens and all tiles of weight rows."""
     x, weight, *_ = operands
+    squares, activation, pdl = after.get("squares"), after.get("activation"), after.get("pdl", False)
     num_features, split = x.shape[1], tile.split_k > 1
     num_tiles = triton.cdiv(weight.shape[-2], tile.block_n)
     if split:
         workspace.check(num_tiles * token_tiles, tile)
-    next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
+    next_weight, scaled, squares_left = allocate_next_norm(after.get("next_norm"), out, num_tiles)
     num_squares = 0 if squares is None else len(squares)
     kernel[(num_tiles * tile.split_k * token_tiles,)](
         *operands,
         squares,
-        bias,
-        residual,
+        after.get("bias"),
+        after.get("residual"),
         next_weight,
         out,
         scaled,
@@ -280,7 +286,7 @@ def launch_linear(
         workspace.counters if split else None,
         *out.shape,
         num_features,
-        eps,
+        after.get("eps", 0.0),
         _bytes_ahead(weight, tile, num_tiles) if pdl else 0,
         num_squares,
         GATE=0 if activation is None else ACTIVATIONS[activation],

@@ -14,6 +14,8 @@ one thread. Tiles are split, and their sums added, as in `small_linear`.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +25,7 @@ from inflight.layers.triton.byte_codes import dot_codes, products
 from inflight.layers.triton.elementwise import activate
 from inflight.layers.triton.held import HeldWeights, as_held
 from inflight.layers.triton.linear_parts import (
-    NextNorm,
+    Epilogue,
     SplitKWorkspace,
     dot,
     empty_result,
@@ -249,15 +251,9 @@ def medium_linear(
     weight: Tensor | HeldWeights,  # [N, K], quantized as the inputs are
     workspace: SplitKWorkspace,
     *,
-    squares: Tensor | None = None,  # [n, T], where x is already scaled for its norm: see `NextNorm`
-    eps: float = 0.0,
-    bias: Tensor | None = None,  # [N]
-    activation: str | None = None,
-    residual: Tensor | None = None,  # [T, N]
-    next_norm: NextNorm | None = None,
     out: Tensor | None = None,
-    pdl: bool = False,
     tile: LinearTile | None = None,
+    **after: Unpack[Epilogue],
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     held = as_held(weight)
@@ -268,25 +264,19 @@ def medium_linear(
         x = x.codes
     num_tokens = len(x)
     if out is None:
-        out = empty_result(x, codes, activation, dtype)
+        out = empty_result(x, codes, after.get("activation"), dtype)
     if num_tokens == 0:
         return out
     if tile is None:
         tile = held.medium_tile(num_tokens)
     launch_linear(
         _medium_linear_kernel,
-        (x, codes, *_describe(x, codes, tile, activation is not None), x_scales, held.scales),
+        (x, codes, *_describe(x, codes, tile, after.get("activation") is not None), x_scales, held.scales),
         workspace,
         tile,
         triton.cdiv(num_tokens, tile.block_m),
         out,
-        squares=squares,
-        eps=eps,
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        next_norm=next_norm,
-        pdl=pdl,
+        after,
         GROUP=held.group,
     )
     return out

@@ -14,6 +14,8 @@ workspace; the last to arrive adds them in a fixed order and resets the tile's c
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from inflight.layers.triton.elementwise import activate
 from inflight.layers.triton.held import HeldWeights, as_held
 from inflight.layers.triton.linear_parts import (
-    NextNorm,
+    Epilogue,
     SplitKWorkspace,
     empty_result,
     fetch_scales,
@@ -234,20 +236,14 @@ def small_linear(
     workspace: SplitKWorkspace,
     *,
     norm: Tensor | None = None,  # [K] float32
-    eps: float = 0.0,
-    squares: Tensor | None = None,  # [n, T] instead, where x is already scaled for its norm: see `NextNorm`
-    bias: Tensor | None = None,  # [N]
-    activation: str | None = None,
-    residual: Tensor | None = None,  # [T, N]
-    next_norm: NextNorm | None = None,
     out: Tensor | None = None,
-    pdl: bool = False,
     tile: LinearTile | None = None,
+    **after: Unpack[Epilogue],
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens, held = len(x), as_held(weight)
     if out is None:
-        out = empty_result(x, held.codes, activation)
+        out = empty_result(x, held.codes, after.get("activation"))
     if num_tokens == 0:
         return out
     if tile is None:
@@ -261,13 +257,7 @@ def small_linear(
         tile,
         token_tiles,
         out,
-        squares=squares,
-        eps=eps,
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        next_norm=next_norm,
-        pdl=pdl,
+        after,
         MULTIPLY=held.multiply_few(tile),
         GROUP=held.group,
         QUANTIZE=held.quantizes_inputs,
