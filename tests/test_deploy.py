@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.cli.main import main
 from inflight.engine import EngineStats
@@ -45,7 +44,7 @@ def exposed() -> dict[str, set[str]]:
     kv = KVUsage(num_blocks=4, num_empty=1, num_cached=1, num_used=2, num_tokens=20, block_size=16)
     stats = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, 1, kv)
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics.render(stats, 0, [Caller(name="a")]).decode()):
+    for family in metrics.families(stats, 0, [Caller(name="a")]):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

@@ -86,7 +86,7 @@ def test_the_package_and_its_command_line_load_no_torch() -> None:
 def test_the_scheduler_loads_no_torch() -> None:
     heavy = SERVER | {"torch", "numpy"}
     assert (
-        not imported_by("import inflight.engine, inflight.scheduling, inflight.kv, inflight.engine.fake")
+        not imported_by("import inflight.engine, inflight.scheduling, inflight.kv, tests.support.fake_runner")
         & heavy
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from inflight.compare.arrivals import arrival_times
 from inflight.errors import ConfigError, ParameterError
 
 Endpoint = Literal["completions", "chat"]
@@ -124,37 +125,6 @@ class ServingWorkload:
             **ending,
             **self.parameters,
         }
-
-
-def arrival_times(
-    count: int, rate: float, seed: int, ramp: float = 0.0, burstiness: float = 1.0
-) -> list[float]:
-    """Return the arrival times of a Poisson process, in seconds after the start and in ascending order.
-
-    Gaps have a gamma distribution: with a burstiness below 1 requests come in bursts, above 1 more evenly. With an
-    infinite rate all requests arrive at once or, with a ramp, evenly spread over it.
-    """
-    if not 0 < burstiness < math.inf:
-        raise ParameterError(f"burstiness is {burstiness}: it must be a positive number")
-    if math.isinf(rate):
-        return [ramp * index / count for index in range(count)]
-    rng, expected, times = Random(f"{seed}/arrivals"), 0.0, []
-    for _ in range(count):
-        # Expected number of arrivals at this point, for a unit rate.
-        expected += rng.expovariate(1.0) if burstiness == 1 else rng.gammavariate(burstiness, 1 / burstiness)
-        times.append(_moment(expected, rate, ramp))
-    return times
-
-
-def _moment(expected: float, rate: float, ramp: float) -> float:
-    """Return when `expected` arrivals are due.
-
-    The rate grows linearly from 0 during the ramp, so rate * t^2 / (2 * ramp) arrivals are due after t seconds of it.
-    """
-    within = rate * ramp / 2
-    if expected < within:
-        return math.sqrt(2 * ramp * expected / rate)
-    return ramp + (expected - within) / rate
 
 
 def parse_rate(text: str) -> float:

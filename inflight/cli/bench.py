@@ -136,12 +136,12 @@ def serve(
         from inflight.bench.server import ServerAddress
         from inflight.bench.workload import (
             ServingWorkload,
-            arrival_times,
             is_sharegpt,
             parse_rate,
             read_dataset,
             read_sharegpt,
         )
+        from inflight.compare.arrivals import arrival_times
 
     rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
     results = ResultFiles.of(save_result, result_dir, result_filename, len(rates))

@@ -92,8 +92,9 @@ def compare(
             "lengths, max_tokens and temperature apply to generated answers: the rerank workload has none"
         )
     with interrupts_end_at_once():
+        from inflight.compare.arrivals import Arrival
         from inflight.compare.rerank import PairWorkload  # imports torch
-        from inflight.compare.workload import Arrival, Workload
+        from inflight.compare.workload import Workload
 
     arrivals = Arrival.parse(arrival)
     requests: Workload | PairWorkload = Workload(

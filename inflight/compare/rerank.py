@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.measure import MAX_RECORD_BYTES, Recording, serve, with_origin
 from inflight.compare.report import Progress
 from inflight.compare.timeline import (
@@ -21,7 +22,7 @@ from inflight.compare.timeline import (
     request_label,
     results_of,
 )
-from inflight.compare.workload import Arrival, draw_pairs
+from inflight.compare.workload import draw_pairs
 from inflight.errors import EngineError, ParameterError
 from inflight.execution.encoder_runner import TextRunner
 from inflight.loading import LoadedEngine

@@ -8,12 +8,11 @@ the mix of lengths that search results have: most are short.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from inflight.bench.workload import arrival_times
+from inflight.compare.arrivals import BURST, Arrival
 from inflight.errors import ConfigError, ParameterError
 from inflight.frontend.scoring import unsupported_task
 from inflight.loading import LoadedEngine
@@ -23,37 +22,6 @@ LENGTHS = ("real", "ragged")
 REAL_MAX_TOKENS = 768  # the built-in model's longest answers have about 600 tokens
 RAGGED_MAX_TOKENS = 256
 RAGGED_SPREAD = 10  # the longest prompts and answers have this many times the tokens of the shortest
-MIN_RATE = 0.001  # requests per second: at lower rates a comparison would take hours
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """When requests arrive: all at once, or as a Poisson process that does not wait for answers."""
-
-    rate: float | None = None  # requests per second; None: all at once
-
-    @classmethod
-    def parse(cls, text: str) -> Arrival:
-        name, _, number = text.partition(":")
-        if text == "burst":
-            return cls()
-        try:
-            rate = float(number)
-        except ValueError:
-            rate = math.nan
-        if name != "poisson" or not MIN_RATE <= rate < math.inf:
-            raise ParameterError(
-                f"arrival is {text!r}: it must be burst, or poisson:RATE with a RATE of at least {MIN_RATE} "
-                "requests per second"
-            )
-        return cls(rate)
-
-    def times(self, count: int, seed: int) -> list[float]:
-        """Return `count` arrival times in seconds after the start, in ascending order."""
-        return arrival_times(count, math.inf if self.rate is None else self.rate, seed)
-
-    def __str__(self) -> str:
-        return "burst" if self.rate is None else f"poisson:{self.rate:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +29,7 @@ class Workload:
     """The requests that every strategy runs."""
 
     num_requests: int = 64
-    arrival: Arrival = Arrival()
+    arrival: Arrival = BURST
     lengths: str = "real"
     max_tokens: int | None = None  # None: the default of `lengths`
     temperature: float | None = None  # None: the checkpoint's default

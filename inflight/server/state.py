@@ -121,6 +121,7 @@ class ServerState:
         self.unsent = UnsentBytes(options.max_unsent_bytes)
         self.request_log = RequestLog(options.request_history)
         self.report_turns = Turns()  # to read reports of requests
+        self.exposing = asyncio.Lock()  # metrics: one at a time
         limits = options.max_stored_responses, options.max_stored_bytes
         self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
         # With several keys, none of them takes the last thread from the others.

@@ -15,12 +15,12 @@ from inflight.bench.workload import (
     PlannedRequest,
     Range,
     ServingWorkload,
-    arrival_times,
     is_sharegpt,
     parse_rate,
     read_dataset,
     read_sharegpt,
 )
+from inflight.compare.arrivals import arrival_times
 from inflight.errors import ConfigError, ParameterError
 
 

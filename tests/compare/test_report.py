@@ -5,9 +5,10 @@ from dataclasses import fields
 
 import pytest
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.measure import Figures, measure
 from inflight.compare.report import Comparison, compare, summarise
-from inflight.compare.workload import Arrival, Workload, build_jobs
+from inflight.compare.workload import Workload, build_jobs
 from inflight.errors import EngineError
 from inflight.loading import LoadedEngine
 from inflight.sampling_params import SamplingParams

@@ -9,11 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from inflight.compare.arrivals import Arrival
 from inflight.compare.drawing import to_svg
 from inflight.compare.picture import draw
 from inflight.compare.report import STRATEGIES, compare
 from inflight.compare.rerank import PairWorkload, RerankComparison, RerankFigures, compare_reranking
-from inflight.compare.workload import Arrival, Workload, draw_pairs
+from inflight.compare.workload import Workload, draw_pairs
 from inflight.config import EngineConfig
 from inflight.errors import ParameterError, RequestError
 from inflight.loading import LoadedEngine, load_engine

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from inflight.compare.workload import KINDS, Arrival, Workload, build_jobs, draw_prompts
+from inflight.compare.arrivals import Arrival
+from inflight.compare.workload import KINDS, Workload, build_jobs, draw_prompts
 from inflight.errors import ParameterError
 from inflight.loading import LoadedEngine
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import LLM, SamplingParams
 from inflight.engine.stats import EngineStats, ExpertStats
@@ -46,7 +45,7 @@ def test_metrics_show_the_use_of_experts() -> None:
     stats = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, 1, kv, experts=ExpertStats((30, 10), 1.5, 1.75))
     samples = [
         sample
-        for family in text_string_to_metric_families(Metrics("m").render(stats, 0, []).decode())
+        for family in Metrics("m").families(stats, 0, [])
         for sample in family.samples
         if sample.name.startswith("inflight:expert_")
     ]

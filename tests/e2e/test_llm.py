@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,6 +21,7 @@ from inflight.entrypoints import offline
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.request import Request
 from inflight.scheduling.checked_policy import CheckedPolicy
+from inflight.timeline import NoRecorder, Recorder, SlotKind
 from tests.e2e.conftest import Folder
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.steps import StepRecord, observe
@@ -485,6 +488,35 @@ def test_shared_prefix_is_held_once(folder: Folder) -> None:
             outputs = llm.generate([[*prefix, 5 + index] for index in range(8)], params)
         assert max(step.num_running for step in steps) == 8
         assert [output.num_cached_tokens for output in outputs] == [0] + [160] * 7
+
+
+def test_recording_has_the_steps_of_its_block(folder: Folder) -> None:
+    with LLM(folder()) as llm:
+        llm.generate([[5]], GREEDY)
+        with llm.recorded() as steps:
+            output = only(llm.generate([[5, 6, 7]], GREEDY))
+        assert isinstance(llm._engine.core.recorder, NoRecorder)
+        assert not isinstance(llm._engine.core.recorder, Recorder)
+        llm.generate([[8]], GREEDY)
+    assert sum(step.num_outputs for step in steps) == len(output.token_ids)
+    assert [(slot.kind, slot.start, slot.num_tokens) for slot in steps[0].slots] == [(SlotKind.PREFILL, 0, 3)]
+    assert [step.slots[0].start for step in steps[1:4]] == [3, 4, 5]
+    assert all(step.all_decode(1) and 0 < step.kv_waste < 1 for step in steps[1:4])
+    ends = [step.times.finished_at for step in steps]
+    assert ends == sorted(ends)
+
+
+def test_recording_of_a_block_leaves_the_file_whole(folder: Folder, tmp_path: Path) -> None:
+    with LLM(folder(), record=tmp_path / "run.json") as llm:
+        llm.generate([[5]], GREEDY)
+        with contextlib.suppress(ValueError), llm.recorded() as steps:
+            llm.generate([[5, 6, 7]], GREEDY)
+            raise ValueError
+        llm.generate([[8]], GREEDY)
+        num_steps = llm.stats().num_steps
+    assert 0 < len(steps) < num_steps
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("step ") for event in events) == num_steps
 
 
 def test_random_weights_need_a_config_alone(folder: Folder, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
-from inflight.engine.fake import FakeRunner
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache, KVLayout
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
+from tests.support.fake_runner import FakeRunner
 from tests.support.seen import SeenRows
 
 BUILD = "tests.engine.faulty:build"

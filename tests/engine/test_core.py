@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.errors import DeviceLostError, QueueFullError
 from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 

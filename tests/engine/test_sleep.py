@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.engine.fake import FakeRunner
 from inflight.engine.stats import STEP_SIZES
 from inflight.errors import EngineAsleepError, EngineError
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
 
 PROMPT = list(range(1, 13))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from inflight import AsyncEngine
-from inflight.engine.fake import FakeRunner, expected_vector
 from inflight.errors import EngineError, ParameterError, PromptError, QueueFullError, RequestError
 from inflight.events import RequestRecord
 from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
 from tests.frontend.scoring_engine import CROSS_ENCODER, EMBEDDER, engine
+from tests.support.fake_runner import FakeRunner, expected_vector
 from tests.support.requests import FakeEngine
 from tests.support.steps import observe
 from tests.support.waiting import until_idle

@@ -12,12 +12,12 @@ from typing import Any
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
 from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
-from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 from inflight.router import Router
 from inflight.scheduling import Batch, Sampled
+from tests.support.fake_runner import FakeRunner
 from tests.support.no_timeline import NoTimeline
 from tests.support.requests import FakeEngine, make_request
 

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.failover import cut
 from inflight.config import ProcessConfig
-from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
 from inflight.request import Request
@@ -18,6 +17,7 @@ from inflight.router import Router
 from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
 from tests.router.replicas import answer, lose, processes, read, strike, until_all_run
+from tests.support.fake_runner import expected_scores, expected_tokens, expected_vector
 from tests.support.requests import make_request
 from tests.support.waiting import until
 

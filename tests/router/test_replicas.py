@@ -12,7 +12,6 @@ import pytest
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import InprocClient
-from inflight.engine.fake import expected_tokens
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import (
     CheckpointChangedError,
@@ -32,6 +31,7 @@ from inflight.router.start import MachineShares, check_gpu_memory, check_unchang
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeSleepSupport
 from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike
+from tests.support.fake_runner import expected_tokens
 from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.engine.fake import FakeRunner
 from inflight.kv import KVLayout
 from inflight.scheduling import Batch, Sampled
+from tests.support.fake_runner import FakeRunner
 
 
 class StagedRunner(FakeRunner):

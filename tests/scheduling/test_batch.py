@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.engine.fake import FakeRunner
 from inflight.kv import KVLayout
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
 from tests.scheduling.hostile import SmallBites
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.scheduling import Policy
 from inflight.scheduling.checked_policy import CheckedPolicy
 from tests.scheduling.hostile import HOSTILE, Refusing
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 RUNNING = [make_request([1] * 4, request_id=f"running{index}") for index in range(3)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 LAYOUTS: dict[str, dict[str, Any]] = {

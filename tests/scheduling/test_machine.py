@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inflight.engine.fake import FakeRunner, expected_scores, expected_tokens
 from inflight.errors import RequestError
 from inflight.kv import KVLayout
 from inflight.request import Request
@@ -29,6 +28,7 @@ from tests.scheduling.policies import POLICIES
 from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
+from tests.support.fake_runner import FakeRunner, expected_scores, expected_tokens
 from tests.support.requests import FakeEngine, make_request
 from tests.support.seen import SeenBatch
 

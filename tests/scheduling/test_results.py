@@ -6,12 +6,12 @@ from array import array
 
 import pytest
 
-from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import RequestError
 from inflight.events import TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Sampled
 from tests.scheduling.several import SeveralRunner
+from tests.support.fake_runner import expected_scores, expected_tokens, expected_vector
 from tests.support.requests import FakeEngine, make_request
 
 SCORES = SamplingParams(prompt_logprobs=0, temperature=0)

@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.errors import EngineError
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Sampled
 from inflight.scheduling.policies.continuous import Continuous
 from tests.scheduling.hostile import SmallBites
 from tests.scheduling.policies import NAMES
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 EAGER = partial(Continuous, headroom=0)  # admits until memory is full, and so preempts

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 BUDGET = 512

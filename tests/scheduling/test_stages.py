@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from tests.scheduling.staged import StagedRunner
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 

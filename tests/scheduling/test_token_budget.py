@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from inflight.config import SchedulerConfig
-from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError
 from inflight.scheduling import TimedTokenBudget, TokenBudget
 from inflight.scheduling.policy import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
+from tests.support.fake_runner import expected_tokens
 from tests.support.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 

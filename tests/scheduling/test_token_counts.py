@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.scheduling.request_pool import TokenCounts
 from tests.scheduling.several import VerifyingRunner
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 

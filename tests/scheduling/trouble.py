@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from tests.e2e.breaking import PoisonedRunner, begins_with
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 from tests.support.seen import SeenBatch
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import InprocClient
-from inflight.engine.fake import FakeRunner
 from inflight.frontend import Frontend
 from inflight.kv import KVLayout
 from inflight.models.builtin import checkpoint_folder
@@ -22,6 +21,7 @@ from inflight.scheduling import Batch, Sampled
 from inflight.scoring import PairTemplate, PoolingFacts
 from inflight.text import Tokenizer
 from tests.server.live import Backend
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine
 
 EMBEDDER = PoolingFacts(

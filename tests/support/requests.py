@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
-from inflight.engine.fake import FakeRunner
 from inflight.events import Delta, PositionLogprobs
 from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
+from tests.support.fake_runner import FakeRunner
 from tests.support.steps import StepRecord, observe
 
 _ids = itertools.count()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.core import EngineCore
-from inflight.engine.fake import FakeRunner
 from inflight.kv import BlockManager, KVLayout, NoPrefixCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import make_request
 from tests.support.steps import StepRecord, observe
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from inflight.engine.fake import FakeRunner
 from inflight.request import RequestOrigin
 from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk, read_chunks, recorded_steps
 from inflight.timeline import recorder as recorder_module
@@ -18,6 +17,7 @@ from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.chunks import COLUMNS, token_at
 from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.test_machine import EngineMachine
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import NaiveRecorder, cells_of, chunks_of
 

@@ -77,7 +77,7 @@ class ClientService:
             case WatchTimeline(enabled):
                 self._watch_timeline(enabled)
             case ReadTimeline() | ReadMemory():
-                self._begin(self._read(message))
+                self._begin(self._answer(message.call, lambda: self._read(message)))
 
     def send_stats(self) -> None:
         """Send the statistics, even if there is nothing else to send."""
@@ -154,15 +154,10 @@ class ClientService:
         self._outbox.show(data, replica)
         self._flush_soon()
 
-    async def _read(self, message: ReadMessage) -> None:
-        try:
-            if isinstance(message, ReadTimeline):
-                reply = Reply(message.call, timeline=await self._client.read_timeline(message.query))
-            else:
-                reply = Reply(message.call, memory=await self._client.read_memory(message.replica))
-        except Exception as error:
-            reply = Reply(message.call, remote_error=RemoteError.of(error))
-        self._reply(reply)
+    async def _read(self, message: ReadMessage) -> Reply:
+        if isinstance(message, ReadTimeline):
+            return Reply(message.call, timeline=await self._client.read_timeline(message.query))
+        return Reply(message.call, memory=await self._client.read_memory(message.replica))
 
     def _reply(self, reply: Reply) -> None:
         self._outbox.reply(reply)

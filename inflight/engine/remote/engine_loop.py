@@ -123,8 +123,8 @@ class EngineLoop:
 
     def _handle(self, message: ToEngine | Unreadable) -> None:
         match message:
-            case Add() | Abort() | Describe():
-                self._handle_request(message)
+            case Add() | Abort() | Describe() | ReadMemory():
+                self._handle_call(message)
             case Unreadable(call, error):
                 self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
             case RunCommand(call, command):
@@ -138,15 +138,13 @@ class EngineLoop:
                 self._core.recorder.watch(enabled)
             case ReadTimeline(call, query):
                 self._outbox.reply(Reply(call, timeline=self._core.read_timeline(query)))
-            case ReadMemory(call, replica):
-                self._read_memory(call, replica)
             case Stop():
                 self._stopped = True
             case _:
                 logger.warning("dropped an unexpected %s message", type(message).__name__)
 
-    def _handle_request(self, message: Add | Abort | Describe) -> None:
-        """Handle a message about one request. Errors are reported only to its owner."""
+    def _handle_call(self, message: Add | Abort | Describe | ReadMemory) -> None:
+        """Handle a message whose errors are reported only to its sender."""
         try:
             match message:
                 case Add():
@@ -157,6 +155,9 @@ class EngineLoop:
                     request_id = self._outbox.id_of(handle)
                     state = None if request_id is None else self._core.describe(request_id)
                     self._outbox.reply(Reply(call, state=state))
+                case ReadMemory(call, replica):
+                    check_only_replica(replica)
+                    self._outbox.reply(Reply(call, memory=self._core.read_memory()))
         except Exception as error:
             if not isinstance(error, InflightError):
                 logger.exception("failed to handle a %s message", type(message).__name__)
@@ -194,14 +195,6 @@ class EngineLoop:
             self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
         else:
             self._outbox.reply(Reply(call))
-
-    def _read_memory(self, call: int, replica: str) -> None:
-        try:
-            check_only_replica(replica)
-        except InflightError as error:
-            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
-        else:
-            self._outbox.reply(Reply(call, memory=self._core.read_memory()))
 
     def _abort(self, message: Abort) -> None:
         if message.handle in self._preparing:

@@ -86,15 +86,15 @@ class DeviceAttention(StepPart):
                 sections[f"members_{index}"] = Section(shape.num_decodes * MEMBER_FIELDS)
         return sections
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         for name, slot_mapping in zip(self._slot_mappings, step.slot_mapping, strict=True):
             put(sections[name], slot_mapping)
         for index, work in enumerate(self._decodes):
             _put_items(sections, f"decode_{index}", work.decode.items)
             if work.prefix is not None:
                 _put_items(sections, f"prefix_{index}", work.prefix.items)
-                put(sections[f"members_{index}"], work.members())
-        if not shape.chunks:
+                put(sections[f"members_{index}"], work.members().reshape(-1))
+        if step.only_decodes:
             return
         first = step.num_decodes
         starts, contexts, rows = step.query_starts[first:], step.context_lens[first:], step.rows[first:]

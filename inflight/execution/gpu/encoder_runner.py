@@ -70,7 +70,7 @@ class DeviceTexts:
         self._send(pack([array("q", [0])], [0]), shape)
 
     def _send(self, texts: PackedTexts, shape: TextShape) -> None:
-        pinned, sections = self._upload.stage(shape)
+        pinned, sections = self._upload.stage(self._upload.layout(shape))
         put(sections["token_ids"], texts.token_ids)
         put(sections["positions"], texts.positions)
         sections["starts"][:] = len(texts.token_ids)  # padding texts have no tokens
@@ -86,7 +86,7 @@ class DeviceTexts:
 
     def open(self, shape: TextShape) -> TextBatch:
         """Return the step's texts, padded to the shape."""
-        sections = self._upload.on_device(shape)
+        sections = self._upload.layout(shape).on_device
         items = Items(sections["items"], sections["num_items"], programs=self._max_items(shape))
         return TextBatch(
             sections["token_ids"],

@@ -44,19 +44,13 @@ class StepPart:
         """Return the sections that a step of this shape needs. Called once per shape."""
         return {}
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         """Write the step into the sections, on the host. They contain their padding."""
 
     def open(self, shape: StepShape, sections: dict[str, Tensor]) -> None:
         """Enqueue what precedes the forward pass, and keep what its layers read."""
 
-    def results(
-        self,
-        step: HostStep,  # noqa: ARG002
-        shape: StepShape,  # noqa: ARG002
-        sections: dict[str, Tensor],  # noqa: ARG002
-        hidden: Tensor,  # noqa: ARG002
-    ) -> StepResult | None:
+    def results(self, step: HostStep, sections: dict[str, Tensor], hidden: Tensor) -> StepResult | None:  # noqa: ARG002
         """Enqueue what follows the forward pass; return what will be read once the device is done.
 
         `hidden` [S, hidden_size] are those of the samples, or [T, hidden_size] if prompts are scored or there is a next
@@ -68,19 +62,27 @@ class StepPart:
         """Compile what steps of these shapes launch outside of their graphs."""
 
 
+def overridden(parts: Sequence[StepPart], method: str) -> list[Any]:
+    """Return this method of the parts that have one, so that a step makes no calls that do nothing."""
+    nothing = getattr(StepPart, method)
+    return [getattr(part, method) for part in parts if getattr(type(part), method) is not nothing]
+
+
 def merged_sections(parts: Sequence[StepPart], shape: StepShape) -> dict[str, Section]:
     """Return the sections of all parts. Every part may read those of others, so their names must differ."""
     sections: dict[str, Section] = {}
     for part in parts:
-        own = part.sections(shape)
-        if not sections.keys().isdisjoint(own):
-            raise EngineError(f"{type(part).__name__} declares sections of another part: {sorted(own)}")
-        sections |= own
+        declared = part.sections(shape)
+        if clash := sections.keys() & declared.keys():
+            raise EngineError(f"{type(part).__name__} declares sections of another part: {sorted(clash)}")
+        sections |= declared
     return sections
 
 
 class Layout:
     """Where the sections of one shape lie in the packed array."""
+
+    on_device: dict[str, Tensor]  # those of the array in device memory
 
     def __init__(self, sections: Mapping[str, Section]) -> None:
         self.slices: dict[str, slice] = {}
@@ -110,7 +112,6 @@ class PackedUpload(Generic[ShapeT]):
         self._sections = sections
         self._device = device
         self._layouts: dict[ShapeT, Layout] = {}
-        self._on_device: dict[ShapeT, dict[str, Tensor]] = {}
         size = max(Layout(sections(shape)).size for shape in largest)
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
 
@@ -118,25 +119,21 @@ class PackedUpload(Generic[ShapeT]):
     def shapes_met(self) -> frozenset[ShapeT]:
         return frozenset(self._layouts)
 
-    def stage(self, shape: ShapeT) -> tuple[Tensor, dict[str, Ints]]:
-        """Return host memory that contains padding, whole and as the sections of this shape."""
+    def layout(self, shape: ShapeT) -> Layout:
         layout = self._layouts.get(shape)
         if layout is None:
             layout = self._layouts[shape] = Layout(self._sections(shape))
+            layout.on_device = {name: self._packed[part] for name, part in layout.slices.items()}
+        return layout
+
+    def stage(self, layout: Layout) -> tuple[Tensor, dict[str, Ints]]:
+        """Return host memory that contains padding, whole and as sections."""
         pinned, array = staging(layout.size, self._device)
         array[:] = layout.padding
         return pinned, {name: array[part] for name, part in layout.slices.items()}
 
     def send(self, pinned: Tensor) -> None:
         self._packed[: len(pinned)].copy_(pinned, non_blocking=True)
-
-    def on_device(self, shape: ShapeT) -> dict[str, Tensor]:
-        """Return the sections of a shape that has been staged."""
-        sections = self._on_device.get(shape)
-        if sections is None:
-            slices = self._layouts[shape].slices
-            sections = self._on_device[shape] = {name: self._packed[part] for name, part in slices.items()}
-        return sections
 
 
 def staging(size: int, device: torch.device) -> tuple[Tensor, Ints]:
@@ -149,8 +146,8 @@ def staging(size: int, device: torch.device) -> tuple[Tensor, Ints]:
 
 
 def put(section: Ints, values: NDArray[Any]) -> None:
-    """Fill the beginning of a section."""
-    section[: values.size] = values.reshape(-1)
+    """Fill the beginning of a section with values [n]."""
+    section[: len(values)] = values
 
 
 def put_items(section: Ints, count: Ints, items: Ints) -> None:

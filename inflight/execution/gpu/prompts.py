@@ -45,13 +45,7 @@ class PromptScores(StepPart):
     def begin(self, step: HostStep) -> None:
         step.scores = self._scored.any_in(step.batch)
 
-    def results(
-        self,
-        step: HostStep,
-        shape: StepShape,  # noqa: ARG002
-        sections: dict[str, Tensor],  # noqa: ARG002
-        hidden: Tensor,
-    ) -> PendingScores | None:
+    def results(self, step: HostStep, sections: dict[str, Tensor], hidden: Tensor) -> PendingScores | None:  # noqa: ARG002
         if not step.scores:
             return None
         scores = PendingScores([])
@@ -86,14 +80,12 @@ class PromptVectors(StepPart):
         if entries := self._pooled.ending(step.batch):
             step.pool(entries)
 
-    def results(
-        self, step: HostStep, shape: StepShape, sections: dict[str, Tensor], hidden: Tensor
-    ) -> StepVectors | None:
+    def results(self, step: HostStep, sections: dict[str, Tensor], hidden: Tensor) -> StepVectors | None:
         """The head computes all samples of the shape, so that it sees few sizes. Those that want vectors come last."""
         head, entries = self._decoder.pooling_head, step.pooled_entries
         if head is None or not entries:
             return None
-        vectors = head(hidden[sections["sample_tokens"]] if shape.scores else hidden)
+        vectors = head(hidden[sections["sample_tokens"]] if step.scores else hidden)
         end = len(step.sample_tokens)
         return StepVectors(entries, to_host(vectors[end - len(entries) : end]))
 

@@ -117,7 +117,7 @@ class DeviceRows(StepPart):
             "update_blocks": Section(num_updates),
         }
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:  # noqa: ARG002
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         put(sections["token_rows"], step.token_rows)
         put(sections["positions"], step.positions)
         put(sections["sample_tokens"], step.sample_tokens)

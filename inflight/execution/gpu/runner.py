@@ -14,7 +14,7 @@ from inflight.constraints import GrammarCompiler
 from inflight.execution.constrained_rows import StepMasks
 from inflight.execution.gpu.attention import DeviceAttention
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, wait_for, watched
-from inflight.execution.gpu.parts import PackedUpload, StepPart, merged_sections
+from inflight.execution.gpu.parts import Layout, PackedUpload, StepPart, merged_sections, overridden
 from inflight.execution.gpu.prompts import PromptScores, PromptVectors
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.sampling import DeviceSampling
@@ -95,6 +95,9 @@ class GpuRunner:
             self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars)
             self.scores = PromptScores(decoder, self.rows, self.sampling.workspace)
         self.parts = self.step_parts()
+        self._begin, self._fill, self._results = (
+            overridden(self.parts, method) for method in ("begin", "fill", "results")
+        )
         self.buckets = Buckets(max_rows, max_tokens, self.attention.short_context_sizes)
         self.upload: PackedUpload[StepShape] = PackedUpload(
             partial(merged_sections, self.parts), self.buckets.largest(), device
@@ -115,7 +118,8 @@ class GpuRunner:
         self._received = torch.zeros(num_received, spec.hidden_size, dtype=dtype, device=device)
 
     def step_parts(self) -> list[StepPart]:
-        """Return the parts of a step, in the order in which they are opened."""
+        """Return the parts of a step, in the order in which they are opened: `rows` gathers the tokens, so a part that
+        changes them comes before it."""
         vectors = PromptVectors(self.decoder) if self.decoder.shard.is_last else None
         parts = self.rows, self.attention, self.states, self.sampling, self.scores, vectors
         return [part for part in parts if part is not None]
@@ -132,7 +136,7 @@ class GpuRunner:
         self.change_rows(batch)
         step = host_step(batch, self.rows.mirror, self.block_size)
         masks = None if self.sampling is None else self.sampling.start_masks(step)
-        shape = self._send(step)
+        shape, layout = self._send(step)
         if self.links is not None and len(self._received):
             self.links.receive(self._received[: step.num_tokens])
         if masks is None:
@@ -141,12 +145,8 @@ class GpuRunner:
             self._last_hidden = hidden = self.forward_steps.run(shape)
         if self.links is not None and not self.decoder.shard.is_last:
             self.links.hand_over(hidden[: step.num_tokens])
-        handle = GpuStepHandle(len(batch))
-        sections = self.upload.on_device(shape)
-        for part in self.parts:
-            result = part.results(step, shape, sections, hidden)
-            if result is not None:
-                handle.results.append(result)
+        pending = [results(step, layout.on_device, hidden) for results in self._results]
+        handle = GpuStepHandle(len(batch), [result for result in pending if result is not None])
         finish = partial(self._finish, handle, step, shape, masks)
         # Ranks gather logits together, and the others do not know when this one reads its results.
         if masks is None or self.decoder.shard.collective is not None:
@@ -162,16 +162,17 @@ class GpuRunner:
                 part.admit(batch.admissions)
         self.rows.extend(batch.tables)
 
-    def _send(self, step: HostStep) -> StepShape:
-        """Upload a step and return its shape."""
-        for part in self.parts:
-            part.begin(step)
+    def _send(self, step: HostStep) -> tuple[StepShape, Layout]:
+        """Upload a step and return its shape, with the layout of that."""
+        for begin in self._begin:
+            begin(step)
         shape = self.buckets.shape_of(step)
-        pinned, sections = self.upload.stage(shape)
-        for part in self.parts:
-            part.fill(step, shape, sections)
+        layout = self.upload.layout(shape)
+        pinned, sections = self.upload.stage(layout)
+        for fill in self._fill:
+            fill(step, sections)
         self.upload.send(pinned)
-        return shape
+        return shape, layout
 
     def _finish_last(self) -> None:
         """Launch the second half of the last step, if that was not done yet."""
@@ -208,7 +209,7 @@ class GpuRunner:
         return hidden
 
     def _forward(self, shape: StepShape) -> Tensor:
-        sections = self.upload.on_device(shape)
+        sections = self.upload.layout(shape).on_device
         for part in self.parts:
             part.open(shape, sections)
         attention, states = self.attention, self.states
@@ -234,7 +235,7 @@ class GpuRunner:
 
     def _sample(self, shape: StepShape, hidden: Tensor) -> None:
         assert self.sampling is not None
-        sections = self.upload.on_device(shape)
+        sections = self.upload.layout(shape).on_device
         logits = self.decoder.logits(hidden[sections["sample_tokens"]] if shape.scores else hidden)
         self.sampling.sample(logits, shape, sections)
 
@@ -249,7 +250,7 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up(self, shape: StepShape) -> None:
         """Run a step of this shape that is all padding, to compile and capture its kernels."""
-        pinned, _ = self.upload.stage(shape)
+        pinned, _ = self.upload.stage(self.upload.layout(shape))
         self.upload.send(pinned)
         self.steps.prepare(shape)
 

@@ -107,7 +107,7 @@ class DeviceSampling(StepPart):
             "logprob_width": Section(1),
         }
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:  # noqa: ARG002
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         put(sections["sample_rows"], step.sample_rows)
         put(sections["sample_lengths"], step.sample_lengths)
         counts = self._logprob_counts = self.state.logprob_counts(step.sampling_rows)

@@ -65,10 +65,10 @@ class DeviceStates(StepPart):
             }
         return sections
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         num_decodes = step.num_decodes
         sections["num_state_decodes"][0] = num_decodes
-        if not shape.chunks:
+        if step.only_decodes:
             return
         ordered = sorted(step.batch.captures, key=lambda capture: (capture.entry, capture.position))
         starts, contexts = step.query_starts[num_decodes:], step.context_lens[num_decodes:]

@@ -180,22 +180,19 @@ class Metrics:
             if record.finished_at is not None:
                 self.inference.add(record.finished_at - record.admitted_at)
 
-    def render(
+    def families(
         self,
         stats: EngineStats | None,
         num_restarts: int,
         callers: list[Caller],
         replicas: Sequence[Replica] = (),
-    ) -> bytes:
-        """Return the page for Prometheus. `stats` is None while the engine is not available."""
-        families = [
+    ) -> list[Metric]:
+        """Return all metrics as they are now. `stats` is None while the engine is not available."""
+        return [
             *self._families(stats, num_restarts),
             *self._key_families(callers),
             *replica_families(self._model, replicas),
         ]
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(families))
-        return generate_latest(registry)
 
     def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:
         yield from self._shared("inflight", {"model_name": self._model}, stats)
@@ -353,6 +350,13 @@ def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric
         for replica_id, stats in known:
             metric.add_metric([model, replica_id], item.read(stats))
         yield metric
+
+
+def exposition(families: list[Metric]) -> bytes:
+    """Return metrics as text, for Prometheus. It takes milliseconds: not for the event loop."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families))
+    return generate_latest(registry)
 
 
 class _Families:

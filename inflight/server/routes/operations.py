@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -13,7 +14,7 @@ from inflight import __version__
 from inflight.engine import Command, EngineStats
 from inflight.errors import EngineDeadError, EngineError, shown
 from inflight.server.errors import ApiError
-from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
+from inflight.server.observability.metrics import CONTENT_TYPE, exposition, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import PAGES, application_page
 from inflight.server.routes.schemas import Done, HealthStatus, ServerInfo, ServerLoad, Sleeping
@@ -89,7 +90,9 @@ async def metrics(request: Request) -> Response:
     counts, callers = state.metrics, state.keys.callers
     if state.counts_of_others is not None:
         counts, callers = with_counts(counts, callers, await state.counts_of_others())
-    content = counts.render(await _stats(state), num_restarts, callers, replicas)
+    async with state.exposing:
+        families = counts.families(await _stats(state), num_restarts, callers, replicas)
+        content = await asyncio.to_thread(exposition, families)
     return Response(content, media_type=CONTENT_TYPE)
 
 

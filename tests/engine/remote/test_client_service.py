@@ -10,13 +10,13 @@ from unittest.mock import Mock
 import pytest
 
 from inflight.engine import Health, InprocClient
-from inflight.engine.fake import expected_tokens
 from inflight.engine.remote import client_service
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.wire import FromEngine, Ready, StepOutputs, ToEngine
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.processes.channel import Codec, Message
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until, until_idle
 

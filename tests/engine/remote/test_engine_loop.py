@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from inflight.engine.fake import expected_tokens
 from inflight.engine.remote.engine_loop import CHECK_EVERY, STATS_EVERY, EngineLoop
 from inflight.engine.remote.wire import Abort, Add, Describe, StepOutputs, ToEngine
 from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
+from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
 

@@ -22,7 +22,6 @@ import pytest
 import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine.fake import expected_tokens
 from inflight.engine.remote import supervisor as supervisor_module
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import Supervisor
@@ -41,6 +40,7 @@ from inflight.processes.channel import RemoteError
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP, TELL
+from tests.support.fake_runner import expected_tokens
 from tests.support.processes import exists, runs
 from tests.support.requests import make_request
 from tests.support.waiting import is_idle, until, wait_until

@@ -15,7 +15,6 @@ import pytest
 import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine.fake import expected_tokens
 from inflight.engine.remote import supervisor as supervisor_module
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import Supervisor, engine_host
@@ -25,6 +24,7 @@ from inflight.processes.channel import ConnectionInfo, EncryptedConnection
 from inflight.processes.child import ChildProcess, ProcessNotStartedError
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import process_id
+from tests.support.fake_runner import expected_tokens
 from tests.support.processes import exists
 from tests.support.requests import make_request
 from tests.support.waiting import until

@@ -15,6 +15,7 @@ from torch import Tensor
 from inflight import LLM
 from inflight.errors import EngineError
 from inflight.execution.gpu.parts import PackedUpload, Section, StepPart, merged_sections, put
+from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints, StepResult
@@ -68,20 +69,14 @@ class Marks(StepPart):
     def sections(self, shape: StepShape) -> dict[str, Section]:
         return {"marks": Section(shape.num_tokens, UNUSED)}
 
-    def fill(self, step: HostStep, shape: StepShape, sections: dict[str, Ints]) -> None:  # noqa: ARG002
+    def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         put(sections["marks"], self._by_row[step.token_rows])
 
     def open(self, shape: StepShape, sections: dict[str, Tensor]) -> None:
         self.marks = sections["marks"]
         self.opened.append((shape, self.marks.tolist(), sections["token_rows"].tolist()))
 
-    def results(
-        self,
-        step: HostStep,
-        shape: StepShape,  # noqa: ARG002
-        sections: dict[str, Tensor],
-        hidden: Tensor,  # noqa: ARG002
-    ) -> StepResult:
+    def results(self, step: HostStep, sections: dict[str, Tensor], hidden: Tensor) -> StepResult:  # noqa: ARG002
         return ReadMarks(sections["marks"][: step.num_tokens].tolist(), self.read)
 
     def warm_up(self, shapes: Collection[StepShape]) -> None:
@@ -153,10 +148,11 @@ def test_steps_of_padding_have_the_padding_of_the_part(folder: Path, parts: list
 def test_two_parts_cannot_declare_the_same_section() -> None:
     class Other(StepPart):
         def sections(self, shape: StepShape) -> dict[str, Section]:  # noqa: ARG002
-            return {"numbers": Section(3)}
+            return {"numbers": Section(3), "positions": Section(1)}
 
-    with pytest.raises(EngineError, match=r"Other declares sections of another part: \['numbers'\]"):
-        merged_sections([Other(), Other()], StepShape(1, 1, 0, 1, prefix=False))
+    rows = DeviceRows(max_rows=1, max_len=4, block_size=4, device=DEVICE)
+    with pytest.raises(EngineError, match=r"Other declares sections of another part: \['positions'\]"):
+        merged_sections([rows, Other()], StepShape(1, 1, 0, 1, prefix=False))
 
 
 def test_sections_are_aligned_and_begin_with_their_padding() -> None:
@@ -164,7 +160,8 @@ def test_sections_are_aligned_and_begin_with_their_padding() -> None:
         lambda size: {"a": Section(size, 5), "b": Section(2), "c": Section(3, -1)}, [6], DEVICE
     )
     for size in (6, 1, 6):
-        pinned, sections = upload.stage(size)
+        layout = upload.layout(size)
+        pinned, sections = upload.stage(layout)
         assert {name: part.tolist() for name, part in sections.items()} == {
             "a": [5] * size,
             "b": [0, 0],
@@ -172,7 +169,7 @@ def test_sections_are_aligned_and_begin_with_their_padding() -> None:
         }
         put(sections["b"], np.array([8]))
         upload.send(pinned)
-        on_device = upload.on_device(size)
+        on_device = layout.on_device
         assert {name: part.tolist() for name, part in on_device.items()} == {
             "a": [5] * size,
             "b": [8, 0],
