@@ -18,7 +18,7 @@ ReadMlps = Callable[[Fields, int, str], Iterator[MlpSpec]]
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 
 
-def qwen3_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def qwen3(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of Qwen3-MoE. Some layers may be dense."""
     num_experts = fields.same_integer(*_NUM_EXPERTS, least=0)
     dense_layers = set(fields.integers("mlp_only_layers"))
@@ -31,9 +31,9 @@ def qwen3_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[Mlp
             yield ExpertsMlpSpec(inner, activation, _softmax_routing(fields, num_experts))
 
 
-def qwen2_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def qwen2(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of Qwen2-MoE, which have a shared MLP with a gate."""
-    for mlp in qwen3_mlps(fields, num_layers, activation):
+    for mlp in qwen3(fields, num_layers, activation):
         if isinstance(mlp, ExpertsMlpSpec):
             shared = fields.integer("shared_expert_intermediate_size")
             yield replace(mlp, shared_inner=shared, has_shared_gate=True)
@@ -41,20 +41,20 @@ def qwen2_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[Mlp
             yield mlp
 
 
-def olmoe_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def olmoe(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     routing = _softmax_routing(fields, fields.same_integer(*_NUM_EXPERTS))
     for _ in range(num_layers):
         yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
 
 
-def mixtral_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def mixtral(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     num_experts = fields.same_integer(*_NUM_EXPERTS)
     routing = _routing(fields, num_experts, "softmax", normalise=True)
     for _ in range(num_layers):
         yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
 
 
-def glm_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def glm(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of GLM-4.5. The first layers are dense, the others have shared experts."""
     num_experts = fields.same_integer("n_routed_experts", *_NUM_EXPERTS)
     inner = fields.integer("moe_intermediate_size")
@@ -76,7 +76,7 @@ def glm_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSp
             yield ExpertsMlpSpec(inner, activation, routing, shared_inner=shared)
 
 
-def gemma4_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def gemma4(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of Gemma 4, which may have experts beside them. Layers that share keys and values may have wider
     ones."""
     first = num_layers - num_sharing(fields, num_layers)
@@ -96,7 +96,7 @@ def gemma4_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[Ml
             yield ExpertsMlpSpec(own, activation, routing, shared_inner=inner, has_own_norms=True)
 
 
-def granite_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
+def granite(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:
     """Yield the MLPs of Granite, whose output is scaled."""
     num_experts = fields.same_integer(*_NUM_EXPERTS)
     routing = _routing(fields, num_experts, "chosen", scale=fields.number("residual_multiplier", 1.0))
@@ -104,7 +104,7 @@ def granite_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[M
         yield ExpertsMlpSpec(fields.integer("intermediate_size"), activation, routing)
 
 
-def gpt_oss_mlps(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:  # noqa: ARG001
+def gpt_oss(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:  # noqa: ARG001
     """Yield the MLPs of gpt-oss, whose gates are clamped."""
     routing = _routing(fields, fields.same_integer(*_NUM_EXPERTS), "chosen", has_bias=True)
     inner, limit = fields.integer("intermediate_size"), fields.number("swiglu_limit", 7.0)

@@ -1,6 +1,6 @@
 """The model families: how a Hugging Face `config.json` becomes a `DecoderSpec`.
 
-A family is an entry of `FAMILIES`; this file is the only one that knows them by name.
+A family is an entry of `FAMILIES`: the names of its tensors, and functions that read its mixers and MLPs.
 """
 
 from __future__ import annotations
@@ -11,39 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.errors import UnknownArchitectureError
-from inflight.models.decoders.experts_config import (
-    ReadMlps,
-    gemma4_mlps,
-    glm_mlps,
-    gpt_oss_mlps,
-    granite_mlps,
-    mixtral_mlps,
-    olmoe_mlps,
-    qwen2_mlps,
-    qwen3_mlps,
-)
+from inflight.models.decoders import experts_config, mixer_config, weight_names
 from inflight.models.decoders.gguf_names import with_gguf_names
-from inflight.models.decoders.mixer_config import (
-    ReadMixers,
-    context_rope,
-    delta_net_mixers,
-    gemma2_mixers,
-    gemma3_mixers,
-    gemma4_mixers,
-    glm_mixers,
-    gpt_oss_mixers,
-    granite_mixers,
-    llama_mixers,
-    mistral_mixers,
-    olmo2_mixers,
-    olmo3_mixers,
-    phi3_mixers,
-    qwen2_mixers,
-    qwen2_moe_mixers,
-    qwen3_mixers,
-    qwen3_moe_mixers,
-    smollm3_mixers,
-)
 from inflight.models.decoders.mlps import DenseMlpSpec
 from inflight.models.decoders.spec import (
     DecoderSpec,
@@ -52,32 +21,6 @@ from inflight.models.decoders.spec import (
     MlpSpec,
     NormPlacement,
     WeightNames,
-)
-from inflight.models.decoders.weight_names import (
-    ATTENTION,
-    EXPERTS,
-    GEMMA2_NAMES,
-    GEMMA3_LAYER,
-    GEMMA4_NAMES,
-    GEMMA4_VISION_NAMES,
-    GLM_SHARED,
-    GPT_OSS_NAMES,
-    GRANITE_EXPERTS,
-    GRANITE_RENAMED,
-    LLAMA_NAMES,
-    MIXTRAL_EXPERTS,
-    MLP,
-    OLMO2_NAMES,
-    PHI3_NAMES,
-    PRE_NORMS,
-    QK_NORM,
-    QWEN2_SHARED,
-    QWEN3_5_NAMES,
-    QWEN3_5_VISION_NAMES,
-    QWEN3_NAMES,
-    QWEN3_NEXT_NAMES,
-    STACKED,
-    TRANSPOSED,
 )
 from inflight.models.encoders.families import ENCODERS
 from inflight.models.gguf_config import ARCHITECTURES, GGUF_FIELD
@@ -96,8 +39,8 @@ class Family:
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
-    mixers: ReadMixers = llama_mixers
-    experts: ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
+    mixers: mixer_config.ReadMixers = mixer_config.llama
+    experts: experts_config.ReadMlps | None = None  # reads the MLPs of each layer; None: all are dense
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
     mlp_bias: str | None = None  # the config field that decides; None: MLPs have none
@@ -132,7 +75,7 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3: dict[str, Any] = _GEMMA | {
-    "mixers": gemma3_mixers,
+    "mixers": mixer_config.gemma3,
     "defaults": _GEMMA_DEFAULTS
     | {
         "rope_theta": 1_000_000.0,
@@ -145,8 +88,8 @@ _GEMMA3: dict[str, Any] = _GEMMA | {
 }
 
 _GEMMA4: dict[str, Any] = _GEMMA | {
-    "mixers": gemma4_mixers,
-    "experts": gemma4_mlps,
+    "mixers": mixer_config.gemma4,
+    "experts": experts_config.gemma4,
     "norm_offset": 0.0,
     "layer_scales": True,
     "layer_inputs": True,
@@ -174,48 +117,39 @@ _GEMMA4: dict[str, Any] = _GEMMA | {
 }
 
 _CAUSAL: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(LLAMA_NAMES, mlp_bias="mlp_bias", defaults=_DEFAULTS),
+    "LlamaForCausalLM": Family(weight_names.LLAMA, mlp_bias="mlp_bias", defaults=_DEFAULTS),
     "MistralForCausalLM": Family(
-        LLAMA_NAMES, mixers=mistral_mixers, defaults=_DEFAULTS | {"sliding_window": 4096}
+        weight_names.LLAMA, mixers=mixer_config.mistral, defaults=_DEFAULTS | {"sliding_window": 4096}
     ),
-    "Qwen2ForCausalLM": Family(LLAMA_NAMES, mixers=qwen2_mixers, defaults=_QWEN_DEFAULTS),
+    "Qwen2ForCausalLM": Family(weight_names.LLAMA, mixers=mixer_config.qwen2, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Family(
-        QWEN3_NAMES,
-        mixers=qwen3_mixers,
+        weight_names.QWEN3,
+        mixers=mixer_config.qwen3,
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "Phi3ForCausalLM": Family(
-        PHI3_NAMES,
-        mixers=phi3_mixers,
+        weight_names.PHI3,
+        mixers=mixer_config.phi3,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
     ),
-    "Gemma3ForCausalLM": Family(WeightNames(GEMMA3_LAYER), **_GEMMA3),
-    "Gemma3ForConditionalGeneration": Family(
-        WeightNames(
-            GEMMA3_LAYER,
-            prefixes=("language_model.model.", "model.language_model."),
-            heads=("language_model.lm_head.weight", "lm_head.weight"),
-            ignored=(r"rotary_emb\.inv_freq$", r"^(model\.)?(vision_tower|multi_modal_projector)\."),
-        ),
-        section="text_config",
-        **_GEMMA3,
-    ),
+    "Gemma3ForCausalLM": Family(weight_names.GEMMA3, **_GEMMA3),
+    "Gemma3ForConditionalGeneration": Family(weight_names.GEMMA3_VISION, section="text_config", **_GEMMA3),
     "Gemma2ForCausalLM": Family(
-        GEMMA2_NAMES,
-        mixers=gemma2_mixers,
+        weight_names.GEMMA2,
+        mixers=mixer_config.gemma2,
         defaults=_GEMMA_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window_pattern": 2},
         fixed={"use_bidirectional_attention": (None, False)},
         **_GEMMA,
     ),
     "Olmo2ForCausalLM": Family(
-        OLMO2_NAMES,
-        mixers=olmo2_mixers,
+        weight_names.OLMO2,
+        mixers=mixer_config.olmo2,
         norm_placement=NormPlacement.POST,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Family(
-        OLMO2_NAMES,
-        mixers=olmo3_mixers,
+        weight_names.OLMO2,
+        mixers=mixer_config.olmo3,
         norm_placement=NormPlacement.POST,
         defaults=_DEFAULTS
         | {
@@ -226,8 +160,8 @@ _CAUSAL: Mapping[str, Family] = {
         },
     ),
     "SmolLM3ForCausalLM": Family(
-        LLAMA_NAMES,
-        mixers=smollm3_mixers,
+        weight_names.LLAMA,
+        mixers=mixer_config.smollm3,
         mlp_bias="mlp_bias",
         defaults=_DEFAULTS | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
     ),
@@ -244,67 +178,69 @@ _DELTA_NET_DEFAULTS = _DEFAULTS | {
     "norm_topk_prob": True,
 }
 _DELTA_NETS: dict[str, Any] = {
-    "mixers": delta_net_mixers,
+    "mixers": mixer_config.delta_net,
     "norm_offset": 1.0,
     "defaults": _DELTA_NET_DEFAULTS,
     "fixed": {"hidden_act": ("silu",), "attn_output_gate": (None, True)},
 }
 _HYBRID_FAMILIES: Mapping[str, Family] = {
-    "Gemma4ForCausalLM": Family(GEMMA4_NAMES, **_GEMMA4),
-    "Gemma4ForConditionalGeneration": Family(GEMMA4_VISION_NAMES, section="text_config", **_GEMMA4),
-    "Qwen3NextForCausalLM": Family(QWEN3_NEXT_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
-    "Qwen3_5ForCausalLM": Family(QWEN3_5_NAMES, **_DELTA_NETS),
-    "Qwen3_5MoeForCausalLM": Family(QWEN3_5_NAMES, experts=qwen2_mlps, **_DELTA_NETS),
-    "Qwen3_5ForConditionalGeneration": Family(QWEN3_5_VISION_NAMES, section="text_config", **_DELTA_NETS),
+    "Gemma4ForCausalLM": Family(weight_names.GEMMA4, **_GEMMA4),
+    "Gemma4ForConditionalGeneration": Family(weight_names.GEMMA4_VISION, section="text_config", **_GEMMA4),
+    "Qwen3NextForCausalLM": Family(weight_names.QWEN3_NEXT, experts=experts_config.qwen2, **_DELTA_NETS),
+    "Qwen3_5ForCausalLM": Family(weight_names.QWEN3_5, **_DELTA_NETS),
+    "Qwen3_5MoeForCausalLM": Family(weight_names.QWEN3_5, experts=experts_config.qwen2, **_DELTA_NETS),
+    "Qwen3_5ForConditionalGeneration": Family(
+        weight_names.QWEN3_5_VISION, section="text_config", **_DELTA_NETS
+    ),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        QWEN3_5_VISION_NAMES, experts=qwen2_mlps, section="text_config", **_DELTA_NETS
+        weight_names.QWEN3_5_VISION, experts=experts_config.qwen2, section="text_config", **_DELTA_NETS
     ),
 }
 
 _EXPERT_FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
-        replace(QWEN3_NAMES, experts=EXPERTS),
-        mixers=qwen3_moe_mixers,
-        experts=qwen3_mlps,
+        weight_names.QWEN3_MOE,
+        mixers=mixer_config.qwen3_moe,
+        experts=experts_config.qwen3,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen2MoeForCausalLM": Family(
-        WeightNames(ATTENTION | MLP | PRE_NORMS | QWEN2_SHARED, experts=EXPERTS),
-        mixers=qwen2_moe_mixers,
-        experts=qwen2_mlps,
+        weight_names.QWEN2_MOE,
+        mixers=mixer_config.qwen2_moe,
+        experts=experts_config.qwen2,
         defaults=_QWEN_DEFAULTS | {"qkv_bias": True},
     ),
     "MixtralForCausalLM": Family(
-        WeightNames(ATTENTION | PRE_NORMS, experts=(MIXTRAL_EXPERTS, STACKED, TRANSPOSED)),
-        mixers=mistral_mixers,
-        experts=mixtral_mlps,
+        weight_names.MIXTRAL,
+        mixers=mixer_config.mistral,
+        experts=experts_config.mixtral,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     ),
     "OlmoeForCausalLM": Family(
-        WeightNames(ATTENTION | QK_NORM | PRE_NORMS, experts=EXPERTS),
-        mixers=olmo2_mixers,
-        experts=olmoe_mlps,
+        weight_names.OLMOE,
+        mixers=mixer_config.olmo2,
+        experts=experts_config.olmoe,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
     ),
     "Glm4MoeForCausalLM": Family(
-        WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS | GLM_SHARED, experts=EXPERTS),
-        mixers=glm_mixers,
-        experts=glm_mlps,
+        weight_names.GLM4_MOE,
+        mixers=mixer_config.glm,
+        experts=experts_config.glm,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "GraniteMoeForCausalLM": Family(
-        WeightNames(ATTENTION | PRE_NORMS, experts=(GRANITE_EXPERTS, GRANITE_RENAMED)),
-        mixers=granite_mixers,
-        experts=granite_mlps,
+        weight_names.GRANITE_MOE,
+        mixers=mixer_config.granite,
+        experts=experts_config.granite,
         multipliers=True,
         defaults=_DEFAULTS,
         fixed={"attention_bias": (None, False)},
     ),
     "GptOssForCausalLM": Family(
-        GPT_OSS_NAMES,
-        mixers=gpt_oss_mixers,
-        experts=gpt_oss_mlps,
+        weight_names.GPT_OSS,
+        mixers=mixer_config.gpt_oss,
+        experts=experts_config.gpt_oss,
         defaults=_DEFAULTS
         | {
             "rms_norm_eps": 1e-5,
@@ -332,43 +268,13 @@ FAMILIES: Mapping[str, Family] = {
     **{f"{name}Model": replace(_CAUSAL[causal], head="none") for name, causal in _FAMILY_NAMES.items()},
 }
 
-# For configs that name no architecture.
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "olmo2": "Olmo2ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "olmo3": "Olmo3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-}
-
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Return the first architecture in the config that is known; it selects the family."""
     named = config.get("architectures") or []
     names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     if not names:
-        model_type = str(config.get("model_type"))
-        names = [_MODEL_TYPES.get(model_type, f"model_type {model_type}")]
+        names = [_of_model_type(str(config.get("model_type")))]
     for name in names:
         if name in FAMILIES:
             return name
@@ -379,6 +285,18 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
         f"{', '.join(ENCODERS)}"
     )
+
+
+def _of_model_type(model_type: str) -> str:
+    """Return the architecture of a config that names only its model type, such as qwen3_moe. The text model of a
+    multimodal one has a type of its own, such as gemma3_text."""
+    base = model_type.removesuffix("_text").replace("_", "")
+    is_text = model_type.endswith("_text")
+    for suffix in ("ForCausalLM",) if is_text else ("ForConditionalGeneration", "ForCausalLM"):
+        for name in FAMILIES:
+            if name.endswith(suffix) and name.removesuffix(suffix).replace("_", "").lower() == base:
+                return name
+    return f"model_type {model_type}"
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,7 +316,9 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     fields.check_supported({"is_causal": (None, True), **family.fixed})
     num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     mixers = tuple(family.mixers(fields, num_layers))
-    max_position, served = default_context(context_rope(mixers), fields.integer("max_position_embeddings"))
+    max_position, served = default_context(
+        mixer_config.context_rope(mixers), fields.integer("max_position_embeddings")
+    )
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),

@@ -92,7 +92,7 @@ def cut_layers(
             f"pipeline_parallel_size is {num_stages}: layers of {spec.architecture} read inputs, or keys and values, "
             "that only the first stage has"
         )
-    decoder = meta_decoder(whole_shard(spec), kernels, dtype, context)
+    decoder = meta_decoder(whole_shard(spec), kernels, dtype)
     kept = {index: mixer.kv for index, mixer in spec.kv_layers.items()}
     sizes: list[int] = []
     for index, layer in enumerate(decoder.layers):

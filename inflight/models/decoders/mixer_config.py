@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from inflight.errors import ModelError
 from inflight.layers.recurrent import DeltaNetShape
@@ -21,84 +20,73 @@ from inflight.models.hf_config import Fields, read_rope
 # (fields of the config, number of layers) -> the mixer of each layer
 ReadMixers = Callable[[Fields, int], Sequence[MixerSpec]]
 
-SpecT = TypeVar("SpecT")
-
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 _MAX_STATE = 1 << 26  # values of a request's state in one layer
 
 
-def llama_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def llama(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     return [_attention(fields, **_biases(fields))] * num_layers
 
 
-def mistral_mixers(fields: Fields, num_layers: int, **features: Any) -> list[AttentionSpec]:
+def mistral(fields: Fields, num_layers: int, **features: Any) -> list[AttentionSpec]:
     """Return attention without biases, with a window in all layers if the config has one."""
     kinds = [SLIDING if "sliding_window" in fields else FULL] * num_layers
-    return _of_kinds(kinds, partial(_attention, fields, **features))
+    return _attentions(fields, kinds, **features)
 
 
-def phi3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
-    return mistral_mixers(fields, num_layers, partial_rotary=True)
+def phi3(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return mistral(fields, num_layers, partial_rotary=True)
 
 
-def qwen2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
-    return _of_kinds(_late_windows(fields, num_layers), partial(_attention, fields, qkv_bias=True))
+def qwen2(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    return _attentions(fields, _late_windows(fields, num_layers), qkv_bias=True)
 
 
-def qwen3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def qwen3(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     kinds = _late_windows(fields, num_layers)
-    return _of_kinds(kinds, partial(_attention, fields, qk_norm=QKNorm.HEAD, **_biases(fields)))
+    return _attentions(fields, kinds, qk_norm=QKNorm.HEAD, **_biases(fields))
 
 
-def qwen3_moe_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def qwen3_moe(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     in_use = fields.boolean("use_sliding_window", False) and "sliding_window" in fields
     kind = SLIDING if in_use else FULL
     return [_attention(fields, kind, qk_norm=QKNorm.HEAD, **_biases(fields))] * num_layers
 
 
-def qwen2_moe_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def qwen2_moe(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     """Return attention with a window in every other layer below `max_window_layers`."""
     kinds = _switched_windows(
         fields,
         num_layers,
         lambda index: index % 2 == 1 or index >= fields.integer("max_window_layers", least=0),
     )
-    return _of_kinds(kinds, partial(_attention, fields, qkv_bias=fields.boolean("qkv_bias", False)))
+    return _attentions(fields, kinds, qkv_bias=fields.boolean("qkv_bias", False))
 
 
-def gemma2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def gemma2(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     softcap = fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None
-    return gemma3_mixers(fields, num_layers, qk_norm=QKNorm.NONE, softcap=softcap)
+    return gemma3(fields, num_layers, qk_norm=QKNorm.NONE, softcap=softcap)
 
 
-def gemma3_mixers(
+def gemma3(
     fields: Fields, num_layers: int, qk_norm: QKNorm = QKNorm.HEAD, softcap: float | None = None
 ) -> list[AttentionSpec]:
     scale = fields.number("query_pre_attn_scalar") ** -0.5
-    features: dict[str, Any] = {"qk_norm": qk_norm, "softcap": softcap, "scale": scale, **_biases(fields)}
-    return _of_kinds(_window_pattern(fields, num_layers), partial(_attention, fields, **features))
+    kinds = _window_pattern(fields, num_layers)
+    return _attentions(fields, kinds, qk_norm=qk_norm, softcap=softcap, scale=scale, **_biases(fields))
 
 
-def gemma4_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def gemma4(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     """Return attention as in Gemma 3, but layers without a window, as the last one is, have heads of another size and
     possibly keys as values. The last layers may read the keys and values of earlier ones."""
     kinds = _window_pattern(fields, num_layers, is_last_full=True)
     wide, shared_values = _wide_heads(fields, kinds), fields.boolean("attention_k_eq_v", False)
-
-    def read(kind: str) -> AttentionSpec:
-        return _attention(
-            wide if kind == FULL else fields,
-            kind,
-            partial_rotary=True,
-            scale=1.0,
-            qk_norm=QKNorm.HEAD,
-            value_norm=True,
-            values_are_keys=shared_values and kind == FULL,
-            **_biases(fields),
-        )
-
-    mixers = _of_kinds(kinds, read)
+    features = _biases(fields) | {"partial_rotary": True, "scale": 1.0}
+    features |= {"qk_norm": QKNorm.HEAD, "value_norm": True}
+    full = _attention(wide, FULL, values_are_keys=shared_values, **features)
+    sliding = _attentions(fields, [kind for kind in kinds if kind == SLIDING], **features)
+    mixers = [full if kind == FULL else sliding[0] for kind in kinds]
     first = num_layers - num_sharing(fields, num_layers)
     sources = {kind: index for index, kind in enumerate(kinds[:first])}
     if missing := set(kinds[first:]) - set(sources):
@@ -107,59 +95,50 @@ def gemma4_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     return [*mixers[:first], *shared]
 
 
-def olmo2_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def olmo2(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     return [_attention(fields, qk_norm=QKNorm.WHOLE, **_biases(fields))] * num_layers
 
 
-def olmo3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def olmo3(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     """Return attention as in OLMo 2, but with windows. `rope_scaling` does not apply to layers with one."""
-    features: dict[str, Any] = {"scaled_windows": False, "qk_norm": QKNorm.WHOLE, **_biases(fields)}
-    return _of_kinds(_window_pattern(fields, num_layers), partial(_attention, fields, **features))
+    kinds = _window_pattern(fields, num_layers)
+    return _attentions(fields, kinds, scaled_windows=False, qk_norm=QKNorm.WHOLE, **_biases(fields))
 
 
-def smollm3_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def smollm3(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     """Return attention in which some layers do not rotate queries and keys; these may have a window."""
     rotated = _rotated(fields, num_layers)
     kinds = _switched_windows(fields, num_layers, lambda index: rotated[index])
-    mixers = _of_kinds(kinds, partial(_attention, fields, **_biases(fields)))
+    mixers = _attentions(fields, kinds, **_biases(fields))
     return [
         mixer if is_rotated else replace(mixer, rope=None)
         for mixer, is_rotated in zip(mixers, rotated, strict=True)
     ]
 
 
-def glm_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def glm(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     qk_norm = QKNorm.HEAD if fields.boolean("use_qk_norm", False) else QKNorm.NONE
     bias = fields.boolean("attention_bias", False)
     return [_attention(fields, partial_rotary=True, qk_norm=qk_norm, qkv_bias=bias)] * num_layers
 
 
-def granite_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
-    scales = {"scale": "attention_multiplier", "output_scale": "residual_multiplier"}
-    features: dict[str, Any] = {feature: fields.number(name, 1.0) for feature, name in scales.items()}
-    return [_attention(fields, **features)] * num_layers
+def granite(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+    scale, output_scale = (fields.number(f"{name}_multiplier", 1.0) for name in ("attention", "residual"))
+    return [_attention(fields, scale=scale, output_scale=output_scale)] * num_layers
 
 
-def gpt_oss_mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
+def gpt_oss(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     kinds = _window_pattern(fields, num_layers)
-    return _of_kinds(kinds, partial(_attention, fields, has_sinks=True, **_biases(fields)))
+    return _attentions(fields, kinds, has_sinks=True, **_biases(fields))
 
 
-def delta_net_mixers(fields: Fields, num_layers: int) -> list[MixerSpec]:
+def delta_net(fields: Fields, num_layers: int) -> list[MixerSpec]:
     """Return gated delta nets in all layers but every n-th (`full_attention_interval`)."""
     every = fields.integer("full_attention_interval", 4)
     kinds = _kinds(fields, num_layers, lambda index: (index + 1) % every == 0, LINEAR)
-    features: dict[str, Any] = {
-        "partial_rotary": True,
-        "qk_norm": QKNorm.HEAD,
-        "has_gate": True,
-        **_biases(fields),
-    }
-
-    def read(kind: str) -> MixerSpec:
-        return _delta_net(fields) if kind == LINEAR else _attention(fields, kind, **features)
-
-    return _of_kinds(kinds, read)
+    attention = _attention(fields, partial_rotary=True, qk_norm=QKNorm.HEAD, has_gate=True, **_biases(fields))
+    net = _delta_net(fields)
+    return [net if kind == LINEAR else attention for kind in kinds]
 
 
 def context_rope(mixers: Sequence[MixerSpec]) -> Rope | None:
@@ -178,12 +157,6 @@ def num_sharing(fields: Fields, num_layers: int) -> int:
 
 
 # ---- kinds of layers ----
-
-
-def _of_kinds(kinds: Sequence[str], read: Callable[[str], SpecT]) -> list[SpecT]:
-    """Return the mixers of layers of these kinds, each of which is read once."""
-    mixers = {kind: read(kind) for kind in dict.fromkeys(kinds)}
-    return [mixers[kind] for kind in kinds]
 
 
 def _kinds(
@@ -253,6 +226,12 @@ def _attention(
     window = fields.integer("sliding_window") if kind == SLIDING else None
     features = {"scale": head_dim**-0.5, **features}
     return AttentionSpec(num_heads, num_kv_heads, head_dim, rope=rope, window=window, **features)
+
+
+def _attentions(fields: Fields, kinds: Sequence[str], **features: Any) -> list[AttentionSpec]:
+    """Return the attention of layers of these kinds."""
+    mixers = {kind: _attention(fields, kind, **features) for kind in dict.fromkeys(kinds)}
+    return [mixers[kind] for kind in kinds]
 
 
 def _biases(fields: Fields) -> dict[str, Any]:

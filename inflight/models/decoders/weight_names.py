@@ -26,10 +26,10 @@ BOTH_NORMS = {
     **POST_NORMS,
 }
 
-LLAMA_NAMES = WeightNames(ATTENTION | MLP | PRE_NORMS)
-QWEN3_NAMES = WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS)
-OLMO2_NAMES = WeightNames(ATTENTION | QK_NORM | MLP | POST_NORMS)
-PHI3_NAMES = WeightNames(
+LLAMA = WeightNames(ATTENTION | MLP | PRE_NORMS)
+QWEN3 = WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS)
+OLMO2 = WeightNames(ATTENTION | QK_NORM | MLP | POST_NORMS)
+PHI3 = WeightNames(
     {
         "self_attn.qkv_proj": "attention.qkv",
         "self_attn.o_proj": "attention.output",
@@ -83,7 +83,20 @@ GLM_SHARED = {
     "mlp.shared_experts.down_proj": "mlp.shared.down",
     "mlp.gate.e_score_correction_bias": "mlp.correction",
 }
+QWEN3_MOE = replace(QWEN3, experts=EXPERTS)
+QWEN2_MOE = WeightNames(ATTENTION | MLP | PRE_NORMS | QWEN2_SHARED, experts=EXPERTS)
+MIXTRAL = WeightNames(ATTENTION | PRE_NORMS, experts=(MIXTRAL_EXPERTS, STACKED, TRANSPOSED))
+OLMOE = WeightNames(ATTENTION | QK_NORM | PRE_NORMS, experts=EXPERTS)
+GLM4_MOE = WeightNames(ATTENTION | QK_NORM | MLP | PRE_NORMS | GLM_SHARED, experts=EXPERTS)
+GRANITE_MOE = WeightNames(ATTENTION | PRE_NORMS, experts=(GRANITE_EXPERTS, GRANITE_RENAMED))
 GEMMA3_LAYER = ATTENTION | QK_NORM | MLP | BOTH_NORMS
+GEMMA3 = WeightNames(GEMMA3_LAYER)
+GEMMA3_VISION = WeightNames(
+    GEMMA3_LAYER,
+    prefixes=("language_model.model.", "model.language_model."),
+    heads=("language_model.lm_head.weight", "lm_head.weight"),
+    ignored=(*IGNORED, r"^(model\.)?(vision_tower|multi_modal_projector)\."),
+)
 _VISION = r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
 _LAYER_INPUTS = {
     "per_layer_input_gate": "input.gate",
@@ -102,16 +115,14 @@ GEMMA4_EXPERTS = {
     "experts.gate_up_proj": "mlp.experts.gate_up",
     "experts.down_proj": "mlp.experts.down",
 }
-GEMMA4_NAMES = WeightNames(
+GEMMA4 = WeightNames(
     GEMMA3_LAYER | {"layer_scalar": "scale"} | _LAYER_INPUTS | _NORMED_EXPERTS,
     experts=(GEMMA4_EXPERTS,),
     ignored=(*IGNORED, r"self_attn\.v_norm\.weight$"),
 )
-GEMMA4_VISION_NAMES = replace(
-    GEMMA4_NAMES, prefixes=("model.language_model.",), ignored=(*GEMMA4_NAMES.ignored, _VISION)
-)
-GEMMA2_NAMES = WeightNames(ATTENTION | MLP | BOTH_NORMS)
-GPT_OSS_NAMES = WeightNames(
+GEMMA4_VISION = replace(GEMMA4, prefixes=("model.language_model.",), ignored=(*GEMMA4.ignored, _VISION))
+GEMMA2 = WeightNames(ATTENTION | MLP | BOTH_NORMS)
+GPT_OSS = WeightNames(
     ATTENTION | {"self_attn.sinks": "attention.sinks"} | PRE_NORMS,
     experts=(
         {
@@ -142,10 +153,8 @@ _SEPARATE_NET = _DELTA_NET | {
 }
 _FURTHER_TOKENS = r"^mtp\."  # modules that predict further tokens
 _QWEN_LAYER = ATTENTION | QK_NORM | MLP | PRE_NORMS | QWEN2_SHARED
-QWEN3_NEXT_NAMES = WeightNames(
-    _QWEN_LAYER | _GROUPED_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS)
-)
-QWEN3_5_NAMES = WeightNames(
+QWEN3_NEXT = WeightNames(_QWEN_LAYER | _GROUPED_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS))
+QWEN3_5 = WeightNames(
     _QWEN_LAYER | _SEPARATE_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS, r"^model\.visual\.")
 )
-QWEN3_5_VISION_NAMES = replace(QWEN3_5_NAMES, prefixes=("model.language_model.",))
+QWEN3_5_VISION = replace(QWEN3_5, prefixes=("model.language_model.",))
