@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampling
-from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
-from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
+from inflight.attention.backend import AttentionBackend, AttentionInputs, AttentionLayer, KVShape
+from inflight.attention.cpu import ComposedAttention, NativeAttention, TorchCpuAttention
 from inflight.kv.layout import LayerKV
 from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.native_kernels import NativeKernels
@@ -107,7 +107,9 @@ def measure_linear(
     return results
 
 
-def measure_attention(name: str, backend: HeadAttention, context: int, repeats: int) -> AttentionResult:
+def measure_attention(
+    name: str, backend: AttentionBackend[AttentionInputs], context: int, repeats: int
+) -> AttentionResult:
     batch, num_heads, num_kv_heads, head_dim, block_size = 16, 16, 8, 128, 16
     num_blocks = -(-context // block_size)
     shape = KVShape.of([LayerKV(num_kv_heads, head_dim, head_dim)] * 4, block_size, torch.float32)
@@ -124,12 +126,14 @@ def measure_attention(name: str, backend: HeadAttention, context: int, repeats: 
         block_tables=tables[None],
         slot_mapping=tables[None, :, last // block_size].long() * block_size + last % block_size,
     )
-    query = torch.randn(batch, num_heads, head_dim)
-    key, value = torch.randn(2, batch, num_kv_heads, head_dim)
+    qkv = torch.randn(batch, (num_heads + 2 * num_kv_heads) * head_dim)
 
     sizes = num_heads, num_kv_heads, head_dim
-    layer = AttentionLayer(*sizes, None, None, 1e-6, None, head_dim**-0.5, None)
-    parts = [partial(backend.attend, query, key, value, layer, cache, inputs) for cache in caches]
+    layers = [AttentionLayer(*sizes, None, None, 1e-6, None, head_dim**-0.5, None) for _ in caches]
+    parts = [
+        partial(backend.attend, qkv, layer, cache, inputs)
+        for layer, cache in zip(layers, caches, strict=True)
+    ]
     seconds, best = measure(parts, repeats)
     read = 2 * batch * context * num_kv_heads * head_dim * 4
     return AttentionResult(name, batch, context, seconds * 1e3, best * 1e3, read / seconds / 1e9)
@@ -146,9 +150,11 @@ def run(
             contenders += [("native", native, torch.float32), ("native bf16", native, torch.bfloat16)]
         for name, kernels, dtype in contenders:
             linears += measure_linear(name, kernels, dtype, shape, sizes, repeats)
-    backends: list[tuple[str, HeadAttention]] = [("torch", TorchCpuAttention())]
+    backends: list[tuple[str, AttentionBackend[AttentionInputs]]] = [
+        ("torch", ComposedAttention(TorchKernels(), TorchCpuAttention()))
+    ]
     if library is not None:
-        backends.append(("native", CpuAttention(library)))
+        backends.append(("native", NativeAttention(library)))
     attentions = [
         measure_attention(name, backend, context, repeats)
         for context in (128, 1024)

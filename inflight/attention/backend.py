@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
-from inflight.layers.kernels import Linear
 from inflight.layers.recurrent import StateInputs
 
 _ALIGNMENT = 16  # bytes, of blocks in slots with quantized layers
@@ -145,9 +144,8 @@ class AttentionLayer:
     sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     v_norm: Tensor | None = None  # [head_dim] float32
-    has_kv: bool = (
-        True  # whether it has keys and values of its own; otherwise an earlier layer's are in its cache
-    )
+    # Whether it has keys and values of its own; otherwise an earlier layer's are in its cache.
+    has_kv: bool = True
 
 
 @dataclass(slots=True)
@@ -167,34 +165,22 @@ class AttentionInputs:
     # [num_tables, T] int64, where the KV of each token goes: block_id * block_size + offset
     slot_mapping: Tensor
     state: StateInputs | None = None  # None: no layer is recurrent
+    live: None = None  # steps are not padded
 
 
-InputsT = TypeVar("InputsT", contravariant=True)
+class BackendStep(Protocol):
+    """What every backend's step has beside the inputs of its attention."""
+
+    @property
+    def live(self) -> Tensor | None:
+        """[T], negative for padding tokens; None if there are none."""
+
+    @property
+    def state(self) -> Any:
+        """The step as recurrent layers read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlainLayer:
-    """A decoder layer that is nothing but attention and a gated MLP. Each reads the residual through a norm and adds to
-    it."""
-
-    attention_norm: Tensor | None  # [hidden] float32
-    qkv: Linear
-    heads: AttentionLayer
-    output: Linear
-    mlp_norm: Tensor | None  # [hidden] float32
-    gate_up: Linear
-    down: Linear
-    activation: str  # one of GATES
-    eps: float
-
-
-class FusedLayers(Protocol[InputsT]):
-    """Consecutive decoder layers that a backend runs in one call."""
-
-    count: int
-
-    def run(self, x: Tensor, caches: Sequence[LayerCache], inputs: InputsT, count: int) -> Tensor:
-        """Return the residual after the first `count` layers, each of which has its own cache. May overwrite x."""
+InputsT = TypeVar("InputsT", bound=BackendStep, contravariant=True)
 
 
 class AttentionBackend(Protocol[InputsT]):
@@ -216,16 +202,6 @@ class AttentionBackend(Protocol[InputsT]):
 
         A layer without keys and values of its own reads those that an earlier layer of the step wrote to `cache`.
         """
-
-    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[InputsT] | None:
-        """Return as many of the first layers as the backend can run in one call, once their weights are loaded; None if
-        it cannot do so."""
-
-    def live(self, inputs: InputsT) -> Tensor | None:
-        """Return a tensor [T] that is negative for padding tokens; None if there are none."""
-
-    def state_inputs(self, inputs: InputsT) -> Any:
-        """Return the step as recurrent layers read it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,26 +13,16 @@ from torch import Tensor
 from inflight.attention.backend import (
     AttentionInputs,
     AttentionLayer,
-    FusedLayers,
     KVCache,
     KVShape,
     LayerCache,
-    PlainLayer,
     SequenceAttention,
     SequenceLayer,
     Sequences,
     halves,
 )
-from inflight.attention.cpu_checks import (
-    check_cache,
-    check_positions,
-    check_step,
-    preparation_of,
-    vector_pointer,
-)
-from inflight.attention.cpu_layers import fuse_layers
+from inflight.attention.cpu_structures import describe_heads, describe_step
 from inflight.errors import ConfigError
-from inflight.layers.recurrent import StateInputs
 from inflight.native.library import Library, native_library
 
 
@@ -102,58 +93,26 @@ class ComposedAttention:
         out = self._heads.attend(query, key, value, layer, cache, inputs)
         return out.reshape(len(qkv), -1)
 
-    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[AttentionInputs] | None:  # noqa: ARG002
-        return None
 
-    def live(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
-        return None  # steps are not padded
-
-    def state_inputs(self, inputs: AttentionInputs) -> StateInputs | None:
-        return inputs.state
-
-
-class NativeAttention(ComposedAttention):
-    """The same in one call of the compiled library: there is much less to do between two products of a step, during
-    which all threads but one wait."""
-
-    def __init__(self, kernels: HeadKernels, heads: CpuAttention) -> None:
-        super().__init__(kernels, heads)
-        self._native = heads
-
-    def attend(
-        self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
-    ) -> Tensor:
-        return self._native.attend_projected(qkv, layer, cache, inputs)
-
-    def fuse(self, layers: Sequence[PlainLayer]) -> FusedLayers[AttentionInputs] | None:
-        return fuse_layers(self._native.library, layers)
-
-
-def cpu_attention() -> HeadAttention:
-    """Return the compiled attention, or plain torch if it is not available."""
-    library = native_library()
-    return TorchCpuAttention() if library is None else CpuAttention(library)
-
-
-def cpu_backend(kernels: HeadKernels) -> ComposedAttention:
+def cpu_backend(kernels: HeadKernels) -> ComposedAttention | NativeAttention:
     """Return the compiled backend, or plain torch if it is not available."""
-    heads = cpu_attention()
-    return (
-        NativeAttention(kernels, heads)
-        if isinstance(heads, CpuAttention)
-        else ComposedAttention(kernels, heads)
-    )
+    library = native_library()
+    return ComposedAttention(kernels, TorchCpuAttention()) if library is None else NativeAttention(library)
 
 
-class CpuAttention:
-    """Implements `HeadAttention` on the compiled library, in float32. The cache is float32 or int8.
+class NativeAttention:
+    """Implements `AttentionBackend[AttentionInputs]` and `CompiledAttention` in one call of the compiled library, in
+    float32: between two products of a step all threads but one wait. The cache is float32 or int8.
 
     A layer's cache is [num_blocks, num_kv_heads, 2, head_dim, block_size]: keys in this layout, and values in their
     half as [block_size, head_dim]. A query's result is bit-identical in any batch, however its prompt was chunked.
     """
 
     def __init__(self, library: Library) -> None:
-        self.library = library
+        self._library = library
+        # The latest structures of each layer, which rarely change, and of the step, which all layers share.
+        self._layers: dict[int, tuple[AttentionLayer, tuple[object, ...], Any]] = {}
+        self._step: tuple[AttentionInputs, int, Any] | None = None
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
         if shape.dtype != torch.float32 or device.type != "cpu":
@@ -166,75 +125,47 @@ class CpuAttention:
         return KVCache.divide(slots, shape, lambda layer: (layer.num_heads, 2, layer.key_dim, size))
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        inputs: AttentionInputs,
-    ) -> Tensor:
-        query = _heads(query)
-        key = None if key is None else _heads(key)
-        value = None if value is None else _heads(value)
-        expected = (len(query), halves(cache)[0].shape[1], query.shape[2])
-        wrong = any(x is not None and x.shape != expected for x in (key, value))
-        if wrong or (key is None) != (value is None):
-            raise ConfigError(f"key {_shape(key)}, value {_shape(value)} and {list(expected)} do not match")
-        strided = *_strided(query), *_strided(key), *_strided(value)
-        return self._call(query.shape, strided, (None, None, None, None, None, 0, 0.0), layer, cache, inputs)
-
-    def attend_projected(
         self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
     ) -> Tensor:
-        """Do as `AttentionBackend.attend`. Overwrites qkv."""
-        qkv = _heads(qkv)
-        num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        qkv = qkv.to(torch.float32)
+        if qkv.stride(-1) != 1:
+            qkv = qkv.contiguous()
         num_tokens, width = qkv.shape
-        expected = (num_heads + 2 * num_kv_heads * layer.has_kv) * head_dim
+        query_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        expected = query_size + 2 * kv_size * layer.has_kv
         if width != expected:
             raise ConfigError(f"qkv is {list(qkv.shape)}: it must be [{num_tokens}, {expected}]")
-        num_cached = halves(cache)[0].shape[1]
-        if layer.has_kv and num_cached != num_kv_heads:
-            raise ConfigError(f"{num_kv_heads} KV heads and a cache of {num_cached} do not match")
         query = qkv.data_ptr()
-        strides = qkv.stride(0), head_dim
-        strided: tuple[int | None, ...] = (query, *strides, None, 0, 0, None, 0, 0)
+        key = value = None
         if layer.has_kv:
-            key = query + 4 * num_heads * head_dim
-            strided = query, *strides, key, *strides, key + 4 * num_kv_heads * head_dim, *strides
-        if layer.cos_sin is not None:
-            check_positions(inputs, num_tokens)
-        preparation = preparation_of(layer, inputs.positions.data_ptr())
-        out = self._call((num_tokens, num_heads, head_dim), strided, preparation, layer, cache, inputs)
-        return out.view(num_tokens, -1)
-
-    def _call(
-        self,
-        shape: tuple[int, ...],  # of the queries: tokens, heads, features of a head
-        strided: tuple[int | None, ...],
-        preparation: tuple[int | float | None, ...],
-        layer: AttentionLayer,
-        cache: LayerCache,
-        inputs: AttentionInputs,
-    ) -> Tensor:
-        num_tokens, num_heads, head_dim = shape
-        blocks, scales = halves(cache)
-        tables, slot_mapping = inputs.block_tables[layer.table], inputs.slot_mapping[layer.table]
-        check_cache(num_heads, head_dim, cache)
-        check_step(num_tokens, inputs)
-        words = None if scales is None else scales.data_ptr()
-        sinks = vector_pointer(layer.sinks, num_heads, "sinks are")
-        out = torch.empty(num_tokens, num_heads, head_dim)
-        _, num_kv_heads, _, _, block_size = blocks.shape
-        self.library.attend(
-            *strided, *preparation, blocks.data_ptr(), words, out.data_ptr(),
-            inputs.query_starts.data_ptr(), inputs.context_lens.data_ptr(), inputs.rows.data_ptr(),
-            tables.data_ptr(), slot_mapping.data_ptr(), sinks,
-            inputs.rows.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size, blocks.stride(0),
-            tables.stride(0), layer.window or 0, layer.scale, layer.softcap or 0.0, self.library.threads,
+            key = query + 4 * query_size
+            value = key + 4 * kv_size
+        out = torch.empty(num_tokens, query_size)
+        self._library.attend(
+            ctypes.byref(self.heads(layer, cache)), ctypes.byref(self.step(inputs, num_tokens)),
+            query, key, value, qkv.stride(0), out.data_ptr(), self._library.threads,
         )  # fmt: skip
         return out
+
+    def heads(self, layer: AttentionLayer, cache: LayerCache) -> Any:
+        """Return the library's structure of a layer and its cache."""
+        blocks, scales = halves(cache)
+        place = blocks.data_ptr(), blocks.shape, blocks.stride(0), scales is None or scales.shape
+        known = self._layers.get(id(layer))
+        if known is None or known[0] is not layer or known[1] != place:
+            known = self._layers[id(layer)] = layer, place, describe_heads(self._library, layer, cache)
+        return known[2]
+
+    def step(self, inputs: AttentionInputs, num_tokens: int) -> Any:
+        """Return the library's structure of a step."""
+        known = self._step
+        if known is None or known[0] is not inputs or known[1] != num_tokens:
+            known = self._step = inputs, num_tokens, describe_step(self._library, inputs, num_tokens)
+        return known[2]
+
+    def addresses(self, caches: Sequence[LayerCache]) -> list[int]:
+        """Return where the caches of layers are."""
+        return [halves(cache)[0].data_ptr() for cache in caches]
 
 
 class TorchCpuAttention:
@@ -350,21 +281,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: At
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
     return weights.to(values.dtype) @ values
-
-
-def _heads(x: Tensor) -> Tensor:
-    """Return x as float32 [T, heads, head_dim] with unit inner stride, which the library reads."""
-    x = x.to(torch.float32)
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strided(heads: Tensor | None) -> tuple[int | None, int, int]:
-    """Return the address of heads [T, heads, head_dim] and their strides."""
-    return (None, 0, 0) if heads is None else (heads.data_ptr(), heads.stride(0), heads.stride(1))
-
-
-def _shape(x: Tensor | None) -> list[int] | None:
-    return None if x is None else list(x.shape)
 
 
 # ---- within sequences ----

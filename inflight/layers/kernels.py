@@ -9,6 +9,7 @@ them and does what needs no matrix. `TorchKernels` runs anywhere, `NativeKernels
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -166,6 +167,31 @@ class Experts(Protocol):
         [T, hidden], and reduced if the layer has a `Reduce`. `live` is as above."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLayer:
+    """A decoder layer that is nothing but attention and a gated MLP. Each reads the residual through a norm and adds to
+    it."""
+
+    attention_norm: Tensor | None  # [hidden] float32
+    qkv: Linear
+    heads: Any  # an AttentionLayer (attention/backend.py)
+    output: Linear
+    mlp_norm: Tensor | None  # [hidden] float32
+    gate_up: Linear
+    down: Linear
+    activation: str  # one of GATES
+    eps: float
+
+
+class FusedLayers(Protocol):
+    """Consecutive decoder layers that run in one call."""
+
+    count: int
+
+    def run(self, x: Tensor, caches: Sequence[Any], inputs: Any, count: int) -> Tensor:
+        """Return the residual after the first `count` layers, each of which has its own cache. May overwrite x."""
+
+
 class Kernels(Protocol):
     """The operations of one device. Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm
     weights and biases are float32."""
@@ -222,6 +248,10 @@ class Kernels(Protocol):
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual + x. May overwrite the residual."""
+
+    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> FusedLayers | None:
+        """Return as many of the first layers as these kernels can run in one call together with the attention backend,
+        once their weights are loaded; None if they cannot do so."""
 
 
 def check_fits(weight: Weight, first_row: int, first_column: int, num_rows: int, num_columns: int) -> None:

@@ -7,6 +7,8 @@ instructions for that, and widens the weights if not. A token's result is bit-id
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,32 +21,26 @@ from inflight.layers.kernels import (
     ExpertsShape,
     Linear,
     LoadedExperts,
+    PlainLayer,
     Reduce,
     Residual,
     check_gate,
 )
-from inflight.layers.native_gguf import BlockLinear, ExpertBlocks, block_scheme
+from inflight.layers.native_decoder import CompiledAttention, NativeLayers
+from inflight.layers.native_gguf import BlockRows, ExpertBlocks, block_scheme
 from inflight.layers.native_linears import (
-    NarrowLinear,
     NativeLinear,
     PackedMatrices,
     Panels,
     QuantizedPanels,
+    Slabs,
     dense,
     holds,
     pointer,
+    stored_dtype,
 )
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import (
-    GATE_NUMBERS,
-    INSTRUCTION_NUMBERS,
-    SCORE_NUMBERS,
-    ExpertLayer,
-    Library,
-    PackedMatrix,
-    best_method,
-    native_library,
-)
+from inflight.native.library import Library, native_library
 
 CPU = torch.device("cpu")
 
@@ -62,17 +58,17 @@ class NativeExperts(LoadedExperts):
     ) -> None:
         routing, hidden, inner, dtype = shape.routing, shape.hidden, shape.inner, shape.dtype
         # In float32, since rounding could change which experts are chosen.
+        panels = kernels.panels(routing.num_experts, hidden, dtype, None, instructions=frozenset())
         self.router: Linear = NativeLinear(
-            kernels, library, hidden, routing.num_experts, dtype, routing.has_bias, None, device
+            kernels, library, hidden, routing.num_experts, routing.has_bias, None, device, panels
         )
         super().__init__(shape, reduce, torch.float32, device)
         self._kernels = kernels
         self._library = library
-        self._multiply = library.experts_bf16 if dtype == torch.bfloat16 else library.experts_f32
         count = len(shape.experts)
         self._gate_up = kernels.matrices(count, 2, inner, hidden, dtype, shape.gate_up_scheme)
         self._down = kernels.matrices(count, 1, hidden, inner, dtype, shape.down_scheme)
-        self._layer: ExpertLayer | None = None  # of the weights that are loaded
+        self._layer: Any = None  # of the weights that are loaded
 
     def _load(self, down: bool, index: int, rows: slice, weight: Weight, first_column: int) -> None:
         (self._down if down else self._gate_up).load(weight, rows.start, first_column, index)
@@ -109,38 +105,38 @@ class NativeExperts(LoadedExperts):
     def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None, y: Tensor, adds: bool) -> None:
         """Write the weighted sums to y, or add them to it."""
         live = None if live is None else live.to(torch.int32).contiguous()
-        self._multiply(
+        self._library.experts(
             ctypes.byref(self._ready()), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
             adds, self._library.threads,
         )  # fmt: skip
 
-    def _ready(self) -> ExpertLayer:
+    def _ready(self) -> Any:
         if self._layer is not None:
             return self._layer
+        library, shape, routing = self._library, self._shape, self._shape.routing
         gate_up, down = self._gate_up.table(), self._down.table()
-        shape, routing = self._shape, self._shape.routing
-        self._layer = ExpertLayer(
-            (PackedMatrix * len(gate_up))(*gate_up),
-            (PackedMatrix * len(down))(*down),
-            pointer(self._gate_up_bias),
-            pointer(self._down_bias),
-            pointer(self.correction),
-            pointer(self.scales),
-            pointer(self.tokens),
-            len(gate_up) // len(down),
-            shape.hidden,
-            shape.inner,
-            routing.num_experts,
-            shape.experts.start,
-            len(shape.experts),
-            routing.top_k,
-            SCORE_NUMBERS[routing.scores],
-            routing.normalise,
-            routing.num_groups,
-            routing.top_groups,
-            GATE_NUMBERS[shape.activation],
-            routing.scale,
-            shape.limit,
+        self._layer = library.experts_layer(
+            gate_up=library.matrix.array(gate_up),
+            down=library.matrix.array(down),
+            gate_up_bias=pointer(self._gate_up_bias),
+            down_bias=pointer(self._down_bias),
+            correction=pointer(self.correction),
+            factors=pointer(self.scales),
+            tokens=pointer(self.tokens),
+            gate_up_parts=len(gate_up) // len(down),
+            hidden=shape.hidden,
+            inner=shape.inner,
+            experts=routing.num_experts,
+            first_held=shape.experts.start,
+            held=len(shape.experts),
+            top_k=routing.top_k,
+            scores=library.scores[routing.scores],
+            normalise=routing.normalise,
+            groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            gate=library.activations[shape.activation],
+            scale=routing.scale,
+            limit=shape.limit,
         )
         return self._layer
 
@@ -160,6 +156,7 @@ class NativeKernels:
             library.instructions if instructions is None else library.instructions & instructions
         )
         self.recurrent = CpuRecurrent(library)
+        self._slabs = Slabs(library, device)
 
     def linear(
         self,
@@ -170,35 +167,31 @@ class NativeKernels:
         reduce: Reduce | None = None,
         scheme: Scheme | None = None,
     ) -> Linear:
-        size, common = (out_features, in_features), (bias, reduce, self._device)
         blocks = block_scheme(scheme, in_features)
+        weights: PackedMatrices
         if blocks is not None:
-            instruction = self._block_instruction
-            return BlockLinear(self, self._library, in_features, out_features, blocks, *common, instruction)
-        method = self.method(dtype, scheme)
-        if not method:
-            return NativeLinear(self, self._library, in_features, out_features, dtype, *common)
-        panels = self.panels(*size, dtype, scheme)
-        return NarrowLinear(self, self._library, in_features, out_features, *common, panels, method)
-
-    def method(self, dtype: torch.dtype, scheme: Scheme | None) -> int:
-        """Return the number of the method that multiplies these weights, or 0 for products in float32."""
-        if holds(scheme):
-            return best_method(scheme.codes, self._instructions)
-        return best_method("bf16", self._instructions) if dtype == torch.bfloat16 else 0
-
-    @property
-    def _block_instruction(self) -> int:
-        return INSTRUCTION_NUMBERS["vnni"] if "vnni" in self._instructions else 0
+            weights = BlockRows(self._slabs, blocks, out_features, in_features, self._instructions)
+        else:
+            weights = self.panels(out_features, in_features, dtype, scheme)
+        size = in_features, out_features
+        return NativeLinear(self, self._library, *size, bias, reduce, self._device, weights)
 
     def panels(
-        self, out_features: int, in_features: int, dtype: torch.dtype, scheme: Scheme | None, count: int = 1
-    ) -> Panels | QuantizedPanels:
-        """Return memory for the weights of matrices."""
-        size, method = (self._library, out_features, in_features), self.method(dtype, scheme)
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        scheme: Scheme | None,
+        count: int = 1,
+        instructions: frozenset[str] | None = None,
+    ) -> PackedMatrices:
+        """Return memory for matrices that are multiplied by these instructions, by default all."""
+        plain = "bf16" if stored_dtype(dtype) == torch.bfloat16 else "f32"
+        name = scheme.codes if holds(scheme) else plain
+        method = self._library.method(name, self._instructions if instructions is None else instructions)
         if holds(scheme):
-            return QuantizedPanels(*size, scheme, self._device, method, count)
-        return Panels(*size, dtype, self._device, method, count)
+            return QuantizedPanels(self._slabs, method, out_features, in_features, scheme, count)
+        return Panels(self._slabs, method, out_features, in_features, dtype, count)
 
     def matrices(
         self,
@@ -213,7 +206,7 @@ class NativeKernels:
         blocks = block_scheme(scheme, in_features)
         if blocks is not None:
             size = count, parts, part_rows, in_features
-            return ExpertBlocks(self._library, *size, blocks, self._device, self._block_instruction)
+            return ExpertBlocks(self._slabs, blocks, *size, self._instructions)
         return self.panels(parts * part_rows, in_features, dtype, scheme, count)
 
     def experts(self, shape: ExpertsShape, reduce: Reduce | None = None) -> Experts:
@@ -238,6 +231,12 @@ class NativeKernels:
         residual, x = _alike(residual, x)
         self._library.add(residual.data_ptr(), x.data_ptr(), x.numel(), self._library.threads)
         return residual
+
+    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> NativeLayers | None:
+        if not isinstance(attention, CompiledAttention):
+            return None
+        fused = NativeLayers(self._slabs, layers, attention)
+        return fused if fused.count else None
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """In place."""
@@ -288,8 +287,8 @@ class NativeKernels:
         num_tokens, width = gate_up.shape
         out = torch.empty(num_tokens, width // 2)
         self._library.gate(
-            gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, GATE_NUMBERS[activation],
-            self._library.threads,
+            gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2,
+            self._library.activations[activation], self._library.threads,
         )  # fmt: skip
         return out
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from abc import abstractmethod
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,80 +13,75 @@ from inflight.errors import ConfigError
 from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_activation, check_gate, check_weight
 from inflight.layers.torch_kernels import ComposedLinear
-from inflight.native.library import ACTIVATION_NUMBERS, GATE_NUMBERS, Library, LinearMatrix, PackedMatrix
+from inflight.native.library import Library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 SLAB_BYTES = 64 << 20
 
 
 class Slabs:
-    """Memory for weights of a few megabytes, which share huge pages. Alone, they would lie in small pages for the most
-    part: at the end of each, a processor stops prefetching and looks up the next one."""
+    """Packs small weights of a device into 64 MB slabs backed by huge pages. On 4 KB pages the prefetcher would stop at
+    every page boundary."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self.library = library
+        self.device = device
+        self.num_moves = 0  # increased when weights that products have read go elsewhere
         self._lock = threading.Lock()
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        # Not a tensor: models are searched for tensors, and weights would count twice.
+        self._slab = torch.empty(0).untyped_storage()
         self._used = 0
 
-    def empty(
-        self, library: Library, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a tensor of undefined values."""
-        if device.type != "cpu":
-            return torch.empty(size, dtype=dtype, device=device)
-        num_bytes = torch.Size(size).numel() * dtype.itemsize
+    def empty(self, *size: int) -> Tensor:
+        """Return a tensor of undefined bytes."""
+        if self.device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        num_bytes = torch.Size(size).numel()
         # Each NUMA node gets a part of each weight, so weights of several nodes share no pages.
-        if library.num_nodes > 1 or num_bytes > SLAB_BYTES // 2:
-            alone = torch.empty(size, dtype=dtype)
-            library.advise(alone.data_ptr(), alone.nbytes)
+        if self.library.num_nodes > 1 or num_bytes > SLAB_BYTES // 2:
+            alone = torch.empty(size, dtype=torch.uint8)
+            self.library.advise(alone.data_ptr(), num_bytes)
             return alone
         # A slab serves loads inside and outside of inference mode.
         with self._lock, torch.inference_mode(False):
             if self._used + num_bytes > len(self._slab):
-                self._slab, self._used = torch.empty(SLAB_BYTES, dtype=torch.uint8), 0
-                library.advise(self._slab.data_ptr(), SLAB_BYTES)
-            part = self._slab[self._used : self._used + num_bytes]
+                self._slab = torch.empty(SLAB_BYTES, dtype=torch.uint8).untyped_storage()
+                self._used = 0
+                self.library.advise(self._slab.data_ptr(), SLAB_BYTES)
+            part = torch.empty(0, dtype=torch.uint8)
+            part.set_(self._slab, self._used, (num_bytes,), (1,))
             self._used += -(-num_bytes // 64) * 64  # whole cache lines
-            return part.view(dtype).view(size)
-
-
-SLABS = Slabs()
-
-
-class PackedRows(Protocol):
-    """Weights as a narrow product reads them."""
-
-    group: int  # features with one scale, if that is not fixed
-
-    def pointer(self, index: int = 0) -> int: ...
-
-    def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None: ...
-
-    def rows(self, ids: Tensor) -> Tensor: ...
+            return part.view(size)
 
 
 class PackedMatrices(Protocol):
-    """The matrices of a layer's experts, as products read them."""
+    """Weights as products read them: the sections of a linear layer, or the matrices of a layer's experts."""
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None: ...
 
-    def table(self) -> list[PackedMatrix]:
-        """Return the matrices of all experts, of each expert as many as share its rows."""
+    def table(self) -> list[Any]:
+        """Return the `Matrix` of each section from the first row on, or of all experts, of each expert as many as share
+        its rows."""
 
 
 class PanelStack:
-    """Matrices in panels of equal size."""
+    """Matrices in panels of equal size (native/narrow.h), which one method multiplies."""
 
-    group = 0  # features with one scale; only int4 has groups
-    _panels: Tensor  # [matrices, panels, ...]
-    _method: int  # of products (native/narrow.h)
+    def __init__(
+        self, slabs: Slabs, method: int, out_features: int, in_features: int, group: int, count: int
+    ) -> None:
+        self._library = library = slabs.library
+        self._method = method
+        self._shape = out_features, in_features
+        self._group = group  # features with one scale; only int4 has groups
+        panel_bytes = library.panel_bytes(method, in_features, group)
+        self._panels = slabs.empty(count, -(-out_features // library.panel), panel_bytes)
 
-    def pointer(self, index: int = 0) -> int:
-        return self._panels[index].data_ptr()
-
-    def table(self) -> list[PackedMatrix]:
+    def table(self) -> list[Any]:
+        matrix, num_rows = self._library.matrix, self._shape[0]
         return [
-            PackedMatrix(self.pointer(index), self._method, self.group) for index in range(len(self._panels))
+            matrix(panels=panels.data_ptr(), method=self._method, rows=num_rows, group=self._group)
+            for panels in self._panels
         ]
 
 
@@ -95,45 +90,36 @@ class Panels(PanelStack):
 
     def __init__(
         self,
-        library: Library,
+        slabs: Slabs,
+        method: int,
         out_features: int,
         in_features: int,
         dtype: torch.dtype,
-        device: torch.device,
-        method: int = 0,
         count: int = 1,
     ) -> None:
-        self._library = library
-        self._method = method
-        self._in_features = in_features
-        # float16 would be slower to widen than bfloat16, and float32 holds it exactly.
-        self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        narrow = self.dtype == torch.bfloat16
-        self._pack = library.pack_bf16 if narrow else library.pack_f32
-        self._gather = library.gather_bf16 if narrow else library.gather_f32
-        depth = library.depth_bf16(in_features) if narrow else in_features
-        size = count, -(-out_features // library.panel), depth, library.panel
-        self._panels = SLABS.empty(library, size, self.dtype, device)
-        if out_features % library.panel:
-            self._panels[:, -1] = 0  # columns past the last output take part in products
-        if depth != in_features:
-            self._panels.zero_()  # as do features past the last input
+        super().__init__(slabs, method, out_features, in_features, 0, count)
+        self._dtype = stored_dtype(dtype)
+        library = slabs.library
+        self._pack = library.pack_bf16 if self._dtype == torch.bfloat16 else library.pack_f32
+        # Columns past the last output take part in products, as do features past the last input.
+        if self._panels.shape[2] != in_features * library.panel * self._dtype.itemsize:
+            self._panels.zero_()
+        elif out_features % library.panel:
+            self._panels[:, -1] = 0
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         for start in range(0, len(weight), LOAD_ROWS):
-            part = plain(weight[start : start + LOAD_ROWS]).to(device="cpu", dtype=self.dtype).contiguous()
+            part = plain(weight[start : start + LOAD_ROWS]).to(device="cpu", dtype=self._dtype).contiguous()
             self._pack(
-                part.data_ptr(), self.pointer(index), *part.shape, self._in_features, first_row + start,
+                part.data_ptr(), self._panels[index].data_ptr(), *part.shape, self._shape[1], first_row + start,
                 first_column, self._library.threads,
             )  # fmt: skip
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return rows [len(ids), in_features] of the first matrix as float32."""
-        out = torch.empty(len(ids), self._in_features)
-        self._gather(
-            self.pointer(), ids.data_ptr(), out.data_ptr(), len(ids), self._in_features, self._library.threads
-        )
-        return out
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of plain weights in memory. float16 would be slower to widen than bfloat16, and float32 holds it
+    exactly."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def holds(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
@@ -146,35 +132,31 @@ def holds(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
 
 
 class QuantizedPanels(PanelStack):
-    """A matrix of int8 or int4 weights in panels (native/narrow.h), or several such matrices."""
+    """A matrix of int8 or int4 weights in panels, or several such matrices."""
 
     def __init__(
         self,
-        library: Library,
+        slabs: Slabs,
+        method: int,
         out_features: int,
         in_features: int,
         scheme: GroupScheme,
-        device: torch.device,
-        method: int,
         count: int = 1,
     ) -> None:
-        self._library = library
-        self._in_features = in_features
+        super().__init__(slabs, method, out_features, in_features, scheme.group, count)
         self._scheme = scheme
-        self._method = method
-        self.group = scheme.group
-        size = count, -(-out_features // library.panel), library.panel_bytes(in_features, method, self.group)
-        # Zeros, since columns and features past the last ones take part in products.
-        self._panels = SLABS.empty(library, size, torch.uint8, device).zero_()
+        self._panels.zero_()  # columns and features past the last ones take part in products
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
-        if first_column or weight.shape[1] != self._in_features:
+        num_columns = self._shape[1]
+        if first_column or weight.shape[1] != num_columns:
             raise ConfigError(
                 f"columns {first_column} to {first_column + weight.shape[1] - 1} cannot be loaded into a layer of "
-                f"{self._in_features} columns held as {self._scheme.name}: it takes whole rows"
+                f"{num_columns} columns held as {self._scheme.name}: it takes whole rows"
             )
         for start in range(0, len(weight), LOAD_ROWS):
-            self._load_rows(weight[start : start + LOAD_ROWS], first_row + start, self.pointer(index))
+            to = self._panels[index].data_ptr()
+            self._load_rows(weight[start : start + LOAD_ROWS], first_row + start, to)
 
     def _load_rows(self, weight: Weight, first_row: int, to: int) -> None:
         matrix = self._scheme.quantize(weight) if isinstance(weight, Tensor) else weight
@@ -186,7 +168,7 @@ class QuantizedPanels(PanelStack):
                 f"a weight held as {matrix.scheme.name} cannot be loaded into a layer held as {self._scheme.name}"
             )
         codes, scales = matrix.codes.cpu().contiguous(), dense(matrix.scales.cpu())
-        sizes = len(matrix), self._in_features
+        sizes = matrix.shape
         if self._scheme.codes == "int8":
             self._library.pack_int8(
                 codes.data_ptr(), scales.data_ptr(), to, *sizes, first_row, self._library.threads
@@ -194,118 +176,14 @@ class QuantizedPanels(PanelStack):
             return
         zeros = None if matrix.zeros is None else matrix.zeros.cpu().contiguous()
         self._library.pack_int4(
-            codes.data_ptr(), scales.data_ptr(), pointer(zeros), to, *sizes, self.group, first_row,
+            codes.data_ptr(), scales.data_ptr(), pointer(zeros), to, *sizes, self._group, first_row,
             self._library.threads,
         )  # fmt: skip
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return rows [len(ids), in_features] of the first matrix as float32."""
-        out = torch.empty(len(ids), self._in_features)
-        arguments = self.pointer(), ids.data_ptr(), out.data_ptr(), len(ids), self._in_features
-        if self._scheme.codes == "int8":
-            self._library.gather_int8(*arguments, self._library.threads)
-        else:
-            self._library.gather_int4(*arguments, self.group, self._library.threads)
-        return out
 
-
-class CompiledLinear(ComposedLinear):
-    """Checks and shapes around a compiled product."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        library: Library,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-    ) -> None:
-        own_bias = torch.zeros(out_features, device=device) if bias else None
-        super().__init__(kernels, in_features, out_features, own_bias, reduce)
-        self._library = library
-        self._bias_pointer = pointer(own_bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(self._input(x), 0)
-
-    def activated(self, x: Tensor, activation: str) -> Tensor:
-        check_activation(activation)
-        return self._product(self._input(x), ACTIVATION_NUMBERS[activation])
-
-    def embed(self, ids: Tensor) -> Tensor:
-        ids = ids.to(torch.int64).contiguous()
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
-            raise IndexError(f"row ids are {ids.tolist()}: they must be in [0, {self.out_features})")
-        return self._rows(ids)
-
-    def matrix(self) -> LinearMatrix | None:
-        """Return the layer as other functions of the library read it, or None if it is more than one product. Valid
-        until weights are loaded again."""
-        return None
-
-    def _input(self, x: Tensor) -> Tensor:
-        x = dense(x)
-        if x.shape[1] != self.in_features:
-            raise ConfigError(f"input has {x.shape[1]} features: the layer takes {self.in_features}")
-        return x
-
-    @abstractmethod
-    def _product(self, x: Tensor, activation: int) -> Tensor: ...
-
-    @abstractmethod
-    def _rows(self, ids: Tensor) -> Tensor:
-        """Return weight rows [len(ids), in_features]."""
-
-
-class NativeLinear(CompiledLinear):
-    """A linear layer computed in float32, over float32 or bfloat16 weights."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        library: Library,
-        in_features: int,
-        out_features: int,
-        dtype: torch.dtype,
-        bias: bool,
-        reduce: Reduce | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kernels, library, in_features, out_features, bias, reduce, device)
-        self._panels = Panels(library, out_features, in_features, dtype, device)
-        narrow = self._panels.dtype == torch.bfloat16
-        self._multiply = library.multiply_bf16 if narrow else library.multiply_f32
-        self._method = -1 if narrow else 0  # as decoder.cpp numbers them
-        self._weight_pointer = self._panels.pointer()
-
-    def matrix(self) -> LinearMatrix | None:
-        if self._reduce is not None:
-            return None
-        size = self.in_features, self.out_features
-        return LinearMatrix(self._weight_pointer, self._bias_pointer, *size, self._method, 0)
-
-    def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        check_weight(self, weight, first_row, first_column)
-        self._panels.load(weight, first_row, first_column)
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        return self._panels.rows(ids)
-
-    def _product(self, x: Tensor, activation: int) -> Tensor:
-        out = torch.empty(len(x), self.out_features)
-        if len(x):
-            self._multiply(
-                x.data_ptr(), self._weight_pointer, self._bias_pointer, out.data_ptr(), *x.shape,
-                self.out_features, activation, self._library.threads,
-            )  # fmt: skip
-        return out
-
-
-class NarrowLinear(CompiledLinear):
-    """A linear layer that converts its input to a narrow type before it multiplies (native/narrow.h): to bfloat16, or
-    to int8 with a scale for each token.
+class NativeLinear(ComposedLinear):
+    """A linear layer over weights in panels. Its method multiplies in float32, or converts the input to a narrow type
+    before (native/narrow.h): to bfloat16, or to int8 with a scale for each token.
 
     The norm before the product, and the gate or the residual after it, are part of one call.
     """
@@ -319,44 +197,68 @@ class NarrowLinear(CompiledLinear):
         bias: bool,
         reduce: Reduce | None,
         device: torch.device,
-        panels: PackedRows,
-        method: int,
+        weights: PackedMatrices,
     ) -> None:
-        super().__init__(kernels, library, in_features, out_features, bias, reduce, device)
-        self._panels = panels
-        self._weight_pointer = panels.pointer()
-        self._method = method
-        self._group = panels.group
+        own_bias = torch.zeros(out_features, device=device) if bias else None
+        super().__init__(kernels, in_features, out_features, own_bias, reduce)
+        self._library = library
+        self._weights = weights
+        self._structure: Any = None  # of the weights that are loaded
 
-    def matrix(self) -> LinearMatrix | None:
-        if self._reduce is not None:
-            return None
-        size = self.in_features, self.out_features
-        return LinearMatrix(self._weight_pointer, self._bias_pointer, *size, self._method, self._group)
+    @property
+    def reduces(self) -> bool:
+        return self._reduce is not None
+
+    def structure(self) -> Any:
+        """Return the `Linear` that the library reads. It is another one once weights are loaded again."""
+        if self._structure is None:
+            parts = self._weights.table()
+            self._structure = self._library.linear_layer(
+                parts=self._library.matrix.array(parts),
+                num_parts=len(parts),
+                bias=pointer(self._bias),
+                in_features=self.in_features,
+                out_features=self.out_features,
+            )
+        return self._structure
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
-        self._panels.load(weight, first_row, first_column)
+        self._weights.load(weight, first_row, first_column)
+        self._structure = None
 
-    def _rows(self, ids: Tensor) -> Tensor:
-        return self._panels.rows(ids)
+    def embed(self, ids: Tensor) -> Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise IndexError(f"row ids are {ids.tolist()}: they must be in [0, {self.out_features})")
+        out = torch.empty(len(ids), self.in_features)
+        self._library.gather(
+            ctypes.byref(self.structure()), ids.data_ptr(), out.data_ptr(), len(ids), self._library.threads
+        )
+        return out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        check_activation(activation)
+        return self._product(x, self._library.activations[activation])
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
-        return self._product(self._input(residual.x), 0, residual.norm, eps)
+        return self._product(residual.x, 0, residual.norm, eps)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._product(self._input(x), 0, norm, eps)
+        return self._product(x, 0, norm, eps)
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         check_gate(activation)
-        x = self._input(residual.x)
+        x, library = self._input(residual.x), self._library
         num_tokens = x.shape[0]
         out = torch.empty(num_tokens, self.out_features // 2)
         if num_tokens:
-            self._library.gated_linear(
-                x.data_ptr(), self._norm_pointer(residual.norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), num_tokens, self.in_features, self.out_features, self._method, self._group, eps,
-                GATE_NUMBERS[activation], self._library.threads,
+            library.gated_linear(
+                ctypes.byref(self.structure()), x.data_ptr(), vector_pointer(residual.norm, self.in_features), eps,
+                out.data_ptr(), num_tokens, library.activations[activation], library.threads,
             )  # fmt: skip
         return out
 
@@ -374,7 +276,16 @@ class NarrowLinear(CompiledLinear):
         self._multiply(x, hidden, add=True)
         return Residual(hidden, next_norm)
 
-    def _product(self, x: Tensor, activation: int, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def _input(self, x: Tensor) -> Tensor:
+        x = dense(x)
+        if x.shape[1] != self.in_features:
+            raise ConfigError(f"input has {x.shape[1]} features: the layer takes {self.in_features}")
+        return x
+
+    def _product(
+        self, x: Tensor, activation: int = 0, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor:
+        x = self._input(x)
         out = torch.empty(x.shape[0], self.out_features)
         self._multiply(x, out, activation, norm, eps)
         return out
@@ -383,7 +294,7 @@ class NarrowLinear(CompiledLinear):
         self,
         x: Tensor,
         out: Tensor,
-        activation: int = 0,
+        activation: int = 0,  # none
         norm: Tensor | None = None,
         eps: float = 0.0,
         add: bool = False,
@@ -391,27 +302,29 @@ class NarrowLinear(CompiledLinear):
         num_tokens = x.shape[0]
         if num_tokens:
             self._library.linear(
-                x.data_ptr(), self._norm_pointer(norm), self._weight_pointer, self._bias_pointer,
-                out.data_ptr(), num_tokens, self.in_features, self.out_features, self._method, self._group, eps,
-                activation, add, self._library.threads,
+                ctypes.byref(self.structure()), x.data_ptr(), vector_pointer(norm, self.in_features), eps,
+                out.data_ptr(), num_tokens, activation, add, self._library.threads,
             )  # fmt: skip
-
-    def _norm_pointer(self, norm: Tensor | None) -> int | None:
-        if norm is not None and (norm.shape != (self.in_features,) or norm.dtype != torch.float32):
-            raise ConfigError(
-                f"a norm's weight is {norm.dtype} {list(norm.shape)}: it must be float32 [{self.in_features}]"
-            )
-        return pointer(norm)
 
 
 def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def vector_pointer(vector: Tensor | None, size: int, name: str = "a norm") -> int | None:
+    """Return the address of a float32 vector of this size. `name` is that of the vector in an error message."""
+    if vector is None:
+        return None
+    if vector.shape != (size,) or vector.dtype != torch.float32 or not vector.is_contiguous():
+        raise ConfigError(
+            f"{name} has the shape {list(vector.shape)} of {vector.dtype}: it must be float32 [{size}]"
+        )
+    return vector.data_ptr()
+
+
 def dense(x: Tensor) -> Tensor:
     """Return x as contiguous float32, which the library reads; x itself if it already is."""
-    if (
-        x.dtype == torch.float32 and x.is_contiguous()
-    ):  # sooner known than converted, in every product of a step
+    # Checking is cheaper than converting, and this runs for every product.
+    if x.dtype == torch.float32 and x.is_contiguous():
         return x
     return x.to(torch.float32).contiguous()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from inflight.layers.kernels import (
     Kernels,
     Linear,
     LoadedExperts,
+    PlainLayer,
     Reduce,
     Residual,
     check_activation,
@@ -315,6 +317,9 @@ class TorchKernels:
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + x
+
+    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> None:  # noqa: ARG002
+        return None
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rotary_dim = cos_sin.shape[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
     Linear,
+    PlainLayer,
     Reduce,
     Residual,
     check_activation,
@@ -120,6 +122,9 @@ class TritonKernels:
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
         return residual.add_(x)
+
+    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> None:  # noqa: ARG002
+        return None  # a captured graph has no host work between layers
 
 
 class TritonLinear:

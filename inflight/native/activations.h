@@ -2,12 +2,10 @@
 // neighbours.
 #pragma once
 
+#include "structures.h"
 #include "vectors.h"
 
 namespace inflight {
-
-// Numbered as in native/library.py.
-enum class Activation : int { none, gelu, gelu_tanh, relu, silu, tanh };
 
 inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
@@ -60,7 +58,7 @@ void activate_each(Vec* x, int count) {
 // One function for any number of rows, so that all round alike.
 __attribute__((noinline)) inline void activate(Activation activation, Vec* x, int count) {
     switch (activation) {
-        case Activation::none: return;
+        case Activation::none: case Activation::clamped_silu: return;
         case Activation::gelu: return activate_each<gelu>(x, count);
         case Activation::gelu_tanh: return activate_each<gelu_tanh>(x, count);
         case Activation::relu: return activate_each<relu>(x, count);

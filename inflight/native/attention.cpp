@@ -133,17 +133,16 @@ void write_token(const Job<int8_t>& job, int64_t kv_head, int64_t token, int64_t
 // Prepare the heads of a token that share a KV head.
 template <class Stored>
 void prepare_token(const Job<Stored>& job, int64_t kv_head, int64_t token) {
-    const Preparation& prepare = job.prepare;
     const auto prepare_head = [&](float* head, const float* norm) {
-        prepare.normalise(head, norm, job.dim);
-        prepare.rotate(head, token);
+        job.normalise(head, norm);
+        job.rotate(head, token);
     };
     const int64_t group = job.group();
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
-        prepare_head(job.query(token, head), prepare.query_norm);
+        prepare_head(job.query(token, head), job.query_norm);
     if (!job.key.data) return;
-    prepare_head(job.key(token, kv_head), prepare.key_norm);
-    prepare.normalise(job.value(token, kv_head), prepare.value_norm, job.dim);
+    prepare_head(job.key(token, kv_head), job.key_norm);
+    job.normalise(job.value(token, kv_head), job.value_norm);
 }
 
 template <class Stored>
@@ -431,7 +430,9 @@ void attend_all(const Job<Stored>& job, int threads) {
 
 }  // namespace
 
-void attend(const Attention& attention, int threads) {
+void attend(Attention attention, int threads) {
+    attention.tables += attention.table * attention.table_size;
+    attention.slot_mapping += attention.table * attention.tokens;
     if (attention.scales)
         attend_all(Job<int8_t>(attention), threads);
     else
@@ -440,23 +441,10 @@ void attend(const Attention& attention, int threads) {
 
 }  // namespace inflight
 
-// Queries, keys and values are overwritten where there is something to prepare.
-extern "C" void inflight_attend(float* query, int64_t query_token_stride, int64_t query_head_stride,
-                                float* key, int64_t key_token_stride, int64_t key_head_stride,
-                                float* value, int64_t value_token_stride, int64_t value_head_stride,
-                                const float* query_norm, const float* key_norm, const float* value_norm,
-                                const float* cos_sin, const int64_t* positions, int64_t rotary_dim, float eps,
-                                void* cache, uint32_t* scales, float* out, const int32_t* query_starts,
-                                const int32_t* context_lens, const int32_t* rows, const int32_t* tables,
-                                const int64_t* slot_mapping, const float* sinks, int64_t entries, int64_t tokens,
-                                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-                                int64_t block_stride, int64_t table_stride, int64_t window, float scale,
-                                float softcap, int threads) {
-    inflight::attend({{query, query_token_stride, query_head_stride},
-                      {key, key_token_stride, key_head_stride},
-                      {value, value_token_stride, value_head_stride},
-                      {query_norm, key_norm, value_norm, cos_sin, positions, rotary_dim, eps},
-                      cache, scales, out, query_starts, context_lens, rows, tables, slot_mapping, sinks, entries,
-                      tokens, heads, kv_heads, dim, block_size, block_stride, table_stride, window, scale, softcap},
-                     threads);
+// Queries, keys and values [tokens][...], in rows `stride` floats apart, are overwritten where there is something to
+// prepare. Keys and values are null if this step's are in the cache.
+extern "C" void inflight_attend(const inflight::Heads* heads, const inflight::Step* step, float* query, float* key,
+                                float* value, int64_t stride, float* out, int threads) {
+    const int64_t dim = heads->dim;
+    inflight::attend({*heads, *step, {query, stride, dim}, {key, stride, dim}, {value, stride, dim}, out}, threads);
 }

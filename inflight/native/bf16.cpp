@@ -117,23 +117,20 @@ INFLIGHT_TILES void multiply_tiles(const NarrowTile& tile, float* sums) {
     _tile_stored(1, sums + kWidth, kPanel * sizeof(float));
 }
 
-const Method kDot{kDotRows, row_bytes, panel_bytes, round_row, dot<kDotRows>, nothing, nothing};
-const Method kTiles{2 * kTileRows, row_bytes, panel_bytes, round_row, multiply_tiles, enter_tiles, leave_tiles};
+const Method kDot{panel_bytes, expand_bf16, kDotRows, row_bytes, round_row, dot<kDotRows>, nothing, nothing};
+const Method kTiles{panel_bytes,   expand_bf16,    2 * kTileRows, row_bytes,
+                    round_row,     multiply_tiles, enter_tiles,   leave_tiles};
 
 }  // namespace
 
-const Method* bf16_method(MethodNumber number) {
-    if (number == MethodNumber::bf16_tiles && (instructions() & kAmxBf16)) return &kTiles;
-    if (number == MethodNumber::bf16_dot && (instructions() & kAvx512Bf16)) return &kDot;
-    return nullptr;
-}
+NamedMethods bf16_methods() { return {{"bf16", "amx_bf16", &kTiles}, {"bf16", "avx512_bf16", &kDot}}; }
 
 }  // namespace inflight
 
 #else
 
 namespace inflight {
-const Method* bf16_method(MethodNumber) { return nullptr; }
+NamedMethods bf16_methods() { return {}; }
 }  // namespace inflight
 
 #endif

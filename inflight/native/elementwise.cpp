@@ -72,16 +72,6 @@ void gate_each(const float* gate_up, float* out, int64_t tokens, int64_t n, int 
 }
 
 }  // namespace
-
-void gate_halves(Gate gate, const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
-    switch (gate) {
-        case Gate::silu: return gate_each<silu>(gate_up, out, tokens, n, threads);
-        case Gate::gelu_tanh: return gate_each<gelu_tanh>(gate_up, out, tokens, n, threads);
-        case Gate::gelu: return gate_each<gelu>(gate_up, out, tokens, n, threads);
-        case Gate::clamped_silu: return;  // of experts only
-    }
-}
-
 }  // namespace inflight
 
 using namespace inflight;
@@ -174,7 +164,11 @@ void inflight_rotate(float* x, int64_t tokens, int64_t heads, int64_t token_stri
     });
 }
 
-void inflight_gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int64_t gate, int threads) {
-    gate_halves(static_cast<Gate>(gate), gate_up, out, tokens, n, threads);
+void inflight_gate(const float* gate_up, float* out, int64_t tokens, int64_t n, Activation gate, int threads) {
+    switch (gate) {
+        case Activation::silu: return gate_each<silu>(gate_up, out, tokens, n, threads);
+        case Activation::gelu_tanh: return gate_each<gelu_tanh>(gate_up, out, tokens, n, threads);
+        default: return gate_each<gelu>(gate_up, out, tokens, n, threads);
+    }
 }
 }

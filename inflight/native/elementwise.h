@@ -47,10 +47,4 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int64_t ha
     }
 }
 
-// Numbered as in native/library.py.
-enum class Gate : int64_t { silu, gelu_tanh, gelu, clamped_silu };
-
-// out [tokens][n] = gate(first half of gate_up) * second half, for all gates but clamped_silu.
-void gate_halves(Gate gate, const float* gate_up, float* out, int64_t tokens, int64_t n, int threads);
-
 }  // namespace inflight

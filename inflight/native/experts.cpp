@@ -27,30 +27,6 @@ constexpr float kSmallest = 1e-20f;        // all sigmoids may be 0
 // The first k step of one of `cuts` parts of k: even, since panels may hold pairs.
 int64_t cut_at(int64_t cut, int64_t cuts, int64_t k) { return cut == cuts ? k : cut * k / cuts / 2 * 2; }
 
-enum class Scores : int64_t { softmax, sigmoid, chosen };
-
-// As `ExpertMatrix` in native/library.py.
-struct Matrix {
-    const void* panels;
-    int64_t method, group;  // of products (narrow.h); 0: in float32
-};
-
-// As `ExpertLayer` in native/library.py.
-struct Layer {
-    const Matrix* gate_up;      // [held][gate_up_parts]: rows of gate, then those of up, in one matrix or in two
-    const Matrix* down;         // [held]
-    const float* gate_up_bias;  // [held][2 * inner] or null
-    const float* down_bias;     // [held][hidden] or null
-    const float* correction;    // [experts] or null
-    const float* scales;        // [experts] or null
-    int64_t* tokens;            // [experts]: increased by the tokens that choose each
-    int64_t gate_up_parts, hidden, inner, experts, first_held, held, top_k;
-    Scores scores;
-    int64_t normalise, groups, top_groups;
-    Gate gate;
-    float scale, limit;
-};
-
 // Return the unused index with the largest value, and mark it as used. Of equal ones the first; NaN is never larger.
 int64_t take_best(const float* values, int64_t count, std::vector<char>& used) {
     int64_t best = -1;
@@ -68,7 +44,7 @@ void softmax(float* values, int64_t count) {
 }
 
 // Mark the experts outside the groups whose two best have the largest sums.
-void exclude_groups(const Layer& layer, const float* ranking, std::vector<char>& used) {
+void exclude_groups(const Experts& layer, const float* ranking, std::vector<char>& used) {
     const int64_t size = layer.experts / layer.groups;
     std::vector<float> sums(layer.groups);
     for (int64_t group = 0; group < layer.groups; ++group) {
@@ -83,7 +59,7 @@ void exclude_groups(const Layer& layer, const float* ranking, std::vector<char>&
 }
 
 // Write a token's experts, best first, and their weights.
-void choose(const Layer& layer, const float* logits, int64_t* ids, float* weights) {
+void choose(const Experts& layer, const float* logits, int64_t* ids, float* weights) {
     thread_local std::vector<float> scores, ranking;
     thread_local std::vector<char> used;
     scores.assign(logits, logits + layer.experts);
@@ -105,7 +81,7 @@ void choose(const Layer& layer, const float* logits, int64_t* ids, float* weight
     const float divisor = layer.normalise ? total : 1.0f;
     for (int64_t j = 0; j < layer.top_k; ++j) {
         weights[j] = weights[j] / divisor * layer.scale;
-        if (layer.scales) weights[j] *= layer.scales[ids[j]];
+        if (layer.factors) weights[j] *= layer.factors[ids[j]];
     }
 }
 
@@ -124,7 +100,7 @@ struct Groups {
     std::vector<int64_t> starts;
 
     // Return the number of rows.
-    int64_t fill(const Layer& layer, const float* x, const float* logits, const int32_t* live, int64_t tokens,
+    int64_t fill(const Experts& layer, const float* x, const float* logits, const int32_t* live, int64_t tokens,
                  int threads) {
         const int64_t pairs = tokens * layer.top_k;
         ids.resize(pairs);
@@ -220,30 +196,30 @@ void multiply_narrow(const std::vector<Rows>& blocks, const float* const* source
             groups.push_back({matrix.panels, bias ? bias + rows.expert * width + column : nullptr, rows.first,
                               rows.count, column});
         }
-        const Method* method = find_method(static_cast<MethodNumber>(first.method));
-        multiply_groups({method, sources, y, {k, first.group}, n, width}, groups.data(),
+        multiply_groups({first.method, sources, y, {k, first.group}, n, width}, groups.data(),
                         static_cast<int64_t>(groups.size()), threads);
     }
 }
 
-template <class Stored>
 void multiply_experts(const std::vector<Rows>& blocks, const float* const* sources, const Matrix* matrices,
                       int64_t parts, const float* bias, float* y, int64_t k, int64_t n, int threads) {
-    if (matrices->method) return multiply_narrow(blocks, sources, matrices, parts, bias, y, k, n, threads);
-    multiply_plain<Stored>(blocks, sources, matrices, bias, y, k, n, threads);
+    const int64_t float_bytes = matrices->method->float_bytes;
+    if (float_bytes == 4) return multiply_plain<float>(blocks, sources, matrices, bias, y, k, n, threads);
+    if (float_bytes == 2) return multiply_plain<uint16_t>(blocks, sources, matrices, bias, y, k, n, threads);
+    multiply_narrow(blocks, sources, matrices, parts, bias, y, k, n, threads);
 }
 
 // In place: the first half of a row becomes activation(first half) * second half.
-void gate_rows(const Layer& layer, float* rows, int64_t count, int threads) {
+void gate_rows(const Experts& layer, float* rows, int64_t count, int threads) {
     const int64_t n = layer.inner;
     if (count * n <= kParallelFloats / 4) threads = 1;
     parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
         float *gate = rows + row * 2 * n, *up = gate + n;
         switch (layer.gate) {
-            case Gate::silu: return gate_row<silu>(gate, up, gate, n);
-            case Gate::gelu_tanh: return gate_row<gelu_tanh>(gate, up, gate, n);
-            case Gate::gelu: return gate_row<gelu>(gate, up, gate, n);
-            case Gate::clamped_silu:
+            case Activation::silu: return gate_row<silu>(gate, up, gate, n);
+            case Activation::gelu_tanh: return gate_row<gelu_tanh>(gate, up, gate, n);
+            case Activation::gelu: return gate_row<gelu>(gate, up, gate, n);
+            default:
                 for (int64_t i = 0; i < n; ++i) {
                     gate[i] = std::min(gate[i], layer.limit);
                     up[i] = std::max(-layer.limit, std::min(up[i], layer.limit)) + 1.0f;
@@ -253,8 +229,7 @@ void gate_rows(const Layer& layer, float* rows, int64_t count, int threads) {
     });
 }
 
-template <class Stored>
-void run_experts(const Layer& layer, const float* x, const float* logits, const int32_t* live, float* y,
+void run_experts(const Experts& layer, const float* x, const float* logits, const int32_t* live, float* y,
                  int64_t tokens, bool add, int threads) {
     thread_local Groups own_groups;
     thread_local Scratch scratch;
@@ -265,12 +240,12 @@ void run_experts(const Layer& layer, const float* x, const float* logits, const 
     float* middle = scratch.floats(num_rows * (2 * inner + hidden));
     float* products = middle + num_rows * 2 * inner;
     if (num_rows) {
-        multiply_experts<Stored>(groups.blocks, groups.sources.data(), layer.gate_up, layer.gate_up_parts,
-                                 layer.gate_up_bias, middle, hidden, 2 * inner, threads);
+        multiply_experts(groups.blocks, groups.sources.data(), layer.gate_up, layer.gate_up_parts, layer.gate_up_bias,
+                         middle, hidden, 2 * inner, threads);
         gate_rows(layer, middle, num_rows, threads);
         for (int64_t row = 0; row < num_rows; ++row) groups.sources[row] = middle + row * 2 * inner;
-        multiply_experts<Stored>(groups.blocks, groups.sources.data(), layer.down, 1, layer.down_bias, products,
-                                 inner, hidden, threads);
+        multiply_experts(groups.blocks, groups.sources.data(), layer.down, 1, layer.down_bias, products, inner, hidden,
+                         threads);
     }
     parallel_for(tokens * hidden <= kParallelFloats ? 1 : threads, tokens, even_chunk(threads, tokens),
                  [&](int64_t token) {
@@ -292,32 +267,16 @@ void run_experts(const Layer& layer, const float* x, const float* logits, const 
     });
 }
 
-template <class Stored>
-void run_in_chunks(const Layer& layer, const float* x, const float* logits, const int32_t* live, float* y,
-                   int64_t tokens, int add, int threads) {
-    const int64_t chunk = std::max(kChunkPairs, kChunkRows * layer.experts) / layer.top_k + 1;
-    for (int64_t first = 0; first < tokens; first += chunk)
-        run_experts<Stored>(layer, x + first * layer.hidden, logits + first * layer.experts,
-                            live ? live + first : nullptr, y + first * layer.hidden, std::min(chunk, tokens - first),
-                            add != 0, threads);
-}
-
 }  // namespace
 }  // namespace inflight
 
-using namespace inflight;
-
-extern "C" {
-
 // y [tokens][hidden] becomes the weighted sum of each token's experts, or is increased by it. Tokens whose `live` is
 // negative have no experts.
-void inflight_experts_f32(const void* layer, const float* x, const float* logits, const int32_t* live, float* y,
-                          int64_t tokens, int add, int threads) {
-    run_in_chunks<float>(*static_cast<const Layer*>(layer), x, logits, live, y, tokens, add, threads);
-}
-
-void inflight_experts_bf16(const void* layer, const float* x, const float* logits, const int32_t* live, float* y,
-                           int64_t tokens, int add, int threads) {
-    run_in_chunks<uint16_t>(*static_cast<const Layer*>(layer), x, logits, live, y, tokens, add, threads);
-}
+extern "C" void inflight_experts(const inflight::Experts* layer, const float* x, const float* logits,
+                                 const int32_t* live, float* y, int64_t tokens, int add, int threads) {
+    using namespace inflight;
+    const int64_t chunk = std::max(kChunkPairs, kChunkRows * layer->experts) / layer->top_k + 1;
+    for (int64_t first = 0; first < tokens; first += chunk)
+        run_experts(*layer, x + first * layer->hidden, logits + first * layer->experts, live ? live + first : nullptr,
+                    y + first * layer->hidden, std::min(chunk, tokens - first), add != 0, threads);
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "gemm.h"
-#include "operations.h"
 #include "team.h"
 
 namespace inflight {
@@ -56,6 +55,8 @@ void multiply_slab(const Product<Stored>& product, int threads) {
     });
 }
 
+}  // namespace
+
 template <class Stored>
 void multiply(const Product<Stored>& product, int threads) {
     const int64_t m = product.m, k = product.k, n = product.n;
@@ -72,20 +73,7 @@ void multiply(const Product<Stored>& product, int threads) {
     }
 }
 
-}  // namespace
+template void multiply(const Product<float>&, int);
+template void multiply(const Product<uint16_t>&, int);
+
 }  // namespace inflight
-
-using namespace inflight;
-
-extern "C" {
-
-void inflight_multiply_f32(const float* x, const float* weight, const float* bias, float* y, int64_t m, int64_t k,
-                           int64_t n, int activation, int threads) {
-    multiply(Product<float>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
-}
-
-void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t m, int64_t k,
-                            int64_t n, int activation, int threads) {
-    multiply(Product<uint16_t>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
-}
-}

@@ -29,6 +29,9 @@ struct Product {
     const Stored* panel(int64_t p, int64_t begin) const { return weight + (p * panel_depth<Stored>(k) + begin) * kPanel; }
 };
 
+template <class Stored>
+void multiply(const Product<Stored>& product, int threads);
+
 // Part of a product: some rows of one panel, k in [begin, end). The caller passes its packed x.
 struct Part {
     int64_t panel, first, begin, end;

@@ -15,7 +15,6 @@
 // Types with blocks of 256 have eight steps, then the scales and minimums of all groups, one byte each, and two factors.
 
 #include <algorithm>
-#include <type_traits>
 
 #include "instructions.h"
 #include "narrow.h"
@@ -31,7 +30,6 @@ namespace {
 constexpr int64_t kStep = 32, kSuper = 256, kQuads = 8;
 constexpr int64_t kVectorBytes = 4 * kWidth;
 
-// As in layers/gguf_linear.py.
 enum class Kind { q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, q4_k, q5_k, q6_k };
 
 // How a type stores its codes: the value of a code is (code - zero) * scale - minimum.
@@ -444,15 +442,6 @@ int64_t panel_bytes(Depth depth) {
 
 void nothing() {}
 
-template <Kind kind, class Dot>
-const Method kMethod{Dot::kTileRows,
-                     row_bytes<kShape<kind>.super>,
-                     panel_bytes<kind>,
-                     convert_row<kind, Dot>,
-                     multiply_tile<kind, Dot, Dot::kTileRows>,
-                     nothing,
-                     nothing};
-
 // ---- files' blocks to panels and back ----
 
 // A block of a file as codes and scales.
@@ -612,59 +601,50 @@ void expand_row(const char* run, int lane, int64_t k, float* out) {
 }
 
 template <Kind kind>
-void gather(const char* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
-    const int64_t run_bytes = panel_bytes<kind>({k, 0}) / 2;
-    parallel_for(count > 4 ? threads : 1, count, even_chunk(threads, count), [&](int64_t i) {
-        expand_row<kind>(panels + ids[i] / kWidth * run_bytes, static_cast<int>(ids[i] % kWidth), k, out + i * k);
-    });
+void expand(const char* panel, int64_t column, Depth depth, float* out) {
+    expand_row<kind>(panel + column / kWidth * panel_bytes<kind>(depth) / 2, static_cast<int>(column % kWidth), depth.k,
+                     out);
 }
 
-// Call function<kind>() for a kind that is known at run time.
-template <class Function>
-auto with_kind(int64_t kind, Function function) {
-    switch (static_cast<Kind>(kind)) {
-        case Kind::q4_0: return function(std::integral_constant<Kind, Kind::q4_0>{});
-        case Kind::q4_1: return function(std::integral_constant<Kind, Kind::q4_1>{});
-        case Kind::q5_0: return function(std::integral_constant<Kind, Kind::q5_0>{});
-        case Kind::q5_1: return function(std::integral_constant<Kind, Kind::q5_1>{});
-        case Kind::q8_0: return function(std::integral_constant<Kind, Kind::q8_0>{});
-        case Kind::mxfp4: return function(std::integral_constant<Kind, Kind::mxfp4>{});
-        case Kind::q4_k: return function(std::integral_constant<Kind, Kind::q4_k>{});
-        case Kind::q5_k: return function(std::integral_constant<Kind, Kind::q5_k>{});
-        default: return function(std::integral_constant<Kind, Kind::q6_k>{});
-    }
+// ---- methods ----
+
+template <Kind kind, class Dot>
+const Method kMethod{panel_bytes<kind>,
+                     expand<kind>,
+                     Dot::kTileRows,
+                     row_bytes<kShape<kind>.super>,
+                     convert_row<kind, Dot>,
+                     multiply_tile<kind, Dot, Dot::kTileRows>,
+                     nothing,
+                     nothing,
+                     pack<kind>};
+
+template <Kind kind>
+void add_methods(const char* name, NamedMethods& methods) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    methods.push_back({name, "vnni", &kMethod<kind, VnniDot>});
+#endif
+#if defined(__AVX2__)
+    methods.push_back({name, "", &kMethod<kind, Avx2Dot>});
+#else
+    methods.push_back({name, "", &kMethod<kind, PlainDot>});
+#endif
 }
 
 }  // namespace
 
-// `instruction` is kVnni, or 0 for the best of the others.
-const Method* gguf_method(int64_t kind, int64_t instruction) {
-    return with_kind(kind, [&](auto constant) -> const Method* {
-        constexpr Kind own = decltype(constant)::value;
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        if (instruction == kVnni) return &kMethod<own, VnniDot>;
-#endif
-        (void)instruction;
-#if defined(__AVX2__)
-        return &kMethod<own, Avx2Dot>;
-#else
-        return &kMethod<own, PlainDot>;
-#endif
-    });
+NamedMethods gguf_methods() {
+    NamedMethods methods;
+    add_methods<Kind::q4_0>("Q4_0", methods);
+    add_methods<Kind::q4_1>("Q4_1", methods);
+    add_methods<Kind::q5_0>("Q5_0", methods);
+    add_methods<Kind::q5_1>("Q5_1", methods);
+    add_methods<Kind::q8_0>("Q8_0", methods);
+    add_methods<Kind::mxfp4>("MXFP4", methods);
+    add_methods<Kind::q4_k>("Q4_K", methods);
+    add_methods<Kind::q5_k>("Q5_K", methods);
+    add_methods<Kind::q6_k>("Q6_K", methods);
+    return methods;
 }
 
 }  // namespace inflight
-
-using namespace inflight;
-
-extern "C" {
-
-void inflight_gguf_pack(int64_t kind, const uint8_t* blocks, char* panels, int64_t rows, int64_t k, int threads) {
-    with_kind(kind, [&](auto constant) { pack<decltype(constant)::value>(blocks, panels, rows, k, threads); });
-}
-
-void inflight_gguf_gather(int64_t kind, const char* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
-                          int threads) {
-    with_kind(kind, [&](auto constant) { gather<decltype(constant)::value>(panels, ids, out, count, k, threads); });
-}
-}

@@ -1,5 +1,7 @@
 #include "instructions.h"
 
+#include <string>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -35,25 +37,25 @@ bool is_amd() {
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
 }
 
-int64_t find_instructions() {
+std::string find_instructions() {
     uint32_t a, b, c, d, a1, b1, c1, d1;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return 0;
-    int64_t found = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return "";
+    std::string found;
     // Intel's dot products of pairs take longer than widening and two multiply-adds.
-    if ((a1 >> 5 & 1) && is_amd()) found |= kAvx512Bf16;
-    if (c >> 11 & 1) found |= kVnni;
+    if ((a1 >> 5 & 1) && is_amd()) found += "avx512_bf16 ";
+    if (c >> 11 & 1) found += "vnni ";
     const bool has_bf16 = d >> 22 & 1, has_tiles = d >> 24 & 1, has_int8 = d >> 25 & 1;
     if (has_tiles && (has_bf16 || has_int8) && may_use_tiles())
-        found |= (has_bf16 ? kAmxBf16 : 0) | (has_int8 ? kAmxInt8 : 0);
+        found.append(has_bf16 ? "amx_bf16 " : "").append(has_int8 ? "amx_int8 " : "");
     return found;
 }
 #elif defined(__x86_64__)
-int64_t find_instructions() {
+std::string find_instructions() {
     uint32_t a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) ? kVnni : 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) ? "vnni" : "";
 }
 #else
-int64_t find_instructions() { return 0; }
+std::string find_instructions() { return ""; }
 #endif
 
 }  // namespace
@@ -67,11 +69,11 @@ __attribute__((target("amx-tile"))) void enter_tiles() {
 __attribute__((target("amx-tile"))) void leave_tiles() { _tile_release(); }
 #endif
 
-int64_t instructions() {
-    static const int64_t found = find_instructions();
-    return found;
-}
-
 }  // namespace inflight
 
-extern "C" int64_t inflight_instructions() { return inflight::instructions(); }
+// Return the names of the instructions that this process may use. The first call asks the system for the permission to
+// use AMX.
+extern "C" const char* inflight_instructions() {
+    static const std::string found = inflight::find_instructions();
+    return found.c_str();
+}

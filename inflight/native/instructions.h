@@ -11,15 +11,6 @@
 
 namespace inflight {
 
-// One bit each, numbered as in native/library.py.
-constexpr int64_t kAvx512Bf16 = 1;
-constexpr int64_t kAmxBf16 = 2;
-constexpr int64_t kVnni = 4;  // of AVX-512, or of AVX2
-constexpr int64_t kAmxInt8 = 8;
-
-// Return the bits of what this process may use. The first call asks the system for the permission to use AMX.
-int64_t instructions();
-
 #if defined(INFLIGHT_AVX512_EXTENSIONS)
 // Make all tile registers of AMX 16 rows of 64 bytes, and release them.
 void enter_tiles();

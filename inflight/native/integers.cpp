@@ -342,36 +342,46 @@ void pack_int4_row(const uint8_t* codes, const float* scales, const uint8_t* zer
     }
 }
 
-const Method kInt8{kInt8Rows, int8_row_bytes, int8_panel_bytes, convert_int8<0>, multiply_int8<Plain, kInt8Rows>,
-                   nothing, nothing};
-const Method kInt4{kInt4Rows, int4_row_bytes, int4_panel_bytes, convert_int4, multiply_int4<Plain, kInt4Rows>, nothing,
-                   nothing};
-#if defined(INFLIGHT_VNNI)
-const Method kInt8Vnni{kInt8Rows, int8_row_bytes, int8_panel_bytes, convert_int8<128>, multiply_int8<Vnni, kInt8Rows>,
-                       nothing, nothing};
-const Method kInt4Vnni{kInt4Rows, int4_row_bytes, int4_panel_bytes, convert_int4, multiply_int4<Vnni, kInt4Rows>,
-                       nothing, nothing};
-#endif
+void expand_int8(const char* panel, int64_t column, Depth depth, float* out) {
+    const float scale = load<float>(panel + 4 * column);
+    for (int64_t i = 0; i < depth.k; ++i)
+        out[i] = static_cast<int8_t>(panel[kHeader + byte_of(i, column)]) * scale;
+}
+
+void expand_int4(const char* panel, int64_t column, Depth depth, float* out) {
+    for (int64_t i = 0; i < depth.k; ++i) {
+        const int64_t in_group = i % depth.group;
+        const char* header = panel + i / depth.group * group_bytes(depth);
+        const auto word = load<uint32_t>(header + 4 * column);
+        const char byte = header[4 * kPanel + byte_of(in_group / 8 * 4 + in_group % 4, column)];
+        const int code = byte >> (in_group % 8 < 4 ? 0 : 4) & 15;
+        const float zero = static_cast<float>(word & kZeroBits);
+        out[i] = (static_cast<float>(code) - zero) * bits<float>(word & ~kZeroBits);
+    }
+}
+
+template <class Dot, int Shift>
+const Method kInt8{int8_panel_bytes, expand_int8, kInt8Rows, int8_row_bytes, convert_int8<Shift>,
+                   multiply_int8<Dot, kInt8Rows>, nothing, nothing};
+template <class Dot>
+const Method kInt4{int4_panel_bytes, expand_int4, kInt4Rows, int4_row_bytes, convert_int4,
+                   multiply_int4<Dot, kInt4Rows>, nothing, nothing};
 #if defined(INFLIGHT_AVX512_EXTENSIONS)
-const Method kInt8Tiles{2 * kTileRows, int8_row_bytes, int8_panel_bytes, convert_int8<0>, multiply_int8_tiles,
-                        enter_tiles, leave_tiles};
+const Method kInt8Tiles{int8_panel_bytes, expand_int8,         2 * kTileRows, int8_row_bytes,
+                        convert_int8<0>,  multiply_int8_tiles, enter_tiles,   leave_tiles};
 #endif
 
 }  // namespace
 
-const Method* integer_method(MethodNumber number) {
-    switch (number) {
-        case MethodNumber::int8: return &kInt8;
-        case MethodNumber::int4: return &kInt4;
-#if defined(INFLIGHT_VNNI)
-        case MethodNumber::int8_vnni: return instructions() & kVnni ? &kInt8Vnni : nullptr;
-        case MethodNumber::int4_vnni: return instructions() & kVnni ? &kInt4Vnni : nullptr;
-#endif
+NamedMethods integer_methods() {
+    return {
 #if defined(INFLIGHT_AVX512_EXTENSIONS)
-        case MethodNumber::int8_tiles: return instructions() & kAmxInt8 ? &kInt8Tiles : nullptr;
+        {"int8", "amx_int8", &kInt8Tiles},
 #endif
-        default: return nullptr;
-    }
+#if defined(INFLIGHT_VNNI)
+        {"int8", "vnni", &kInt8<Vnni, 128>}, {"int4", "vnni", &kInt4<Vnni>},
+#endif
+        {"int8", "", &kInt8<Plain, 0>}, {"int4", "", &kInt4<Plain>}};
 }
 
 }  // namespace inflight
@@ -399,35 +409,6 @@ void inflight_pack_int4(const uint8_t* codes, const float* scales, const uint8_t
         const int64_t place = first_row + row;
         pack_int4_row(codes + row * k / 2, scales + row * groups, zeros ? zeros + row * groups : nullptr,
                       panels + place / kPanel * int4_panel_bytes(depth), place % kPanel, depth);
-    });
-}
-
-// Weights of some rows as floats.
-void inflight_gather_int8(const char* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
-    parallel_for(count * k <= 64 << 10 ? 1 : threads, count, even_chunk(threads, count), [&](int64_t row) {
-        const char* panel = panels + ids[row] / kPanel * int8_panel_bytes({k, 0});
-        const int64_t column = ids[row] % kPanel;
-        const float scale = load<float>(panel + 4 * column);
-        for (int64_t i = 0; i < k; ++i)
-            out[row * k + i] = static_cast<int8_t>(panel[kHeader + byte_of(i, column)]) * scale;
-    });
-}
-
-void inflight_gather_int4(const char* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int64_t group,
-                          int threads) {
-    const Depth depth{k, group};
-    parallel_for(count * k <= 64 << 10 ? 1 : threads, count, even_chunk(threads, count), [&](int64_t row) {
-        const char* panel = panels + ids[row] / kPanel * int4_panel_bytes(depth);
-        const int64_t column = ids[row] % kPanel;
-        for (int64_t i = 0; i < k; ++i) {
-            const int64_t in_group = i % group;
-            const char* header = panel + i / group * group_bytes(depth);
-            const auto word = load<uint32_t>(header + 4 * column);
-            const char byte = header[4 * kPanel + byte_of(in_group / 8 * 4 + in_group % 4, column)];
-            const int code = byte >> (in_group % 8 < 4 ? 0 : 4) & 15;
-            const float zero = static_cast<float>(word & kZeroBits);
-            out[row * k + i] = (static_cast<float>(code) - zero) * bits<float>(word & ~kZeroBits);
-        }
     });
 }
 }

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -21,118 +21,50 @@ logger = logging.getLogger(__name__)
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _Function = Callable[..., Any]
 
-# Numbered as in activations.h; 0 is none.
-ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5}
-# Numbered as in experts.cpp.
-SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
-GATE_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
-# Numbered as in instructions.h.
-INSTRUCTION_NUMBERS = {"avx512_bf16": 1, "amx_bf16": 2, "vnni": 4, "amx_int8": 8}
-# For each type of weights, the instructions that its methods need and their numbers as in narrow.h, the best first.
-# Without a method, bfloat16 weights are multiplied in float32.
-METHODS = {
-    "bf16": (("amx_bf16", 2), ("avx512_bf16", 1), ("", 0)),
-    "int8": (("amx_int8", 5), ("vnni", 4), ("", 3)),
-    "int4": (("vnni", 7), ("", 6)),
-}
+_AGGREGATES = (ctypes.Structure, ctypes.Array)
+_TYPES: dict[str, type[Any]] = {"pointer": _P, "int64": _L, "float": _F}
 
 
-class PackedMatrix(ctypes.Structure):
-    """A matrix of an expert, as `Matrix` in experts.cpp."""
+class Layout:
+    """A structure of the library, filled by the names of its fields."""
 
-    _fields_ = (("panels", _P), ("method", _L), ("group", _L))
+    def __init__(self, description: str) -> None:
+        """Take a line of structures.cpp: "NAME SIZE FIELD:TYPE:OFFSET:SIZE ..."."""
+        self.name, size, *fields = description.split()
+        described = [field.split(":") for field in fields]
+        types = [(name, _TYPES[kind]) for name, kind, _, _ in described]
+        self._structure: Any = type(self.name, (ctypes.Structure,), {"_fields_": types, "targets": ()})
+        self._fields = {name for name, _ in types}
+        self._pointers = [name for name, kind in types if kind is _P]
+        places = [(name, int(offset), int(width)) for name, _, offset, width in described]
+        for name, offset, width in [*places, ("the end", int(size), 0)]:
+            here = getattr(self._structure, name, None)
+            own = (here.offset, here.size) if here else (ctypes.sizeof(self._structure), 0)
+            if own != (offset, width):
+                raise NativeBuildError(
+                    f"{self.name}: {name} is at byte {offset} and has {width} bytes in the compiled library, "
+                    f"but is at byte {own[0]} and has {own[1]} in Python"
+                )
 
+    def __call__(self, **values: Any) -> Any:
+        """Return a structure with these values of all fields. It keeps the structures and arrays alive to which its
+        pointers lead, but no tensors."""
+        if values.keys() != self._fields:
+            wrong = ", ".join(sorted(values.keys() ^ self._fields))
+            raise TypeError(f"{self.name} was not filled: fields are missing or unknown ({wrong})")
+        targets = [name for name in self._pointers if isinstance(values[name], _AGGREGATES)]
+        if not targets:
+            return self._structure(**values)
+        addresses = {name: ctypes.addressof(values[name]) for name in targets}
+        filled = self._structure(**{**values, **addresses})
+        filled.targets = [values[name] for name in targets]
+        return filled
 
-class ExpertLayer(ctypes.Structure):
-    """A layer of experts, as `Layer` in experts.cpp."""
-
-    _fields_ = (
-        ("gate_up", ctypes.POINTER(PackedMatrix)),
-        ("down", ctypes.POINTER(PackedMatrix)),
-        ("gate_up_bias", _P),
-        ("down_bias", _P),
-        ("correction", _P),
-        ("scales", _P),
-        ("tokens", _P),
-        ("gate_up_parts", _L),
-        ("hidden", _L),
-        ("inner", _L),
-        ("experts", _L),
-        ("first_held", _L),
-        ("held", _L),
-        ("top_k", _L),
-        ("scores", _L),
-        ("normalise", _L),
-        ("groups", _L),
-        ("top_groups", _L),
-        ("gate", _L),
-        ("scale", _F),
-        ("limit", _F),
-    )
-
-
-class LinearMatrix(ctypes.Structure):
-    """A linear layer, as `Matrix` in decoder.cpp."""
-
-    _fields_ = (
-        ("weight", _P),
-        ("bias", _P),
-        ("in_features", _L),
-        ("out_features", _L),
-        ("method", _L),
-        ("group", _L),
-    )
-
-
-class DecoderLayer(ctypes.Structure):
-    """A layer of a decoder and its part of the KV cache, as `Layer` in decoder.cpp."""
-
-    _fields_ = (
-        ("attention_norm", _P),
-        ("mlp_norm", _P),
-        ("qkv", LinearMatrix),
-        ("output", LinearMatrix),
-        ("gate_up", LinearMatrix),
-        ("down", LinearMatrix),
-        ("query_norm", _P),
-        ("key_norm", _P),
-        ("value_norm", _P),
-        ("cos_sin", _P),
-        ("positions", _P),  # the library sets them
-        ("rotary_dim", _L),
-        ("head_eps", _F),
-        ("sinks", _P),
-        ("heads", _L),
-        ("kv_heads", _L),
-        ("head_dim", _L),
-        ("window", _L),
-        ("table", _L),
-        ("scale", _F),
-        ("softcap", _F),
-        ("gate", _L),
-        ("eps", _F),
-        ("cache", _P),
-        ("scales", _P),
-        ("block_size", _L),
-        ("block_stride", _L),
-    )
-
-
-class DecoderStep(ctypes.Structure):
-    """A step of a decoder, as `Step` in decoder.cpp."""
-
-    _fields_ = (
-        ("positions", _P),
-        ("query_starts", _P),
-        ("context_lens", _P),
-        ("rows", _P),
-        ("tables", _P),
-        ("slot_mapping", _P),
-        ("entries", _L),
-        ("tokens", _L),
-        ("table_size", _L),
-        ("table_stride", _L),
-    )
+    def array(self, items: Sequence[Any]) -> Any:
+        """Return copies of structures side by side."""
+        array = (self._structure * len(items))(*items)
+        array.targets = [item.targets for item in items]
+        return array
 
 
 class Library:
@@ -145,31 +77,21 @@ class Library:
         nodes = numa_nodes()
         self.num_nodes = max(1, len(nodes))
         self._place_team(nodes)
-        self.instructions = _allowed(int(self._bind("instructions", result=_L)()))
-        self.depth_bf16 = self._bind("depth_bf16", _L, result=_L)
+        self._describe(self._bind("structures", result=ctypes.c_char_p)().decode())
+        self.instructions = _allowed(self._bind("instructions", result=ctypes.c_char_p)().decode())
         self.advise = self._bind("advise", _P, _L)
-        multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
-        self.multiply_f32 = self._bind("multiply_f32", *multiply)
-        self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
-        narrow = (*(_P,) * 5, *(_L,) * 5, _F)
-        self.linear = self._bind("linear", *narrow, _I, _I, _I)
-        self.gated_linear = self._bind("gated_linear", *narrow, _L, _I)
-        self.panel_bytes = self._bind("panel_bytes", _L, _L, _L, result=_L)
-        self.gguf_pack = self._bind("gguf_pack", _L, _P, _P, _L, _L, _I)
-        self.gguf_gather = self._bind("gguf_gather", _L, _P, _P, _P, _L, _L, _I)
-        experts = (_P, _P, _P, _P, _P, _L, _I, _I)
-        self.experts_f32 = self._bind("experts_f32", *experts)
-        self.experts_bf16 = self._bind("experts_bf16", *experts)
+        self._method = self._bind("method", ctypes.c_char_p, ctypes.c_char_p, result=_P)
+        self.linear = self._bind("linear", _P, _P, _P, _F, _P, _L, _L, _I, _I)
+        self.gated_linear = self._bind("gated_linear", _P, _P, _P, _F, _P, _L, _L, _I)
+        self.gather = self._bind("gather", _P, _P, _P, _L, _I)
+        self.panel_bytes = self._bind("panel_bytes", _P, _L, _L, result=_L)
+        self.experts = self._bind("experts", _P, _P, _P, _P, _P, _L, _I, _I)
         pack = (_P, _P, _L, _L, _L, _L, _L, _I)
         self.pack_f32 = self._bind("pack_f32", *pack)
         self.pack_bf16 = self._bind("pack_bf16", *pack)
-        gather = (_P, _P, _P, _L, _L, _I)
-        self.gather_f32 = self._bind("gather_f32", *gather)
-        self.gather_bf16 = self._bind("gather_bf16", *gather)
         self.pack_int8 = self._bind("pack_int8", _P, _P, _P, _L, _L, _L, _I)
         self.pack_int4 = self._bind("pack_int4", _P, _P, _P, _P, _L, _L, _L, _L, _I)
-        self.gather_int8 = self._bind("gather_int8", _P, _P, _P, _L, _L, _I)
-        self.gather_int4 = self._bind("gather_int4", _P, _P, _P, _L, _L, _L, _I)
+        self.pack_blocks = self._bind("pack_blocks", _P, _P, _P, _L, _L, _I)
         self.rms_norm = self._bind("rms_norm", _P, _L, _L, _L, _L, _P, _P, _L, _F, _I)
         self.layer_norm = self._bind("layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
         self.add_layer_norm = self._bind("add_layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
@@ -179,9 +101,7 @@ class Library:
         self.rotate = self._bind("rotate", _P, _L, _L, _L, _L, _P, _P, _L, _I)
         self.gate = self._bind("gate", _P, _P, _L, _L, _L, _I)
         self.attend_sequences = self._bind("attend_sequences", _P, _P, _P, *(_L,) * 4, _F, _I)
-        strided = (_P, _L, _L)
-        prepare = (*(_P,) * 5, _L, _F)
-        self.attend = self._bind("attend", *strided * 3, *prepare, *(_P,) * 9, *(_L,) * 9, _F, _F, _I)
+        self.attend = self._bind("attend", *(_P,) * 5, _L, _P, _I)
         self.decoder_layers = self._bind("decoder_layers", _P, _L, _P, _P, _I)
         self.delta_net = self._bind("delta_net", *(_P,) * 13, *(_L,) * 8, _F, _I)
         logprobs = (_P, _P, _P, _L, _I)
@@ -197,6 +117,27 @@ class Library:
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)
+
+    def _describe(self, text: str) -> None:
+        """Read what structures.cpp lists."""
+        lines = [line.split(maxsplit=2) for line in text.splitlines()]
+        layouts = {name: Layout(f"{name} {fields}") for kind, name, fields in lines if kind == "structure"}
+        numbers = {
+            name: {word: number for number, word in enumerate(words.split())}
+            for kind, name, words in lines
+            if kind == "numbers"
+        }
+        self.activations, self.scores = numbers["Activation"], numbers["Scores"]
+        self.matrix, self.linear_layer = layouts["Matrix"], layouts["Linear"]
+        self.experts_layer, self.decoder_layer = layouts["Experts"], layouts["DecoderLayer"]
+        self.heads, self.step = layouts["Heads"], layouts["Step"]
+
+    def method(self, weights: str, instructions: frozenset[str]) -> int:
+        """Return the best method that multiplies weights of this type by these instructions."""
+        method = self._method(weights.encode(), " ".join(instructions).encode())
+        if method is None:
+            raise NativeBuildError(f"the compiled library cannot multiply weights of type {weights}")
+        return int(method)
 
     def _place_team(self, nodes: dict[int, list[int]]) -> None:
         """Divide threads and weights between the machine's NUMA nodes."""
@@ -216,17 +157,12 @@ class Library:
         return function  # type: ignore[no-any-return]
 
 
-def _allowed(available: int) -> frozenset[str]:
-    """Return the names of the instructions in the bits of `available`, without those that INFLIGHT_INSTRUCTIONS, a list
-    separated by commas, leaves out."""
-    names = {name for name, number in INSTRUCTION_NUMBERS.items() if number & available}
+def _allowed(available: str) -> frozenset[str]:
+    """Return the instructions in a list separated by spaces, without those that INFLIGHT_INSTRUCTIONS, a list separated
+    by commas, leaves out."""
+    names = frozenset(available.split())
     listed = os.environ.get("INFLIGHT_INSTRUCTIONS")
-    return frozenset(names if listed is None else names & set(listed.split(",")))
-
-
-def best_method(kind: str, instructions: frozenset[str]) -> int:
-    """Return the number of the best method for weights of this kind among those that need only these instructions."""
-    return next(number for name, number in METHODS[kind] if not name or name in instructions)
+    return names if listed is None else names & set(listed.split(","))
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[int, list[int]]:

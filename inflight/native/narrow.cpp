@@ -3,10 +3,8 @@
 #include "narrow.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "elementwise.h"
-#include "operations.h"
 #include "team.h"
 
 namespace inflight {
@@ -95,13 +93,6 @@ void multiply_block(const NarrowProduct& product, const char* rows, int64_t stri
 
 }  // namespace
 
-const Method* find_method(MethodNumber number) {
-    if (const auto value = static_cast<int64_t>(number); value >= kGgufMethod)
-        return gguf_method(value / kGgufMethod - 1, value % kGgufMethod);
-    const Method* method = bf16_method(number);
-    return method ? method : integer_method(number);
-}
-
 void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64_t count, int threads) {
     thread_local Scratch scratch;
     thread_local std::vector<Block> own_blocks;
@@ -128,49 +119,4 @@ void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64
     });
 }
 
-namespace {
-
-// All rows of x [m][k] times one matrix.
-void multiply_linear(NarrowProduct product, const float* x, int64_t m, const void* weight, const float* bias,
-                     int threads) {
-    thread_local std::vector<const float*> rows;
-    rows.resize(m);
-    for (int64_t row = 0; row < m; ++row) rows[row] = x + row * product.depth.k;
-    product.x = rows.data();
-    const RowGroup all{weight, bias, 0, m, 0};
-    multiply_groups(product, &all, 1, threads);
-}
-
-}  // namespace
 }  // namespace inflight
-
-using namespace inflight;
-
-extern "C" {
-
-// y [m][n] = activation(x @ W.T + bias), or y += that. With `norm`, of the RMS norm of x.
-void inflight_linear(const float* x, const float* norm, const void* weight, const float* bias, float* y, int64_t m,
-                     int64_t k, int64_t n, int64_t method, int64_t group, float eps, int activation, int add,
-                     int threads) {
-    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, y, {k, group}, n, n,
-                     static_cast<Activation>(activation), norm, eps, add != 0},
-                    x, m, weight, bias, threads);
-}
-
-// out [m][n / 2] = gate(first half) * second half of the same product.
-void inflight_gated_linear(const float* x, const float* norm, const void* weight, const float* bias, float* out,
-                           int64_t m, int64_t k, int64_t n, int64_t method, int64_t group, float eps, int64_t gate,
-                           int threads) {
-    thread_local Scratch scratch;
-    float* gate_up = scratch.floats(m * n);
-    multiply_linear({find_method(static_cast<MethodNumber>(method)), nullptr, gate_up, {k, group}, n, n,
-                     Activation::none, norm, eps},
-                    x, m, weight, bias, threads);
-    gate_halves(static_cast<Gate>(gate), gate_up, out, m, n / 2, threads);
-}
-
-// Bytes of a panel of weights.
-int64_t inflight_panel_bytes(int64_t k, int64_t method, int64_t group) {
-    return find_method(static_cast<MethodNumber>(method))->panel_bytes({k, group});
-}
-}

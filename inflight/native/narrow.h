@@ -13,6 +13,8 @@
 // K is padded with zeros to whole tiles of kTileBytes, or to whole groups.
 #pragma once
 
+#include <vector>
+
 #include "activations.h"
 #include "instructions.h"
 #include "tile.h"
@@ -73,15 +75,18 @@ struct Strides {
 };
 
 struct Method {
+    int64_t (*panel_bytes)(Depth depth);
+    void (*expand)(const char* panel, int64_t column, Depth depth, float* out);  // a row of weights to floats
     int64_t tile_rows;  // rows that are multiplied together, at most
     int64_t (*row_bytes)(Depth depth);
-    int64_t (*panel_bytes)(Depth depth);
     void (*convert)(const float* x, Depth depth, char* row);
     // sums [tile_rows][kPanel] = rows @ panel. Rows past the last one are readable, and their sums may be anything.
     void (*multiply)(const NarrowTile& tile, float* sums);
     // Called by a thread before and after it multiplies.
     void (*enter)();
     void (*leave)();
+    void (*pack)(const uint8_t* blocks, char* panels, int64_t rows, int64_t k, int threads) = nullptr;  // of GGUF files
+    int64_t float_bytes = 0;  // of a weight that is multiplied in float32 (gemm.h), without the functions of rows above
 };
 
 // Rows [first, first + count), which are multiplied with one matrix. Groups may share rows.
@@ -108,16 +113,19 @@ struct NarrowProduct {
 
 void multiply_groups(const NarrowProduct& product, const RowGroup* groups, int64_t count, int threads);
 
-// Numbered as in native/library.py.
-enum class MethodNumber : int64_t { none, bf16_dot, bf16_tiles, int8, int8_vnni, int8_tiles, int4, int4_vnni };
+// The methods for each type of weights, the best first. One needs the named instructions, or "" for none.
+struct NamedMethod {
+    const char *weights, *needs;
+    const Method* method;
+};
+using NamedMethods = std::vector<NamedMethod>;
 
-// Return a method, or null if the processor lacks its instructions.
-const Method* find_method(MethodNumber number);
-const Method* bf16_method(MethodNumber number);
-const Method* integer_method(MethodNumber number);
+NamedMethods float_methods();
+NamedMethods bf16_methods();
+NamedMethods integer_methods();
+NamedMethods gguf_methods();
 
-// Those of the block types of GGUF files (gguf_blocks.cpp). Their numbers are kGgufMethod * (1 + kind) + instruction.
-constexpr int64_t kGgufMethod = 1 << 8;
-const Method* gguf_method(int64_t kind, int64_t instruction);
+// Widen a row of bfloat16 weights, for `expand`.
+void expand_bf16(const char* panel, int64_t column, Depth depth, float* out);
 
 }  // namespace inflight

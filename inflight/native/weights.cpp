@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "narrow.h"
 #include "team.h"
-#include "tile.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -50,14 +50,19 @@ void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t columns, i
 }
 
 template <class Stored>
-void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
-    if (count * k <= kParallelFloats) threads = 1;
-    parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
-        const Stored* panel = panels + ids[row] / kPanel * panel_depth<Stored>(k) * kPanel;
-        const int64_t column = ids[row] % kPanel;
-        for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(panel[place<Stored>(i, column)]);
-    });
+void expand(const char* panel, int64_t column, Depth depth, float* out) {
+    const auto* weights = reinterpret_cast<const Stored*>(panel);
+    for (int64_t i = 0; i < depth.k; ++i) out[i] = widen(weights[place<Stored>(i, column)]);
 }
+
+template <class Stored>
+int64_t panel_bytes(Depth depth) {
+    return panel_depth<Stored>(depth.k) * kPanel * static_cast<int64_t>(sizeof(Stored));
+}
+
+template <class Stored>
+const Method kFloats{panel_bytes<Stored>, expand<Stored>, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                     sizeof(Stored)};
 
 #if defined(MADV_HUGEPAGE)
 // Take memory that is not yet in use from this node, if it has some left and the system allows it.
@@ -72,6 +77,13 @@ void prefer_node(int node, uintptr_t begin, uintptr_t end) {
 #endif
 
 }  // namespace
+
+NamedMethods float_methods() { return {{"f32", "", &kFloats<float>}, {"bf16", "", &kFloats<uint16_t>}}; }
+
+void expand_bf16(const char* panel, int64_t column, Depth depth, float* out) {
+    expand<uint16_t>(panel, column, depth, out);
+}
+
 }  // namespace inflight
 
 using namespace inflight;
@@ -79,8 +91,6 @@ using namespace inflight;
 extern "C" {
 
 int64_t inflight_panel() { return kPanel; }
-
-int64_t inflight_depth_bf16(int64_t k) { return panel_depth<uint16_t>(k); }
 
 // Ask for huge pages: weights are read from end to end in each step, and page walks are expensive. Each NUMA node gets
 // the part that its threads multiply.
@@ -109,15 +119,5 @@ void inflight_pack_f32(const float* weight, float* panels, int64_t rows, int64_t
 void inflight_pack_bf16(const uint16_t* weight, uint16_t* panels, int64_t rows, int64_t columns, int64_t k,
                         int64_t first_row, int64_t first_column, int threads) {
     pack(weight, panels, rows, columns, k, first_row, first_column, threads);
-}
-
-void inflight_gather_f32(const float* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
-                         int threads) {
-    gather(panels, ids, out, count, k, threads);
-}
-
-void inflight_gather_bf16(const uint16_t* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
-                          int threads) {
-    gather(panels, ids, out, count, k, threads);
 }
 }

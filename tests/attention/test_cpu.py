@@ -9,29 +9,55 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from inflight.attention.backend import KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape, LayerCache
 from inflight.attention.cpu import (
     ComposedAttention,
-    CpuAttention,
     HeadAttention,
     NativeAttention,
     TorchCpuAttention,
-    cpu_attention,
+    cpu_backend,
 )
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
 from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 from tests.attention.paged import Heads, Scene, Step
 from tests.support.reference_attention import ReferenceAttention
 
 
-def native() -> CpuAttention:
+def compiled() -> NativeAttention:
     library = native_library()
     if library is None:
         pytest.skip("nothing can be compiled here")
-    return CpuAttention(library)
+    return NativeAttention(library)
+
+
+class Unprepared:
+    """The compiled attention without norms and rotation of heads."""
+
+    def __init__(self, backend: NativeAttention) -> None:
+        self.allocate = backend.allocate
+        self._backend = backend
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        bare = replace(layer, q_norm=None, k_norm=None, v_norm=None, cos_sin=None, has_kv=key is not None)
+        qkv = torch.cat([heads.flatten(1) for heads in (query, key, value) if heads is not None], dim=1)
+        return self._backend.attend(qkv, bare, cache, inputs).view(query.shape)
+
+
+def native() -> Unprepared:
+    return Unprepared(compiled())
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -274,15 +300,16 @@ def test_one_call_has_the_bits_of_single_operations(
 ) -> None:
     """Norms and rotation are part of the call; a layer may also have gates behind its heads, or queries alone."""
     scene = Scene(Heads(6, 2, 32), block_size=16, lengths=[50, 1, 20, 90])
-    heads, library = native(), native_library()
+    library = native_library()
     assert library is not None
     kernels = NativeKernels(library)
     q_norm, k_norm, v_norm = (torch.randn(32) if name in norms else None for name in "qkv")
     cos_sin = None if rotary_dim is None else torch.randn(100, rotary_dim)
     layer = replace(scene.layer(), q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, cos_sin=cos_sin)
     shape = KVShape.of([LayerKV(2, 32, 32, quantized=quantized)], 16, torch.float32)
-    composed, fused = ComposedAttention(kernels, heads), NativeAttention(kernels, heads)
-    caches = [backend.allocate(shape, scene.num_blocks, torch.device("cpu")) for backend in (composed, fused)]
+    composed, fused = ComposedAttention(kernels, native()), compiled()
+    attends = composed.attend, fused.attend
+    caches = [fused.allocate(shape, scene.num_blocks, torch.device("cpu")) for _ in attends]
     for cache in caches:
         cache.slots[0].zero_()
     for step in scene.chunks(13):
@@ -291,10 +318,10 @@ def test_one_call_has_the_bits_of_single_operations(
         queries, gates = torch.randn(len(qkv), 6 * 32), torch.randn(len(qkv), 7)
         without = replace(layer, has_kv=False, k_norm=None, v_norm=None)
         outs = []
-        for backend, cache in zip((composed, fused), caches, strict=True):
+        for attend, cache in zip(attends, caches, strict=True):
             gated = torch.cat((qkv, gates), dim=1)[:, : qkv.shape[1]]
-            outs.append(backend.attend(gated, layer, cache.layers[0], inputs))
-            outs.append(backend.attend(queries.clone(), without, cache.layers[0], inputs))
+            outs.append(attend(gated, layer, cache.layers[0], inputs))
+            outs.append(attend(queries.clone(), without, cache.layers[0], inputs))
         assert torch.equal(outs[0], outs[2])
         assert torch.equal(outs[1], outs[3])
     assert torch.equal(caches[0].slots[0], caches[1].slots[0])
@@ -303,14 +330,14 @@ def test_one_call_has_the_bits_of_single_operations(
 def test_wrong_preparation_is_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
     shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
-    (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    (cache,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     layer, inputs, qkv = scene.layer(), scene.inputs(scene.whole()[0]), torch.zeros(4, 8 * 16)
-    attend = native().attend_projected
+    attend = compiled().attend
     with pytest.raises(ConfigError, match=r"qkv is \[4, 112\]: it must be \[4, 128\]"):
         attend(qkv[:, :112], layer, cache, inputs)
     with pytest.raises(ConfigError, match="4 KV heads and a cache of 2 do not match"):
         attend(torch.zeros(4, 12 * 16), replace(layer, num_kv_heads=4), cache, inputs)
-    with pytest.raises(ConfigError, match="a norm is"):
+    with pytest.raises(ConfigError, match="a norm has the shape"):
         attend(qkv, replace(layer, q_norm=torch.ones(8), k_norm=torch.ones(16)), cache, inputs)
     with pytest.raises(ConfigError, match="cannot rotate"):
         attend(qkv, replace(layer, cos_sin=torch.zeros(9, 18)), cache, inputs)
@@ -319,34 +346,34 @@ def test_wrong_preparation_is_rejected() -> None:
 def test_wrong_shapes_are_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
     shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
-    (cache,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    (cache,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     layer = scene.layer()
-    query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
+    qkv, attend = torch.zeros(4, 8 * 16), compiled().attend
     inputs = scene.inputs(scene.whole()[0])
     with pytest.raises(ConfigError, match="do not match"):
-        native().attend(query, torch.zeros(4, 1, 16), key, layer, cache, inputs)
+        attend(torch.zeros(4, 7 * 16), replace(layer, num_heads=3), cache, inputs)
     with pytest.raises(ConfigError, match="int32"):
-        native().attend(query, key, key, layer, cache, replace(inputs, rows=inputs.rows.long()))
-    with pytest.raises(ConfigError, match="sinks are"):
-        native().attend(query, key, key, replace(layer, sinks=torch.zeros(3)), cache, inputs)
+        attend(qkv, layer, cache, replace(inputs, rows=inputs.rows.long()))
+    with pytest.raises(ConfigError, match="the vector of sinks has the shape"):
+        attend(qkv, replace(layer, sinks=torch.zeros(3)), cache, inputs)
     shape = KVShape.of([LayerKV(2, 16, 16, quantized="int8")], 16, torch.float32)
-    (quantized,) = native().allocate(shape, 4, torch.device("cpu")).layers
+    (quantized,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     with pytest.raises(ConfigError, match=r"scales torch.int32 \[4, 2, 8\] do not match"):
-        native().attend(query, key, key, layer, replace(quantized, scales=quantized.scales[:, :, :8]), inputs)
+        attend(qkv, layer, replace(quantized, scales=quantized.scales[:, :, :8]), inputs)
     narrow = replace(inputs, slot_mapping=inputs.slot_mapping[:, :2])
     with pytest.raises(ConfigError, match="slot_mapping"):
-        native().attend(query, key, key, layer, cache, narrow)
+        attend(qkv, layer, cache, narrow)
 
 
 def test_cpu_cache_must_be_float32() -> None:
     shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.bfloat16)
     with pytest.raises(ConfigError, match="float32"):
-        native().allocate(shape, 4, torch.device("cpu"))
+        compiled().allocate(shape, 4, torch.device("cpu"))
     shape = KVShape.of([LayerKV(2, 16, 16, quantized="fp8")], 16, torch.float32)
     with pytest.raises(ConfigError, match="the KV cache is fp8 on a CPU: it must be float32 or int8"):
-        native().allocate(shape, 4, torch.device("cpu"))
+        compiled().allocate(shape, 4, torch.device("cpu"))
 
 
 def test_compiled_backend_is_preferred() -> None:
-    expected = TorchCpuAttention if native_library() is None else CpuAttention
-    assert isinstance(cpu_attention(), expected)
+    expected = ComposedAttention if native_library() is None else NativeAttention
+    assert isinstance(cpu_backend(TorchKernels()), expected)

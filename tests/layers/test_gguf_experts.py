@@ -13,6 +13,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.formats import GroupScheme
 from inflight.layers.formats.gguf import BlockMatrix, BlockScheme, mxfp4_blocks
+from inflight.layers.formats.gguf_blocks import BLOCKS
 from inflight.layers.formats.schemes import common_scheme
 from inflight.layers.kernels import (
     CLAMPED_SILU,
@@ -22,7 +23,6 @@ from inflight.layers.kernels import (
     ExpertsShape,
     Residual,
 )
-from inflight.layers.native_gguf import KINDS
 from inflight.layers.native_kernels import NativeKernels
 from inflight.native.library import Library, native_library
 from tests.layers.test_gguf_products import SETS, blocks, inputs, kernels_of, rounded
@@ -128,7 +128,7 @@ def same(*types: str) -> list[tuple[str, str, str]]:
 
 
 LAYERS = {
-    **{name: Layer(same(name)) for name in KINDS},
+    **{name: Layer(same(name)) for name in BLOCKS},
     "down in another type": Layer(same("Q4_K", "Q4_K", "Q6_K")),
     "each in its own type": Layer(same("Q4_K", "Q5_K", "Q8_0")),
     "experts in several types": Layer([("Q4_0", "Q4_0", "Q5_0"), ("Q8_0", "Q4_0", "Q8_0")] * (COUNT // 2)),

@@ -208,18 +208,18 @@ def test_small_weights_share_slabs() -> None:
     library = native_library()
     if library is None or library.num_nodes > 1:
         pytest.skip("weights share no memory here")
-    slabs, cpu = Slabs(), torch.device("cpu")
+    slabs = Slabs(library, torch.device("cpu"))
     with torch.inference_mode():
-        first = slabs.empty(library, (3, 5), torch.bfloat16, cpu)
-    second = slabs.empty(library, (7,), torch.float32, cpu)
+        first = slabs.empty(3, 10)
+    second = slabs.empty(28)
     first.zero_()  # it may be loaded outside of inference mode
-    second.fill_(1.0)
+    second.fill_(1)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert second.data_ptr() - first.data_ptr() == 64
     assert not first.any()
-    large = slabs.empty(library, (SLAB_BYTES // 2 + 1,), torch.uint8, cpu)
+    large = slabs.empty(SLAB_BYTES // 2 + 1)
     assert large.untyped_storage().nbytes() == large.nbytes, "a large weight has memory of its own"
-    halves = [slabs.empty(library, (SLAB_BYTES // 2,), torch.uint8, cpu) for _ in range(2)]
+    halves = [slabs.empty(SLAB_BYTES // 2) for _ in range(2)]
     assert len({half.untyped_storage().data_ptr() for half in (first, *halves)}) == 2, (
         "full slabs are replaced"
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache, PlainLayer, QuantizedKV
+from inflight.attention.backend import AttentionLayer, KVCache, KVShape, LayerCache, QuantizedKV
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention, prefix_attention
 from inflight.attention.triton.rope_write import rope_write
@@ -73,15 +72,6 @@ class TritonAttention:
         ]
         size = shape.block_size
         return KVCache.divide(slots, shape, lambda layer: (2, layer.num_heads, size, layer.key_dim))
-
-    def fuse(self, layers: Sequence[PlainLayer]) -> None:  # noqa: ARG002
-        return None  # a captured graph has no host work between layers
-
-    def state_inputs(self, inputs: TritonInputs) -> RecurrentStep | None:
-        return inputs.state
-
-    def live(self, inputs: TritonInputs) -> Tensor:
-        return inputs.live
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonInputs) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""

@@ -9,10 +9,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer, PlainLayer
+from inflight.attention.backend import AttentionLayer
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
-from inflight.layers.kernels import Residual
+from inflight.layers.kernels import PlainLayer, Residual
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import DenseMlp
 from inflight.models.decoders.spec import Shard

@@ -14,17 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import (
-    AttentionBackend,
-    AttentionLayer,
-    FusedLayers,
-    KVShape,
-    LayerCache,
-    PlainLayer,
-)
+from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
-from inflight.layers.kernels import Kernels, Linear, Residual
+from inflight.layers.kernels import FusedLayers, Kernels, Linear, PlainLayer, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.attention import SelfAttention
@@ -64,7 +57,7 @@ class Layer:
         return None if first is None else first.in_norm
 
     def plain(self) -> PlainLayer | None:
-        """Return the layer as a backend may fuse it, or None if it is not only attention and a dense MLP."""
+        """Return the layer as kernels may fuse it, or None if it is not only attention and a dense MLP."""
         mixer, mlp = self.mixer, self.mlp
         if self.scale is not None or self.input_gate is not None:
             return None
@@ -218,8 +211,11 @@ class Decoder:
         states: Sequence[LayerStates] = (),
         layer_inputs: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten. `layer_inputs` are
-        [T, num_layers, size]."""
+        """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten: on a CPU the first
+        plain ones in one compiled call (layers/native_decoder.py), and others one by one.
+
+        `layer_inputs` are [T, num_layers, size].
+        """
         # Only the layers up to this one need all tokens.
         last_mixing = len(self.layers) if output_tokens is None else self._last_mixing
         num_fused = 0
@@ -230,7 +226,7 @@ class Decoder:
                 return x
         norms = [*(layer.in_norm for layer in self.layers), None]
         residual = Residual(x, norms[num_fused])
-        step, live = MixerStep(inputs, caches, states), self.attention.live(inputs)
+        step, live = MixerStep(inputs, caches, states), inputs.live
         left: Tensor | None = None  # tokens, if some have been dropped
         if last_mixing < 0 and output_tokens is not None:
             left, residual = output_tokens, Residual(x[output_tokens], norms[0])
@@ -257,7 +253,7 @@ class Decoder:
         return max((index for index, layer in enumerate(self.layers) if layer.mixer is not None), default=-1)
 
     @cached_property
-    def _fused(self) -> FusedLayers[Any] | None:
+    def _fused(self) -> FusedLayers | None:
         """The first layers in one call, known with the first step: the weights are loaded by then."""
         plain: list[PlainLayer] = []
         for layer in self.layers:
@@ -265,7 +261,7 @@ class Decoder:
             if own is None:
                 break
             plain.append(own)
-        return self.attention.fuse(plain)
+        return self.kernels.fuse(plain, self.attention)
 
     @property
     def expert_tokens(self) -> list[Tensor]:

@@ -72,7 +72,6 @@ class DeltaNet:
         self._shard = layer.shard
         self._whole = whole.shape
         self._kernels = layer.kernels
-        self._backend = layer.attention
         self._state = layer.state
         self.projections = layer.linear("delta_net.in", layer.spec.hidden_size, shape.projected_size)
         self.output = layer.output("delta_net.output", shape.value_size)
@@ -95,7 +94,7 @@ class DeltaNet:
     ) -> Residual:
         eps = self._spec.norm_eps
         projected = self.projections.normed(residual, eps)
-        inputs = self._backend.state_inputs(step.inputs)
+        inputs = step.inputs.state
         mixed = self._kernels.recurrent.delta_net(projected, self.layer, step.states[self._state], inputs)
         return add_output(self.output, residual, mixed, self.out_norm, eps, next_norm, output_tokens)
 

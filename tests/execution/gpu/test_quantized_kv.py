@@ -60,7 +60,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
 def on_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """The answers of plain torch, each prompt computed as a whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "cpu_attention", cpu.TorchCpuAttention)
+        patch.setattr(cpu, "native_library", lambda: None)
         patch.setattr(platforms.CpuPlatform, "kv_cache_dtypes", ("auto", "fp8"))
         return answers(folder, device="cpu", enable_prefix_caching=False, **options)
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inflight.attention.backend import AttentionInputs
 from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
@@ -154,6 +155,14 @@ def test_stage_without_mixers_computes_only_the_tokens_that_are_wanted() -> None
     decoder = Decoder(spec, kernels, attention, torch.float32, CPU, shard=stage)
     fill_random(placements(decoder, dummy=True), torch.float32, CPU)
     x, tokens = torch.randn(5, spec.hidden_size), torch.tensor([1, 4])
-    every = decoder.run_layers(x.clone(), [], None)
-    some = decoder.run_layers(x.clone(), [], None, tokens)
+    inputs = AttentionInputs(
+        positions=torch.arange(5),
+        query_starts=torch.tensor([0, 5], dtype=torch.int32),
+        context_lens=torch.tensor([5], dtype=torch.int32),
+        rows=torch.zeros(1, dtype=torch.int32),
+        block_tables=torch.zeros(0, 1, 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(0, 5, dtype=torch.int64),
+    )
+    every = decoder.run_layers(x.clone(), [], inputs)
+    some = decoder.run_layers(x.clone(), [], inputs, tokens)
     torch.testing.assert_close(some, every[tokens], rtol=0, atol=1e-5)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.attention.backend import PlainLayer
-from inflight.attention.cpu import CpuAttention, NativeAttention, cpu_attention
-from inflight.layers.formats import GroupScheme
+from inflight.attention.cpu import NativeAttention
+from inflight.layers.formats import GroupScheme, Scheme
+from inflight.layers.formats.gguf import BlockScheme
+from inflight.layers.kernels import PlainLayer
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.checkpoint import open_checkpoint
+from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.weights import load_decoder
@@ -27,28 +29,28 @@ from tests.support.specs import attentions
 NUM_PLAIN = {"llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "olmo2": 0, "mixtral": 0}
 
 
-class Unfused(NativeAttention):
-    def fuse(self, layers: Sequence[PlainLayer]) -> None:  # noqa: ARG002
+class Unfused(NativeKernels):
+    def fuse(self, layers: Sequence[PlainLayer], attention: object) -> None:  # noqa: ARG002
         return None
 
 
 def load(
     folder: Path,
-    backend: type[NativeAttention] = NativeAttention,
+    kernels_type: type[NativeKernels] = NativeKernels,
     dtype: torch.dtype = torch.float32,
-    scheme: GroupScheme | None = None,
+    scheme: Scheme | None = None,
     quantized_kv: str | None = None,
 ) -> Decoder:
-    library, heads = native_library(), cpu_attention()
-    if library is None or not isinstance(heads, CpuAttention):
+    library = native_library()
+    if library is None:
         pytest.skip("nothing can be compiled here")
-    checkpoint, kernels = open_checkpoint(str(folder)), NativeKernels(library)
+    checkpoint, kernels = open_checkpoint(str(folder)), kernels_type(library)
     spec = decoder_spec(checkpoint.config)
     if scheme is not None:
         spec = replace(spec, quantization=QuantizedOnLoading(scheme))
     mixers = tuple(replace(mixer, quantized_kv=quantized_kv) for mixer in attentions(spec))
     spec = replace(spec, mixers=mixers)
-    return load_decoder(checkpoint, kernels, backend(kernels, heads), dtype, CPU, spec=spec)
+    return load_decoder(checkpoint, kernels, NativeAttention(library), dtype, CPU, spec=spec)
 
 
 def assert_equal(fused: Decoder, single: Decoder) -> None:
@@ -75,22 +77,36 @@ def test_fused_layers_read_a_cache_in_int8(tmp_path: Path) -> None:
     assert_equal(load(folder, quantized_kv="int8"), load(folder, Unfused, quantized_kv="int8"))
 
 
-@pytest.mark.parametrize("scheme", [None, GroupScheme("int8"), GroupScheme("int4", 32)])
-def test_fused_layers_multiply_narrow_weights(scheme: GroupScheme | None, tmp_path: Path) -> None:
+SCHEMES = [None, GroupScheme("int8"), GroupScheme("int4", 32), BlockScheme(("Q8_0",))]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fused_layers_multiply_narrow_weights(scheme: Scheme | None, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "qwen3")
-    fused = load(folder, NativeAttention, torch.bfloat16, scheme)
+    fused = load(folder, NativeKernels, torch.bfloat16, scheme)
     assert fused._fused is not None
     assert_equal(fused, load(folder, Unfused, torch.bfloat16, scheme))
 
 
 def test_fused_layers_follow_a_cache_that_is_allocated_again(tmp_path: Path) -> None:
     decoder = load(write_checkpoint(tmp_path, "qwen3"))
-    first, kept = (
-        logprobs(decoder, prompt()),
-        torch.ones(1 << 20),
-    )  # `logprobs` allocates a cache for each call
+    # `logprobs` allocates a cache for each call.
+    first, kept = logprobs(decoder, prompt()), torch.ones(1 << 20)
     assert torch.equal(logprobs(decoder, prompt()), first)
     del kept
+
+
+def test_fused_layers_follow_weights_that_are_loaded_again(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "qwen3")
+    fused = load(folder, NativeKernels, torch.bfloat16, BlockScheme(("Q8_0",)))
+    single = load(folder, Unfused, torch.bfloat16, BlockScheme(("Q8_0",)))
+    first = logprobs(fused, prompt())
+    for decoder in (fused, single):
+        mixer = decoder.layers[0].mixer
+        assert isinstance(mixer, SelfAttention)
+        mixer.output.load(torch.eye(mixer.output.out_features, mixer.output.in_features))
+    assert not torch.equal(logprobs(fused, prompt()), first)
+    assert_equal(fused, single)
 
 
 def test_layers_after_one_that_is_not_plain_run_alone(tmp_path: Path) -> None:
