@@ -81,7 +81,7 @@ layering: setup
 
 # Compiles the CPU kernels into the cache that all processes use.
 kernels:
-	$(PYTHON) -c 'from inflight.native.library import native_library; native_library()'
+	$(PYTHON) -c 'from inflight.layers.native.library import native_library; native_library()'
 
 # Clients that few changes can break. Without npm, the Node clients are skipped, except in CI, where their tests fail.
 test-clients: $(VENV)/.clients $(CLIENTS) $(NODE_CLIENTS)

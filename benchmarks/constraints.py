@@ -35,14 +35,16 @@ from benchmarks.offline import decode_ms
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
-from inflight.constraints import GrammarCompiler, MaskBatch, MaskFiller, Matcher, Vocabulary
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.constraints.compiler import GrammarCompiler
+from inflight.constraints.matcher import MaskBatch, MaskFiller, Matcher
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.execution.constrained_rows import ConstrainedRows, MaskTimes
 from inflight.execution.sampling.interface import host_masks
 from inflight.frontend.input_processor import vocabulary_of
-from inflight.models.builtin import checkpoint_folder
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.request import Request
 from inflight.scheduling.batch import Admission
-from inflight.text import Tokenizer
 
 VOCAB_SIZE = 151_936
 NUM_STEPS = 120

@@ -18,13 +18,13 @@ from functools import partial
 import torch
 
 from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampling
-from inflight.attention.backend import AttentionBackend, AttentionInputs, AttentionLayer, KVShape
-from inflight.attention.cpu import ComposedAttention, NativeAttention, TorchCpuAttention
 from inflight.kv.layout import LayerKV
+from inflight.layers.attention.backend import AttentionBackend, AttentionInputs, AttentionLayer, KVShape
+from inflight.layers.attention.cpu import ComposedAttention, NativeAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import Library, native_library
 
 NUM_LAYERS = 28
 # name, in features, out features, how many of them a step runs

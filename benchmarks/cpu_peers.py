@@ -42,7 +42,7 @@ from benchmarks.cpu_server import write_model
 from benchmarks.report import Progress, show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import Workload, ragged, steady
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 from tests.support.gguf_checkpoints import write_gguf
 
 BATCHES = (1, 8, 16)

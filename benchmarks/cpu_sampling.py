@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from inflight.execution.runner import torch_threads
-from inflight.execution.sampling import NativeSampler, NativeSamplingRows, Sampler, SamplingRows
-from inflight.native.library import Library
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows
+from inflight.execution.sampling.sampler import Sampler, SamplingRows
+from inflight.layers.native.library import Library
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.text.detokenizer import BYTE_OF
+from inflight.frontend.text.detokenizer import BYTE_OF
 
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 

@@ -34,7 +34,8 @@ from inflight.config import ProcessConfig
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import Supervisor
 from inflight.outputs import CompletionOutput
-from inflight.router import Replica, Router
+from inflight.router.replica import Replica
+from inflight.router.router import Router
 from inflight.structured_outputs import StructuredOutputs
 
 NUM_REPLICAS = 3

@@ -13,30 +13,30 @@ from torch import Tensor
 
 from benchmarks.device_timing import Call, num_copies
 from benchmarks.shapes import SHAPES
-from inflight.attention.backend import AttentionLayer
-from inflight.attention.triton.chunk import chunk_attention
-from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.planner import AttentionPlanner
-from inflight.attention.triton.rope_write import rope_write
-from inflight.attention.triton.softmax import AttentionWorkspace, Items
-from inflight.attention.triton.tuning import HeadShape
-from inflight.attention.triton.tuning import choose as choose_tuning
-from inflight.execution.sampling.triton import (
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
+from inflight.execution.sampling.triton.sample import (
     LogprobBuffers,
     SamplingBatch,
     SamplingWorkspace,
-    TritonSamplingRows,
     sample_tokens,
 )
+from inflight.layers.attention.backend import AttentionLayer
+from inflight.layers.attention.triton.chunk import chunk_attention
+from inflight.layers.attention.triton.decode import decode_attention
+from inflight.layers.attention.triton.plan import Ints
+from inflight.layers.attention.triton.planner import AttentionPlanner
+from inflight.layers.attention.triton.rope_write import rope_write
+from inflight.layers.attention.triton.softmax import AttentionWorkspace, Items
+from inflight.layers.attention.triton.tuning import HeadShape
+from inflight.layers.attention.triton.tuning import choose as choose_tuning
 from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
+from inflight.layers.triton_utils.pdl import supports_pdl
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.triton_utils.pdl import supports_pdl
 
 BLOCK_SIZE = 16
 EPS = 1e-6

@@ -15,10 +15,15 @@ import statistics
 
 from benchmarks.report import show
 from benchmarks.workloads import Workload, ragged
-from inflight.kv import BlockManager, KVLayout, NoPrefixCache
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
+from inflight.scheduling.batch import Sampled
+from inflight.scheduling.policy import make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 
 
 def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[str, object]:

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import show
-from inflight.compare.measure import compute_figures, measure
-from inflight.compare.timeline import ticks
-from inflight.compare.workload import Workload, build_jobs
+from inflight.bench.compare.measure import compute_figures, measure
+from inflight.bench.compare.timeline import ticks
+from inflight.bench.compare.workload import Workload, build_jobs
 from inflight.config import EngineConfig
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
+from inflight.timeline.chunks import TimelineQuery
+from inflight.timeline.steps import read_chunks, recorded_steps
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (1600, 256, 64, 16)

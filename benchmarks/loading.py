@@ -27,7 +27,7 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading import load_engine
+from inflight.loading.load import load_engine
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
 from inflight.models.decoders.spec import whole_shard

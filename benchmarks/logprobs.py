@@ -23,9 +23,9 @@ from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
 from inflight.execution.gpu.runner import GpuStepHandle
 from inflight.execution.gpu.sampling import PendingLogprobs, PendingSamples
-from inflight.frontend import OutputProcessor
+from inflight.frontend.output_processor import OutputProcessor
 from inflight.processes.channel import SECRET_LENGTH, Codec
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 from inflight.server.formatters import Choice
 from inflight.server.openai.formatters import ChatFormatter
 

@@ -36,7 +36,7 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import Workload, agents, ragged, steady
 from inflight import LLM, SamplingParams
-from inflight.timeline import RecordedStep
+from inflight.timeline.steps import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from benchmarks.workloads import ragged
 from inflight import LLM
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.messages import RankStep, SampledIds, decode, encode
-from inflight.native.library import native_library
-from inflight.scheduling import Batch, TableUpdate
+from inflight.kv.block_manager import TableUpdate
+from inflight.layers.native.library import native_library
+from inflight.scheduling.batch import Batch
 
 NUM_REQUESTS = 256  # of the step whose message is measured
 MESSAGES = 2000

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.device_timing import Call, Ceilings, num_copies
 from benchmarks.shapes import SHAPES
-from inflight.layers.formats import GroupScheme
+from inflight.layers.formats.schemes import GroupScheme
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton.grouped_experts import grouped_down, grouped_gate_up
 from inflight.layers.triton.held import HeldWeights, Int4Weights

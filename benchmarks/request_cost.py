@@ -21,7 +21,8 @@ from benchmarks.report import show
 from inflight import SamplingParams
 from inflight.config import EngineConfig
 from inflight.engine.remote.wire import Add, ToEngine, encode_add
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.request import Request
 from inflight.sampling_params import MAX_BAD_WORDS

@@ -20,10 +20,12 @@ import torch
 from benchmarks.report import Progress, show
 from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
+from inflight.timeline.chunks import TimelineQuery
+from inflight.timeline.steps import read_chunks, recorded_steps
 
 
 @dataclass(frozen=True, slots=True)

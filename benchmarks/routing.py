@@ -19,21 +19,23 @@ from dataclasses import replace
 
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine import (
+from inflight.engine.client import (
+    CacheObserver,
     Command,
+    DeltaQueue,
+    DeltaStream,
     EngineClient,
-    EngineStats,
     Health,
     MemoryState,
     ModelFacts,
     RequestState,
     TimelineObserver,
 )
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
+from inflight.engine.stats import EngineStats
 from inflight.events import Delta, KVUsage, RequestRecord
 from inflight.request import Request
-from inflight.router import Router
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.router.router import Router
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 FACTS = ModelFacts("none", 1000, 1 << 20, (), {}, None, "none", "none", 1 << 16, 16, 256, 8192)
 

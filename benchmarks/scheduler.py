@@ -13,10 +13,15 @@ import statistics
 import time
 
 from benchmarks.report import show
-from inflight.kv import BlockManager, ChainHashCache, KVLayout
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
+from inflight.scheduling.batch import Sampled
+from inflight.scheduling.policy import make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 

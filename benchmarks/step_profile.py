@@ -22,8 +22,9 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import steady
 from inflight.config import EngineConfig
-from inflight.engine import EngineCore
-from inflight.loading import LoadedEngine, load_engine
+from inflight.engine.core import EngineCore
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.sampling_params import SamplingParams
 
 WARM_UP = 16  # decode steps before those that are measured

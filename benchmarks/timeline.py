@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
-from inflight.engine import EngineCore
-from inflight.timeline import NoRecorder, Recorder
+from inflight.engine.core import EngineCore
+from inflight.timeline.recorder import NoRecorder, Recorder
 
 
 class TimedRecorder(Recorder):

@@ -19,8 +19,8 @@ from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Batch, Sampled
-from inflight.timeline import RecordedStep
+from inflight.scheduling.batch import Batch, Sampled
+from inflight.timeline.steps import RecordedStep
 
 GIB = 1 << 30
 NUM_STEPS = 24  # in which all requests decode

@@ -53,7 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
-    from inflight.vllm_compat.python_api import vllm_attribute
+    from inflight.vllm_names import vllm_attribute
 
     return vllm_attribute(__name__, name)
 
@@ -63,7 +63,7 @@ class _VllmModules(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
         if fullname.startswith(f"{__name__}."):
-            from inflight.vllm_compat.python_api import check_module
+            from inflight.vllm_names import check_module
 
             check_module(fullname)
 

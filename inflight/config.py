@@ -13,7 +13,7 @@ from typing import Any
 
 from inflight.errors import ConfigError
 from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, WATCHING, check, option, options_of
-from inflight.vllm_compat.python_api import LLM_RULES, translate_arguments
+from inflight.vllm_names import LLM_RULES, translate_arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
 from inflight.scoring import Scale
-from inflight.vllm_compat.python_api import vllm_attribute
+from inflight.vllm_names import vllm_attribute
 
 if TYPE_CHECKING:  # the command line imports this module without numpy
     import numpy as np

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from inflight.errors import ParameterError, shown
 from inflight.structured_outputs import KINDS, StructuredOutputs
 from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
-from inflight.vllm_compat.python_api import SAMPLING_RULES, translate_arguments, vllm_attribute
+from inflight.vllm_names import SAMPLING_RULES, translate_arguments, vllm_attribute
 
 T = TypeVar("T")
 

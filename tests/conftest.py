@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 
 if TYPE_CHECKING:
     from tests.support.browser import Page
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Folders whose files share engines or runs that take seconds to make: one worker has all of a folder.
-TOGETHER = ("tests/compare/", "tests/server/faults/")
+TOGETHER = ("tests/bench/compare/", "tests/server/faults/")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from inflight.cli.main import main
-from inflight.engine import EngineStats
+from inflight.engine.stats import EngineStats
 from inflight.events import KVUsage
 from inflight.server.access.keys import Caller
 from inflight.server.config import SERVE_OPTIONS, ServerConfig

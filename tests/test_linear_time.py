@@ -20,15 +20,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inflight.agents import INPUT_GRAMMAR, CallStyle, InputGrammar, MessageParser
-from inflight.agents.answer_grammar import answer_grammar
-from inflight.agents.values import bare_text_to_json
-from inflight.constraints import bare_input, json_quoted
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.constraints.attempts import Draft
+from inflight.constraints.input_lark import bare_input, json_quoted
 from inflight.errors import InflightError
+from inflight.frontend.agents.answer_grammar import answer_grammar
+from inflight.frontend.agents.detect import CallStyle
+from inflight.frontend.agents.grammar_writer import INPUT_GRAMMAR, InputGrammar
+from inflight.frontend.agents.parser import MessageParser
+from inflight.frontend.agents.values import bare_text_to_json
 from inflight.frontend.chat import checked_tools, template_messages, template_tools
 from inflight.frontend.scoring_inputs import encode_prefixes
-from inflight.models.builtin import checkpoint_folder
+from inflight.frontend.text.chat import encode_chat
+from inflight.frontend.text.chat_template import ChatTemplate
+from inflight.frontend.text.detokenizer import IncrementalDetokenizer
+from inflight.frontend.text.stop_strings import StopStrings, bad_word_ids
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.models.tensors import fill, read_headers
 from inflight.server.anthropic.conversation import chat_of
 from inflight.server.anthropic.schemas import MessagesBody
@@ -38,15 +45,7 @@ from inflight.server.http.limits import RequestFraming
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.tools import InputDecoder
 from inflight.server.openai.schemas import ChatBody, CompletionBody
-from inflight.text import (
-    ChatTemplate,
-    IncrementalDetokenizer,
-    StopStrings,
-    Tokenizer,
-    bad_word_ids,
-    encode_chat,
-)
-from tests.agents.outputs import OUTPUTS, TOOLS, Recorded
+from tests.frontend.agents.outputs import OUTPUTS, TOOLS, Recorded
 
 LONGER = 8
 MAX_RATIO = 24

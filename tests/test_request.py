@@ -13,7 +13,7 @@ from inflight.execution.parallel import messages
 from inflight.processes.channel import SECRET_LENGTH, Codec, array_from_bytes, array_to_bytes
 from inflight.request import ContextOptions, Request, RequestContext, RequestOrigin, RequestSpec, Status
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Admission, Batch
+from inflight.scheduling.batch import Admission, Batch
 
 
 def test_new_request_counts_its_prompt() -> None:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from inflight.cli.vllm_environment import VARIABLE_RULES
+from inflight.cli.vllm_flags import BENCH_RULES, COMMANDS, SERVE_RULES
 from inflight.server.app import MISSING_ROUTES
 from inflight.server.openai.schemas import ChatBody, CompletionBody
-from inflight.vllm_compat.cli_flags import BENCH_RULES, COMMANDS, SERVE_RULES
-from inflight.vllm_compat.environment import VARIABLE_RULES
-from inflight.vllm_compat.python_api import (
+from inflight.vllm_names import (
     LLM_METHODS,
     LLM_RULES,
     METHOD_RULES,
@@ -24,7 +24,7 @@ from inflight.vllm_compat.python_api import (
     PROMPT_RULES,
     SAMPLING_RULES,
 )
-from inflight.vllm_compat.rules import IGNORED, CompatRule, CompatRules
+from inflight.vllm_rules import IGNORED, CompatRule, CompatRules
 
 PAGE = Path(__file__).parent.parent / "docs" / "from-vllm.md"
 ACCEPTED, ABSENT = "accepted", "absent"

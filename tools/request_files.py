@@ -30,9 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = f"{ROOT / 'inflight'}{os.sep}"
-TEMPLATE_WORKER = (
-    "inflight/text/render_worker.py"  # its process starts without site packages, so it cannot be traced
-)
+# Its process starts without site packages, so it cannot be traced.
+TEMPLATE_WORKER = "inflight/frontend/text/render_worker.py"
 WAIT = 30.0  # seconds for an engine process to answer a signal
 
 BODY = {

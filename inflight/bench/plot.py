@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from inflight.bench.compare.drawing import Drawing, Rect, Text, to_svg, write_png
 from inflight.bench.report import Run, Spread
 from inflight.bench.terminal import rate_name
-from inflight.compare.drawing import Drawing, Rect, Text, to_svg, write_png
 from inflight.errors import ConfigError
 
 WIDTH, LEFT, RIGHT, HEIGHT = 900, 70, 20, 170

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from inflight.compare.arrivals import arrival_times
+from inflight.bench.compare.arrivals import arrival_times
 from inflight.errors import ConfigError, ParameterError
 
 Endpoint = Literal["completions", "chat"]

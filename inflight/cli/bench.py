@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from inflight.cli.command import InflightCommand, InflightGroup, check_writable, needs_extra, progress_bar
+from inflight.cli.vllm_flags import BENCH_RULES
 from inflight.errors import ConfigError, EngineError, ParameterError, shown
-from inflight.vllm_compat.cli_flags import BENCH_RULES
 
 if TYPE_CHECKING:
     from inflight.bench.load_generator import Progress as Advance
@@ -132,6 +132,7 @@ def serve(
     """
     _check_files(as_json, plot)
     with needs_extra("server"):
+        from inflight.bench.compare.arrivals import arrival_times
         from inflight.bench.report import parse_goodput
         from inflight.bench.server import ServerAddress
         from inflight.bench.workload import (
@@ -141,7 +142,6 @@ def serve(
             read_dataset,
             read_sharegpt,
         )
-        from inflight.compare.arrivals import arrival_times
 
     rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
     results = ResultFiles.of(save_result, result_dir, result_filename, len(rates))
@@ -306,7 +306,7 @@ def _check_files(as_json: str | None, plot: Path | None) -> None:
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ConfigError(f"plot is {str(plot)!r}: its name must end in .svg or .png")
     if plot is not None and plot.suffix == ".png":
-        from inflight.compare.drawing import require_pillow
+        from inflight.bench.compare.drawing import require_pillow
 
         require_pillow()
 

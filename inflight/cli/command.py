@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
+from inflight.cli.vllm_arguments import ArgumentReader, KnownFlag
+from inflight.cli.vllm_flags import COMMANDS, SERVE_RULES
 from inflight.errors import ConfigError
-from inflight.vllm_compat.arguments import ArgumentReader, KnownFlag
-from inflight.vllm_compat.cli_flags import COMMANDS, SERVE_RULES
-from inflight.vllm_compat.rules import CompatRules
+from inflight.vllm_rules import CompatRules
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from rich.console import Console
 from inflight.cli import interrupts_end_at_once
 from inflight.cli.command import InflightCommand, check_writable, progress_bar
 from inflight.cli.option_sources import argument
+from inflight.cli.vllm_flags import SERVE_RULES
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError, ParameterError
-from inflight.vllm_compat.cli_flags import SERVE_RULES
-from inflight.vllm_compat.rules import ANY, CompatRule, CompatRules
+from inflight.vllm_rules import ANY, CompatRule, CompatRules
 
 if TYPE_CHECKING:
-    from inflight.compare.report import Comparison
-    from inflight.compare.rerank import PairWorkload, RerankComparison
-    from inflight.compare.workload import Workload
+    from inflight.bench.compare.report import Comparison
+    from inflight.bench.compare.rerank import PairWorkload, RerankComparison
+    from inflight.bench.compare.workload import Workload
 
 
 class CompareCommand(InflightCommand):
@@ -92,9 +92,9 @@ def compare(
             "lengths, max_tokens and temperature apply to generated answers: the rerank workload has none"
         )
     with interrupts_end_at_once():
-        from inflight.compare.arrivals import Arrival
-        from inflight.compare.rerank import PairWorkload  # imports torch
-        from inflight.compare.workload import Workload
+        from inflight.bench.compare.arrivals import Arrival
+        from inflight.bench.compare.rerank import PairWorkload  # imports torch
+        from inflight.bench.compare.workload import Workload
 
     arrivals = Arrival.parse(arrival)
     requests: Workload | PairWorkload = Workload(
@@ -119,10 +119,10 @@ def _measure(
     with_progress: Callable[[], AbstractContextManager[Progress | None]],
 ) -> Comparison | RerankComparison:
     """Run the same requests under every policy, on one engine."""
-    from inflight.compare.report import compare as compare_generating
-    from inflight.compare.rerank import PairWorkload, compare_reranking
-    from inflight.loading import load_engine
-    from inflight.models.builtin import builtin_folder
+    from inflight.bench.compare.report import compare as compare_generating
+    from inflight.bench.compare.rerank import PairWorkload, compare_reranking
+    from inflight.checkpoint.builtin import builtin_folder
+    from inflight.loading.load import load_engine
 
     model_name = "the built-in model" if model is None else model
     if model is None and isinstance(workload, PairWorkload):
@@ -139,7 +139,7 @@ def _measure(
 
 def _check(strategies: str, *files: Path | None) -> list[str]:
     """Return the strategies' names, after checking everything that can be checked before the model is loaded."""
-    from inflight.compare.drawing import require_pillow
+    from inflight.bench.compare.drawing import require_pillow
     from inflight.scheduling.policy import make_policy
 
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -176,9 +176,9 @@ def _progress(total: int, show: bool) -> Iterator[Progress | None]:
 def _write(
     comparison: Comparison | RerankComparison, html: Path | None, svg: Path | None, png: Path | None
 ) -> None:
-    from inflight.compare.drawing import to_svg, write_png
-    from inflight.compare.page import to_html
-    from inflight.compare.picture import draw
+    from inflight.bench.compare.drawing import to_svg, write_png
+    from inflight.bench.compare.page import to_html
+    from inflight.bench.compare.picture import draw
 
     try:
         if html is not None:
@@ -192,7 +192,7 @@ def _write(
 
 
 def _print(comparison: Comparison | RerankComparison, as_json: bool, quiet: bool) -> None:
-    from inflight.compare.terminal import print_comparison
+    from inflight.bench.compare.terminal import print_comparison
 
     if as_json:
         print(json.dumps(comparison.to_json()))

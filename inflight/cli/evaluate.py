@@ -46,7 +46,7 @@ def evaluate(
     if text.stat().st_size > MAX_TEXT:
         raise ConfigError(f"{text} has {text.stat().st_size:,} bytes: at most {MAX_TEXT:,} are read")
     with interrupts_end_at_once():
-        from inflight.loading import evaluation  # imports torch, which is slow
+        from inflight.loading import evaluation
 
     config = EngineConfig.create(model, **engine)
     other = None

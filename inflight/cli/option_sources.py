@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from inflight.cli.vllm_arguments import SIMILAR, UNSET, parse_list
+from inflight.cli.vllm_environment import SERVICE_LINK, translate_environment
 from inflight.errors import ConfigError
 from inflight.option import Option, read_yaml
-from inflight.vllm_compat.arguments import SIMILAR, UNSET, parse_list
-from inflight.vllm_compat.environment import SERVICE_LINK, translate_environment
-from inflight.vllm_compat.rules import CompatRules, as_text, join_reasons
+from inflight.vllm_rules import CompatRules, as_text, join_reasons
 
 PREFIX = "INFLIGHT_"
 OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # our variables that are not options

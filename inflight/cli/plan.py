@@ -13,7 +13,7 @@ from inflight.cli import interrupts_end_at_once
 from inflight.cli.option_sources import argument, with_flags
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 
 PLAN_OPTIONS = (
     *(

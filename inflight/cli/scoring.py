@@ -103,8 +103,8 @@ def _load(
     model: str | None, kind: Literal["reranker", "embedder"], engine: dict[str, Any], show: bool
 ) -> LLM:
     with interrupts_end_at_once():
+        from inflight.checkpoint.builtin import builtin_folder
         from inflight.entrypoints.llm import LLM  # imports torch, which is slow
-        from inflight.models.builtin import builtin_folder
 
     return LLM(builtin_folder(kind) if model is None else model, show_progress=show, **engine)
 

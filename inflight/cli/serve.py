@@ -10,8 +10,8 @@ import typer
 from inflight.cli import interrupts_end_at_once
 from inflight.cli.command import NOTES, InflightCommand, needs_extra
 from inflight.cli.option_sources import argument, gather, unused_variables, with_flags
+from inflight.cli.vllm_flags import SERVE_RULES
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
-from inflight.vllm_compat.cli_flags import SERVE_RULES
 
 
 class ServeCommand(InflightCommand):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.constraints.vocabulary import SLICES, TokenPieces, Vocabulary
-from inflight.native.build import SOURCE_FOLDER, NativeBuildError, build, cache_folder, find_compiler
+from inflight.layers.native.build import SOURCE_FOLDER, NativeBuildError, build, cache_folder, find_compiler
 
 logger = logging.getLogger(__name__)
 

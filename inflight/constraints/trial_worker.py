@@ -12,16 +12,15 @@ import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from inflight.constraints.attempts import Draft
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
 from inflight.processes.sandbox_worker import isolate, serve
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
-
-    from inflight.constraints.attempts import Draft
 
 Rejection = tuple[str, str | None, str | None]  # what a ParameterError says: its message, parameter and code
 
@@ -34,10 +33,6 @@ def main() -> None:
     memory, stack, vocabulary = map(int, sys.argv[1:])
     os.nice(NICENESS)
     isolate()
-    _replace_package()
-    from inflight.constraints.attempts import Draft
-    from inflight.constraints.vocabulary import Vocabulary
-
     with open(vocabulary, "rb") as file:
         tokens = Vocabulary.unpacked(file.read())
     tokenizer, special_texts = tokens.tokenizer(), tokens.special_texts()
@@ -52,12 +47,6 @@ def main() -> None:
             os.abort()
 
     serve(answer, signal.ITIMER_PROF)  # limits CPU time
-
-
-def _replace_package() -> None:
-    """Let the package's modules be imported without all that the package imports, NumPy for example."""
-    package = sys.modules["inflight.constraints"] = ModuleType("inflight.constraints")
-    package.__path__ = [str(Path(__file__).parent)]
 
 
 def limit_memory(memory: int) -> None:

@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError, shown
 from inflight.events import CacheUpdate, Delta, RequestRecord
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,10 @@ from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request, Status
-from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
-from inflight.timeline import MAX_BYTES, NoRecorder, RecordedTimes, Recorder, TimelinePage, TimelineQuery
+from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
+from inflight.scheduling.scheduler import Scheduler
+from inflight.timeline.chunks import RecordedTimes, TimelinePage, TimelineQuery
+from inflight.timeline.recorder import MAX_BYTES, NoRecorder, Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 

@@ -14,29 +14,25 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
-from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
+from inflight.engine.client import EngineClient, Health, ModelFacts, RequestState
+from inflight.engine.inproc import InprocClient
+from inflight.engine.stats import EngineStats
 from inflight.entrypoints.scoring import AsyncScoringMethods, ScoringRun
 from inflight.errors import ConfigError, EngineDeadError, EngineError, ParameterError, RequestError
-from inflight.frontend import (
-    ChatOptions,
-    ChatRequest,
-    ChatTokenizer,
-    Frontend,
-    Generation,
-    OutputProcessor,
-    PooledVectors,
-    Prompt,
-    ScoringCall,
-    ScoringJob,
-    check_arguments,
-)
+from inflight.frontend.chat import ChatOptions, ChatRequest
+from inflight.frontend.chat_tokenizer import ChatTokenizer
+from inflight.frontend.frontend import Frontend
+from inflight.frontend.generation import Generation
+from inflight.frontend.input_processor import Prompt, check_arguments
+from inflight.frontend.output_processor import OutputProcessor
+from inflight.frontend.scoring import PooledVectors, ScoringCall, ScoringJob
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import ContextOptions, RequestContext
 from inflight.sampling_params import MAX_N, SamplingParams
-from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
-    from inflight.loading import LoadedEngine, LoadProgress
+    from inflight.loading.engine import LoadedEngine, LoadProgress
 
 SCORING_THREADS = 2  # tokenize for embed, classify and score, so that chats do not wait for them
 
@@ -44,7 +40,7 @@ SCORING_THREADS = 2  # tokenize for embed, classify and score, so that chats do 
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
-class _ChatOptions(ChatOptions, ContextOptions):
+class _ChatCallOptions(ChatOptions, ContextOptions):
     """Keyword arguments of `chat`."""
 
 
@@ -120,7 +116,7 @@ class AsyncEngine(AsyncScoringMethods):
 
         A slow reader gets several tokens at a time; the engine never waits for it. The options are `priority`, `tenant`
         and `cache_salt` (`RequestContext`). Arguments of vLLM that would change nothing are accepted
-        (`vllm_compat/python_api.py`).
+        (`vllm_names.py`).
         """
         context = RequestContext.pop(options)
         check_arguments(options)
@@ -137,7 +133,7 @@ class AsyncEngine(AsyncScoringMethods):
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
-        **options: Unpack[_ChatOptions],
+        **options: Unpack[_ChatCallOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Do the same for a conversation, through the checkpoint's chat template.
 
@@ -348,7 +344,7 @@ async def _start_client(
     """Start an engine in its own process, or a router over several."""
     try:
         from inflight.engine.remote.process_client import ProcessClient
-        from inflight.router import start_router
+        from inflight.router.start import start_router
     except ImportError as error:
         raise ConfigError(
             f"an engine in its own process needs {error.name}: install inflight-llm[server]"
@@ -359,7 +355,7 @@ async def _start_client(
 
 
 def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
-    from inflight.loading import load_engine  # imports torch, which is slow
+    from inflight.loading.load import load_engine
 
     loaded = load_engine(config, progress)
     loaded.frontend.warm_up()

@@ -15,8 +15,7 @@ from weakref import finalize
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import EngineStats
-from inflight.engine.stats import MetricValue, metrics_of
+from inflight.engine.stats import EngineStats, MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
     LocalEngine,
@@ -28,21 +27,17 @@ from inflight.entrypoints.offline import (
 )
 from inflight.entrypoints.scoring import ScoringMethods
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError, shown
-from inflight.frontend import (
-    ChatRequest,
-    ChatTokenizer,
-    OutputProcessor,
-    Prompt,
-    ToolChoice,
-    check_arguments,
-    split_prompts,
-)
-from inflight.loading import load_engine
+from inflight.frontend.chat import ChatRequest, ToolChoice
+from inflight.frontend.chat_tokenizer import ChatTokenizer
+from inflight.frontend.input_processor import Prompt, check_arguments, split_prompts
+from inflight.frontend.output_processor import OutputProcessor
+from inflight.loading.load import load_engine
 from inflight.outputs import RequestOutput
 from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
-from inflight.timeline import RecordedStep, TimelineQuery, read_chunks, recorded_steps
-from inflight.vllm_compat.python_api import LLM_METHODS
+from inflight.timeline.chunks import TimelineQuery
+from inflight.timeline.steps import RecordedStep, read_chunks, recorded_steps
+from inflight.vllm_names import LLM_METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +97,7 @@ class LLM(ScoringMethods):
         Parameters, priority (smaller first) and tenant may be lists with one for each prompt. Outputs are in the order
         of the prompts. If one prompt is rejected, none is run. A request that fails gets the finish reason "error";
         EngineError is raised only if all requests fail. Arguments of vLLM that would change nothing are
-        accepted (`vllm_compat/python_api.py`).
+        accepted (`vllm_names.py`).
         """
         check_arguments(foreign)
         items = split_prompts(prompts)

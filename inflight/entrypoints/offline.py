@@ -31,15 +31,17 @@ from rich.progress import (
 )
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineCore, EngineStats
+from inflight.engine.client import Command
+from inflight.engine.core import EngineCore
+from inflight.engine.stats import EngineStats
 from inflight.errors import ConfigError, EngineError
 from inflight.events import Delta
-from inflight.frontend import Frontend
+from inflight.frontend.frontend import Frontend
 from inflight.request import Request
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 if TYPE_CHECKING:
-    from inflight.loading import LoadedEngine
+    from inflight.loading.engine import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -422,7 +424,7 @@ class ReplicatedEngine:
         self, config: EngineConfig, options: RouterConfig, progress: Callable[[int, int], None] | None
     ) -> None:
         try:
-            from inflight.router import start_router
+            from inflight.router.start import start_router
         except ImportError as error:
             raise ConfigError(f"replicas need {error.name}: install inflight-llm[server]") from error
         self._loop = asyncio.new_event_loop()

@@ -14,22 +14,14 @@ from dataclasses import replace
 from itertools import count
 from typing import Unpack, cast
 
-from inflight.engine import EngineClient
+from inflight.engine.client import EngineClient
 from inflight.entrypoints.offline import OfflineRun
 from inflight.errors import EngineError, QueueFullError
 from inflight.events import Delta
-from inflight.frontend import (
-    CallOptions,
-    EncodedText,
-    Frontend,
-    Pair,
-    PooledVectors,
-    Prompt,
-    ScoringCall,
-    ScoringJob,
-    check_top_n,
-    ranked,
-)
+from inflight.frontend.frontend import Frontend
+from inflight.frontend.input_processor import Prompt
+from inflight.frontend.scoring import CallOptions, PooledVectors, ScoringCall, ScoringJob, check_top_n, ranked
+from inflight.frontend.scoring_inputs import EncodedText, Pair
 from inflight.outputs import (
     ClassificationOutput,
     Classifications,

@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.constraints import Grammar, GrammarCompiler, MaskBatch, MaskFiller, Matcher
-from inflight.constraints.matcher import num_cores
+from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.matcher import MaskBatch, MaskFiller, Matcher, num_cores
 from inflight.constraints.native_matcher import (
     MAX_THREADS,
     MaskThreads,
@@ -35,7 +35,7 @@ from inflight.constraints.native_matcher import (
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
 from inflight.execution.sampling.interface import first_mask
-from inflight.scheduling import Admission
+from inflight.scheduling.batch import Admission
 from inflight.structured_outputs import StructuredOutputs
 
 logger = logging.getLogger(__name__)

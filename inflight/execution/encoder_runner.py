@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.attention.backend import Sequences
 from inflight.engine.runner import Runner
 from inflight.execution.runner import torch_threads
 from inflight.execution.step import StepVectors
+from inflight.layers.attention.backend import Sequences
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 
 Longs = NDArray[np.int64]
 

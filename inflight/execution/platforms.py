@@ -13,24 +13,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, SequenceAttention
-from inflight.attention.cpu import cpu_backend, cpu_sequence_attention
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, KVBudgetError, as_gib
 from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.runner import ModelRunner, StageLinks
 from inflight.kv.budget import blocks_for_memory, most_blocks, requested_memory
+from inflight.layers.attention.backend import AttentionBackend, SequenceAttention
+from inflight.layers.attention.cpu import cpu_backend, cpu_sequence_attention
 from inflight.layers.kernels import Kernels
+from inflight.layers.native.library import native_library
+from inflight.layers.native.memory import available_memory
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
 from inflight.models.tensors import tensors_of
-from inflight.native.library import native_library
-from inflight.native.memory import available_memory
-from inflight.scheduling import Limits
+from inflight.scheduling.request_pool import Limits
 
 
 class EncoderKernels(NamedTuple):

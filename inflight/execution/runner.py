@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, cpu_sampler
+from inflight.execution.sampling.interface import LogprobTensors, SampledTensors
+from inflight.execution.sampling.native import cpu_sampler
+from inflight.execution.sampling.sampler import Sampler
 from inflight.execution.step import (
     HostStep,
     Ints,
@@ -27,10 +28,10 @@ from inflight.execution.step import (
     failure,
     host_step,
 )
+from inflight.layers.attention.backend import AttentionInputs
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Batch, Sampled
-from inflight.scheduling.batch import Capture
+from inflight.scheduling.batch import Batch, Capture, Sampled
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.events import RequestFailure
-from inflight.execution.sampling import IS_NOT_FINITE
-from inflight.scheduling import Admission, Batch, Sampled
+from inflight.execution.sampling.interface import IS_NOT_FINITE
+from inflight.scheduling.batch import Admission, Batch, Sampled
 
 Ints = NDArray[np.int32]
 

@@ -10,23 +10,22 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, TypedDict, Unpack
 
-from inflight.agents import (
-    INPUT_GRAMMAR,
-    REASONING_MARKERS,
+from inflight.config import ModelConfig
+from inflight.errors import ParameterError, clipped, shown
+from inflight.frontend.agents.detect import (
     CallStyle,
-    MessageParser,
     call_marker_ids,
     detect_calls,
     detect_reasoning_format,
     opens_reasoning,
-    reasoning_format_name,
     shows_tools,
-    tool_format_name,
 )
-from inflight.config import ModelConfig
-from inflight.errors import ParameterError, clipped, shown
+from inflight.frontend.agents.formats.base import REASONING_MARKERS, reasoning_format_name, tool_format_name
+from inflight.frontend.agents.grammar_writer import INPUT_GRAMMAR
+from inflight.frontend.agents.parser import MessageParser
+from inflight.frontend.text.chat_template import ChatTemplate
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.sampling_params import SamplingParams
-from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, overload
 from inflight.errors import ParameterError, shown
 from inflight.frontend.chat import ChatRequest
 from inflight.frontend.frontend import Frontend
-from inflight.text import Tokenizer
+from inflight.frontend.text.tokenizer import Tokenizer
 
 
 class TokenizedText(dict[str, Any]):

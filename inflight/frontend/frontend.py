@@ -9,10 +9,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from inflight.agents import MessageParser, answer_grammar
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.checkpoint.checkpoint import locate_checkpoint
 from inflight.config import EngineConfig, ModelConfig
-from inflight.engine import ModelFacts
+from inflight.engine.client import ModelFacts
 from inflight.errors import ConfigError, ParameterError, shown
+from inflight.frontend.agents.answer_grammar import answer_grammar
+from inflight.frontend.agents.parser import MessageParser
 from inflight.frontend.chat import (
     ChatFormats,
     ChatRequest,
@@ -25,12 +28,12 @@ from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
 from inflight.frontend.scoring import ScoringProcessor, unsupported_task
 from inflight.frontend.scoring_inputs import ScoringInputs
-from inflight.models.builtin import checkpoint_folder
-from inflight.models.checkpoint import locate_checkpoint
+from inflight.frontend.text.chat import encode_chat
+from inflight.frontend.text.chat_template import ChatTemplate, check_messages
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.request import DEFAULT_CONTEXT, RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.scoring import PoolingFacts, Task
-from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from inflight.engine import EngineClient
+from inflight.engine.client import EngineClient
 from inflight.events import Delta
 from inflight.frontend.output_processor import Answer, OutputProcessor
 from inflight.request import Request

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler, GrammarValidator, Vocabulary
+from inflight.constraints.compiler import GrammarCompiler
+from inflight.constraints.validator import GrammarValidator
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError, PromptError, shown
+from inflight.frontend.text.stop_strings import bad_word_ids
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.request import DEFAULT_CONTEXT, Request, RequestContext, RequestSpec
 from inflight.sampling_params import SamplingParams
 from inflight.structured_outputs import PARAM
-from inflight.text import Tokenizer, bad_word_ids
-from inflight.vllm_compat.python_api import METHOD_RULES, PROMPT_RULES, translate_arguments
+from inflight.vllm_names import METHOD_RULES, PROMPT_RULES, translate_arguments
 
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with an optional "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, Any]

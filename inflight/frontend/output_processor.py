@@ -6,16 +6,19 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from inflight.agents import (
+from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
+from inflight.frontend.agents.parser import MessageParser
+from inflight.frontend.agents.reading import (
     ArgumentsDelta,
-    MessageParser,
     ParsedMessage,
     ParserEvent,
     ToolCallBegun,
     ToolCallEnded,
+    merge_deltas,
 )
-from inflight.agents.reading import merge_deltas
-from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
+from inflight.frontend.text.detokenizer import IncrementalDetokenizer
+from inflight.frontend.text.stop_strings import StopStrings
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.outputs import (
     AssistantMessage,
     CompletionOutput,
@@ -27,7 +30,6 @@ from inflight.outputs import (
 )
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
 class MessageReader:

@@ -12,8 +12,8 @@ import numpy as np
 
 from inflight.errors import ModelError, PromptError
 from inflight.frontend.input_processor import context_length_error
+from inflight.frontend.text.tokenizer import TextFrame, Tokenizer, check_text
 from inflight.scoring import PairTemplate, PoolingFacts
-from inflight.text import TextFrame, Tokenizer, check_text
 
 Pair = tuple[str, str]  # read as one text; when scoring, a query and a document
 TextItem: TypeAlias = "str | array[int] | Pair"  # token ids are used unchanged

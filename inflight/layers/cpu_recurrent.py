@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.recurrent import DeltaNetLayer, DeltaNetShape, LayerStates, RecurrentBackend, StateInputs
-from inflight.native.library import Library, native_library
 
 UNIT_EPS = 1e-6  # added to the squared length of queries and keys
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme
-from inflight.layers.formats.schemes import Codes
+from inflight.layers.formats.schemes import Codes, GroupedMatrix, GroupScheme, Scheme
 
 _WIDE_GROUP = 128  # columns: of rows with a single scale, and of four groups of MXFP4
 

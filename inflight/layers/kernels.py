@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import QuantizedMatrix, Scheme, Weight
+from inflight.layers.formats.schemes import QuantizedMatrix, Scheme, Weight
 from inflight.layers.recurrent import RecurrentBackend
 
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
@@ -174,7 +174,7 @@ class PlainLayer:
 
     attention_norm: Tensor | None  # [hidden] float32
     qkv: Linear
-    heads: Any  # an AttentionLayer (attention/backend.py)
+    heads: Any  # an AttentionLayer (layers/attention/backend.py)
     output: Linear
     mlp_norm: Tensor | None  # [hidden] float32
     gate_up: Linear

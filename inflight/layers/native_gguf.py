@@ -1,4 +1,4 @@
-"""Weights in the block types of GGUF files on the compiled CPU library (native/gguf_blocks.cpp)."""
+"""Weights in the block types of GGUF files on the compiled CPU library (layers/native/gguf_blocks.cpp)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight
 from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme, mxfp4_blocks
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight
 from inflight.layers.native_linears import Slabs
 
 _MXFP4 = BlockScheme(("MXFP4",))
@@ -75,7 +75,7 @@ class _BlockPanels:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _PackedRun:
     first_row: int
     num_rows: int
     type_name: str
@@ -96,17 +96,17 @@ class BlockRows(_BlockPanels):
     ) -> None:
         super().__init__(slabs, scheme, in_features, instructions)
         self._num_rows = out_features
-        self._sections: list[_Section] = []
+        self._sections: list[_PackedRun] = []
         if slabs.device.type == "meta":  # a layer of the right size
             name = self._largest()
             panels = slabs.empty(*self._size(out_features, name))
-            self._sections = [_Section(0, out_features, name, panels)]
+            self._sections = [_PackedRun(0, out_features, name, panels)]
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:  # noqa: ARG002
         """Load whole rows. Rows that were loaded before are replaced if they were loaded together."""
         self._slabs.num_moves += 1
         for run in _blocks_of(weight, self._scheme, self._in_features).runs:
-            self._replace(_Section(first_row, len(run.data), run.type_name, self._packed(run)))
+            self._replace(_PackedRun(first_row, len(run.data), run.type_name, self._packed(run)))
             first_row += len(run.data)
         if self._is_complete:
             self._sections = self._joined()
@@ -130,7 +130,7 @@ class BlockRows(_BlockPanels):
         self._pack(run, panels)
         return panels
 
-    def _replace(self, section: _Section) -> None:
+    def _replace(self, section: _PackedRun) -> None:
         end = section.first_row + section.num_rows
         kept = [
             other
@@ -139,12 +139,12 @@ class BlockRows(_BlockPanels):
         ]
         self._sections = sorted([*kept, section], key=lambda other: other.first_row)
 
-    def _joined(self) -> list[_Section]:
+    def _joined(self) -> list[_PackedRun]:
         """Return the sections where they stay, neighbours of one type as one. A layer is loaded in few parts, and held
         twice only here."""
         if len(self._sections) == 1:
             return self._sections
-        groups: list[list[_Section]] = []
+        groups: list[list[_PackedRun]] = []
         for section in self._sections:
             last = groups[-1][-1] if groups else None
             whole_panels = last is not None and last.num_rows % self._library.panel == 0
@@ -153,12 +153,12 @@ class BlockRows(_BlockPanels):
             groups[-1].append(section)
         return [self._as_one(group) for group in groups]
 
-    def _as_one(self, sections: list[_Section]) -> _Section:
+    def _as_one(self, sections: list[_PackedRun]) -> _PackedRun:
         first, num_rows = sections[0], sum(section.num_rows for section in sections)
         size = sum(len(section.panels) for section in sections), first.panels.shape[1]
         panels = self._slabs.empty(*size)
         torch.cat([section.panels for section in sections], out=panels)
-        return _Section(first.first_row, num_rows, first.type_name, panels)
+        return _PackedRun(first.first_row, num_rows, first.type_name, panels)
 
 
 class ExpertBlocks(_BlockPanels):

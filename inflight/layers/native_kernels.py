@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent
-from inflight.layers.formats import Scheme, Weight
+from inflight.layers.formats.schemes import Scheme, Weight
 from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
@@ -26,6 +26,7 @@ from inflight.layers.kernels import (
     Residual,
     check_gate,
 )
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.native_decoder import CompiledAttention, NativeLayers
 from inflight.layers.native_gguf import BlockRows, ExpertBlocks, block_scheme
 from inflight.layers.native_linears import (
@@ -40,7 +41,6 @@ from inflight.layers.native_linears import (
     stored_dtype,
 )
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import Library, native_library
 
 CPU = torch.device("cpu")
 

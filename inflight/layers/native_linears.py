@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight, plain
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_activation, check_gate, check_weight
+from inflight.layers.native.library import Library
 from inflight.layers.torch_kernels import ComposedLinear
-from inflight.native.library import Library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 SLAB_BYTES = 64 << 20
@@ -65,7 +65,7 @@ class PackedMatrices(Protocol):
 
 
 class PanelStack:
-    """Matrices in panels of equal size (native/narrow.h), which one method multiplies."""
+    """Matrices in panels of equal size (layers/native/narrow.h), which one method multiplies."""
 
     def __init__(
         self, slabs: Slabs, method: int, out_features: int, in_features: int, group: int, count: int
@@ -86,7 +86,7 @@ class PanelStack:
 
 
 class Panels(PanelStack):
-    """A matrix [out_features, in_features] in panels, float32 or bfloat16 (native/tile.h), or several such matrices."""
+    """Matrices [out_features, in_features] in panels, float32 or bfloat16 (layers/native/tile.h)."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class QuantizedPanels(PanelStack):
 
 class NativeLinear(ComposedLinear):
     """A linear layer over weights in panels. Its method multiplies in float32, or converts the input to a narrow type
-    before (native/narrow.h): to bfloat16, or to int8 with a scale for each token.
+    before (layers/native/narrow.h): to bfloat16, or to int8 with a scale for each token.
 
     The norm before the product, and the gate or the residual after it, are part of one call.
     """

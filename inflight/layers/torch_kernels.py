@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.cpu_recurrent import TorchRecurrent
-from inflight.layers.formats import Scheme, Weight, plain
+from inflight.layers.formats.schemes import Scheme, Weight, plain
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     CLAMPED_SILU_SLOPE,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import Weight
+from inflight.layers.formats.schemes import Weight
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     ExpertsShape,

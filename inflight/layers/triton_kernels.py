@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers.formats import Scheme, Weight
+from inflight.layers.formats.schemes import Scheme, Weight
 from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
@@ -39,7 +39,7 @@ from inflight.layers.triton.recurrent import TritonRecurrent
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_experts import TritonExperts
-from inflight.triton_utils.pdl import supports_pdl
+from inflight.layers.triton_utils.pdl import supports_pdl
 
 
 @runtime_checkable

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from inflight.config import CacheConfig, EngineConfig, ModelConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
-from inflight.models.builtin import checkpoint_folder
-from inflight.models.checkpoint import Checkpoint, open_checkpoint
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
-from inflight.text import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

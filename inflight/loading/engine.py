@@ -10,20 +10,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig
-from inflight.constraints import Grammar, GrammarCompiler
-from inflight.engine import EngineCore, ModelFacts
+from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.engine.client import ModelFacts
+from inflight.engine.core import EngineCore
 from inflight.engine.runner import asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
-from inflight.frontend import Frontend
-from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
+from inflight.frontend.frontend import Frontend
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache
 from inflight.loading.checkpoint import model_name
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
-from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
+from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
@@ -146,7 +151,7 @@ class LoadedEngine:
     model: Decoder | PoolingEncoder
     build_core: BuildCore
     end_ranks: Callable[[], object] | None = None  # of a model on several ranks
-    fingerprint: str = ""  # of the checkpoint (`models/checkpoint.py`)
+    fingerprint: str = ""  # of the checkpoint (`checkpoint/checkpoint.py`)
 
     @property
     def facts(self) -> ModelFacts:

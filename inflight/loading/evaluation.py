@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.platforms import Platform
+from inflight.layers.attention.backend import AttentionInputs
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading.checkpoint import (

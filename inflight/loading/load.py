@@ -13,19 +13,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from inflight.checkpoint.checkpoint import Checkpoint, fingerprint
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
-from inflight.engine import EngineCore, ModelFacts
+from inflight.constraints.compiler import GrammarCompiler
+from inflight.engine.client import ModelFacts
+from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform
-from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat import check_parsers
-from inflight.frontend.input_processor import vocabulary_of
-from inflight.kv import KVLayout
+from inflight.frontend.frontend import Frontend
+from inflight.frontend.input_processor import InputProcessor, vocabulary_of
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.kv.budget import fit_context
+from inflight.kv.layout import KVLayout
 from inflight.loading.checkpoint import (
     ModelPlan,
     check_kv_cache_dtype,
@@ -46,7 +49,6 @@ from inflight.loading.engine import (
     kv_layout,
     policy_of,
 )
-from inflight.models.checkpoint import Checkpoint, fingerprint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import default_rows
 from inflight.models.decoders.spec import DecoderSpec, whole_shard
@@ -54,8 +56,7 @@ from inflight.models.decoders.weights import load_decoder
 from inflight.models.encoders.encoder import load_encoder
 from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
 from inflight.models.head_config import declared_length, read_sentence_files
-from inflight.scheduling import Policy
-from inflight.text import Tokenizer
+from inflight.scheduling.policy import Policy
 
 if TYPE_CHECKING:
     from inflight.execution.parallel.layout import RankMemory

@@ -12,15 +12,14 @@ from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.gpu.shapes import Buckets
 from inflight.execution.platforms import LIMITS, MEMORY_SHARE
-from inflight.kv import KVLayout
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
+from inflight.kv.layout import KVLayout
 from inflight.kv.snapshots import PROMPT_INTERVAL
-from inflight.layers.formats import GroupScheme, Scheme
+from inflight.layers.formats.schemes import GroupScheme, Scheme
 from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.recurrent import max_captures, max_pieces
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading import open_model
-from inflight.loading.checkpoint import ModelPlan, check_kv_cache_dtype, plan_model
+from inflight.loading.checkpoint import ModelPlan, check_kv_cache_dtype, open_model, plan_model
 from inflight.models.decoders.footprint import (
     META,
     RankShare,

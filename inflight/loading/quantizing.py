@@ -20,14 +20,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from inflight.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, TEXT_FILES, Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupedMatrix, GroupScheme
 from inflight.layers.formats.packed import pack_words
-from inflight.layers.formats.schemes import unpack_nibbles
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, unpack_nibbles
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading.checkpoint import model_name, open_configured
-from inflight.models.checkpoint import CONFIG, INDEX, SINGLE, TEXT_FILES, Checkpoint
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
 from inflight.models.decoders.spec import whole_shard

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.gguf_file import GgufFile, GgufTensor
-from inflight.layers.formats import Weight
+from inflight.checkpoint.gguf_file import GgufFile, GgufTensor
 from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockStack, row_bytes
 from inflight.layers.formats.gguf_blocks import BLOCKS, dequantize
+from inflight.layers.formats.schemes import Weight
 
 _VECTORS = ("ffn_gate_inp_shexp.weight",)  # matrices of one row, from which converters remove a dimension
 

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import Sequences
+from inflight.checkpoint.checkpoint import SINGLE, Checkpoint
+from inflight.checkpoint.files import inside
 from inflight.errors import ModelError, WeightsError
+from inflight.layers.attention.backend import Sequences
 from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.model_files import inside
-from inflight.models.checkpoint import SINGLE, Checkpoint
 from inflight.models.tensors import (
     NormWeight,
     Placement,

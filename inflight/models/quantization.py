@@ -14,10 +14,17 @@ from itertools import count
 from typing import Literal
 
 from inflight.errors import ModelError, shown
-from inflight.layers.formats import PLAIN, GroupScheme, QuantizingFormat, Scheme, WeightFormat
 from inflight.layers.formats.gguf import block_format
 from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedFormat
-from inflight.layers.formats.weight_format import FLOATS, Mxfp4Format, ScaledFormat
+from inflight.layers.formats.schemes import GroupScheme, Scheme
+from inflight.layers.formats.weight_format import (
+    FLOATS,
+    PLAIN,
+    Mxfp4Format,
+    QuantizingFormat,
+    ScaledFormat,
+    WeightFormat,
+)
 from inflight.models.hf_config import Fields
 from inflight.models.module_names import Matches, ModuleNames
 from inflight.models.tensors import StoredTensor
@@ -404,7 +411,7 @@ def _is_head(module: str) -> bool:
 
 
 def _gguf(config: Fields) -> Quantization:
-    """Read the types that `models/gguf_config.py` lists."""
+    """Read the types that `checkpoint/gguf_config.py` lists."""
     types = config.part("types").values
     if not all(isinstance(name, str) for name in types.values()):
         raise config.error("types", "names of types")

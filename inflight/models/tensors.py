@@ -21,11 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inflight.checkpoint.gguf_file import GgufFile, is_gguf
 from inflight.errors import WeightsError
-from inflight.gguf_file import GgufFile, is_gguf
-from inflight.layers.formats import PLAIN, FormatTensor, PlainFormat, Weight, WeightFormat, plain
-from inflight.layers.formats.schemes import check_cut
-from inflight.layers.formats.weight_format import FLOATS
+from inflight.layers.formats.schemes import Weight, check_cut, plain
+from inflight.layers.formats.weight_format import FLOATS, PLAIN, FormatTensor, PlainFormat, WeightFormat
 from inflight.layers.kernels import Experts, Linear
 from inflight.models.gguf_tensors import GgufTensors
 

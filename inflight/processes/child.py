@@ -5,7 +5,7 @@ parent is gone. The thread that starts a child must live as long as the child do
 is the parent. So `run` starts a child and waits for its end in one call.
 
 `ProcessHost` is the seam between the users of a process and the machine on which it runs: `ChildHost` runs it as a
-child of this process, `RayHost` (`ray_cluster/host.py`) as an actor on a machine that Ray chooses.
+child of this process, `RayHost` (`router/ray_cluster/host.py`) as an actor on a machine that Ray chooses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pool of sandboxed worker processes: each runs a script under resource limits, and is replaced when it breaks one.
 
-Used for code that cannot be interrupted or trusted in this process: chat templates (`text/chat_template.py`) and
-grammars (`constraints/validator.py`). `sandbox_worker.py` is the worker's side.
+Used for code that cannot be interrupted or trusted in this process: chat templates
+(`frontend/text/chat_template.py`) and grammars (`constraints/validator.py`). `sandbox_worker.py` is the worker's side.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
-from inflight.engine.stats import ExpertStats
+from inflight.engine.client import Health, ModelFacts, ReplicaClient
+from inflight.engine.stats import EngineStats, ExpertStats
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, KVUsage
 
 if TYPE_CHECKING:

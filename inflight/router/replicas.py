@@ -9,15 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.engine import (
-    Command,
-    EngineStats,
-    Health,
-    ModelFacts,
-    ReplicaClient,
-    TimelineObserver,
-)
-from inflight.engine.client import wait_while
+from inflight.engine.client import Command, Health, ModelFacts, ReplicaClient, TimelineObserver, wait_while
+from inflight.engine.stats import EngineStats
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,
@@ -29,7 +22,7 @@ from inflight.errors import (
 from inflight.processes.child import ProcessNotStartedError
 from inflight.router.replica import Replica, facts_of_all, same_model, summed, work_done
 from inflight.router.routed import RoutedRequest
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from inflight.engine import RequestState
+from inflight.engine.client import RequestState
 from inflight.errors import RequestError
 from inflight.events import Delta, RequestRecord
 from inflight.request import Request

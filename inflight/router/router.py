@@ -10,17 +10,21 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from inflight.engine import (
+from inflight.engine.client import (
     Command,
-    EngineStats,
+    DeltaStream,
     Health,
+    History,
     MemoryState,
     ModelFacts,
     RequestState,
     TimelineObserver,
+    id_in_use,
+    not_added,
+    wait_while,
 )
-from inflight.engine.client import DeltaStream, History, id_in_use, not_added, wait_while
 from inflight.engine.runner import asleep
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError, QueueFullError
 from inflight.events import CACHE_HASH_LENGTH, Delta
 from inflight.kv.prefix_cache import BlockHasher
@@ -28,7 +32,7 @@ from inflight.request import Request
 from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest, share_blame
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
-from inflight.engine import ReplicaClient
+from inflight.engine.client import ReplicaClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import engine_host
 from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError, as_gib
-from inflight.models.checkpoint import fingerprint_now
-from inflight.native.library import num_threads
-from inflight.native.memory import available_memory, used_memory
+from inflight.layers.native.library import num_threads
+from inflight.layers.native.memory import available_memory, used_memory
 from inflight.processes.child import ChildHost, ProcessHost, ProcessNotStartedError
 from inflight.router.router import Router
 
@@ -113,7 +113,7 @@ def check_unchanged(config: EngineConfig, fingerprint: str) -> None:
 async def _shares(config: EngineConfig, options: RouterConfig, environment: Mapping[str, str]) -> Shares:
     if options.ray_address is None:
         return MachineShares(config, environment, options.replicas or 1)
-    from inflight.ray_cluster import ClusterShares
+    from inflight.router.ray_cluster.cluster import ClusterShares
 
     return await ClusterShares.connect(options.ray_address, config, options, environment)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inflight.events import KVUsage, PositionLogprobs, Preemption, RequestFailure
-from inflight.kv import StateCopies, StateCopy, TableUpdate
+from inflight.kv.block_manager import TableUpdate
+from inflight.kv.snapshots import StateCopies, StateCopy
 from inflight.request import Request, RequestSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from inflight.errors import EngineError
 from inflight.events import QUEUE_CAUSES, Delta, KVUsage, TimeBreakdown
-from inflight.kv import BlockManager, PrefixHit
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.prefix_cache import PrefixHit
 from inflight.request import Phase, Request, Status
 from inflight.scheduling.policy import Policy
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
-from inflight.kv import BlockManager, PrefixHit
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.prefix_cache import PrefixHit
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep
 from inflight.scheduling.checked_policy import CheckedPolicy

@@ -21,7 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from inflight.errors import EngineError
 from inflight.events import Delta
-from inflight.frontend import Generation, OutputProcessor
+from inflight.frontend.generation import Generation
+from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import RequestContext, RequestOrigin
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from inflight.agents import (
+from inflight.frontend.agents.reading import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,
@@ -18,8 +18,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.frontend import MessageReader, OutputProcessor
-from inflight.frontend.output_processor import Answer
+from inflight.frontend.output_processor import Answer, MessageReader, OutputProcessor
 from inflight.server.errors import ApiError
 
 encode = msgspec.json.encode

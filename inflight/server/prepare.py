@@ -11,13 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.errors import ParameterError
-from inflight.frontend import (
-    ChatRequest,
-    OutputProcessor,
-    checked_tools,
-    context_length_error,
-)
-from inflight.frontend.chat import num_characters, selected_tools
+from inflight.frontend.chat import ChatRequest, checked_tools, num_characters, selected_tools
+from inflight.frontend.input_processor import context_length_error
+from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError

@@ -17,13 +17,14 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from inflight import __version__
-from inflight.engine import EngineClient, ModelFacts
+from inflight.engine.client import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import shown
-from inflight.frontend import Frontend
+from inflight.frontend.frontend import Frontend
 from inflight.frontend.scoring import unsupported_task
 from inflight.processes.fair_threads import FairThreads
-from inflight.router import Replicas, Router
+from inflight.router.replicas import Replicas
+from inflight.router.router import Router
 from inflight.scoring import Task, tasks_of
 from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission, Turns
 from inflight.server.access.middleware import Hosts

@@ -10,34 +10,3 @@ trace.py          a recording as a Chrome trace, which Perfetto opens
 neighbours.py     which other requests made one slow
 terminal.py       the same in a terminal (`inflight top`)
 """
-
-from inflight.timeline.chunks import (
-    Chunk,
-    RecordedRequest,
-    RecordedTimes,
-    SlotKind,
-    TimelineEvent,
-    TimelinePage,
-    TimelineQuery,
-    decode_chunk,
-)
-from inflight.timeline.recorder import MAX_BYTES, NoRecorder, Recorder
-from inflight.timeline.steps import RecordedSlot, RecordedStep, read_chunks, recorded_steps
-
-__all__ = [
-    "MAX_BYTES",
-    "Chunk",
-    "NoRecorder",
-    "RecordedRequest",
-    "RecordedSlot",
-    "RecordedStep",
-    "RecordedTimes",
-    "Recorder",
-    "SlotKind",
-    "TimelineEvent",
-    "TimelinePage",
-    "TimelineQuery",
-    "decode_chunk",
-    "read_chunks",
-    "recorded_steps",
-]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from inflight.events import Delta
 from inflight.request import Request
-from inflight.scheduling import ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
 from inflight.timeline.chunks import RecordedRequest, SlotKind, token_at
 
 DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from inflight.events import Delta, ExpertUsage
 from inflight.request import Request
-from inflight.scheduling import Limits, RequestPool, ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.timeline.chunks import (
     ChunkBuilder,
     ChunkLimits,

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from inflight.bench.compare.drawing import Rect, to_svg
 from inflight.bench.load_generator import LoadResult, Record
 from inflight.bench.plot import draw
 from inflight.bench.report import Spread, parse_goodput, percentile, summarise
 from inflight.bench.terminal import print_runs
-from inflight.compare.drawing import Rect, to_svg
 from inflight.errors import ParameterError
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from inflight.bench.compare.arrivals import arrival_times
 from inflight.bench.workload import (
     PlannedRequest,
     Range,
@@ -20,7 +21,6 @@ from inflight.bench.workload import (
     read_dataset,
     read_sharegpt,
 )
-from inflight.compare.arrivals import arrival_times
 from inflight.errors import ConfigError, ParameterError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import kv_waste
 from benchmarks.lessons import COLUMNS
-from inflight.compare.report import ROWS
+from inflight.bench.compare.report import ROWS
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "continuous-batching.md").read_text()
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.step_profile import NOTHING, WARM_UP, Interval, shares, short_name, start_decoding
 from inflight.config import EngineConfig
-from inflight.loading import load_engine
+from inflight.loading.load import load_engine
 
 
 def test_shares_add_up_to_the_time_from_begin_to_end() -> None:

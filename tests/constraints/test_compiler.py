@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from inflight import StructuredOutputs
-from inflight.constraints import Grammar, GrammarCompiler, Vocabulary
 from inflight.constraints import compiler as compiling
-from inflight.constraints.compiler import MAX_CACHED
+from inflight.constraints.compiler import MAX_CACHED, Grammar, GrammarCompiler
 from inflight.constraints.schema import MAX_OPTIONAL
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
 from tests.constraints.walking import allowed_ids, compiler, vocabulary, walk
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from inflight.constraints import bare_input, json_quoted
+from inflight.constraints.input_lark import bare_input, json_quoted
 
 PATCH = """start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF

@@ -15,22 +15,19 @@ from typing import Any
 import pytest
 
 from inflight import StructuredOutputs
-from inflight.constraints import (
-    AnswerRules,
-    GrammarCompiler,
-    GrammarValidator,
-    RuleSchema,
-    Vocabulary,
-    trial_worker,
-)
+from inflight.constraints import trial_worker
 from inflight.constraints import validator as validator_module
+from inflight.constraints.answer_rules import AnswerRules, RuleSchema
 from inflight.constraints.attempts import BudgetSpentError, Draft
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.constraints.validator import (
     ATTEMPT_SECONDS,
     NUM_WORKERS,
     TRIAL_SECONDS,
+    GrammarValidator,
     TrialBudget,
 )
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import GrammarWorkerError, ParameterError
 from inflight.frontend.input_processor import vocabulary_of
 from tests.constraints.schemas import schema

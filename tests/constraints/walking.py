@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler, GrammarValidator, MaskBatch, MaskFiller, Matcher, Vocabulary
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.constraints.compiler import GrammarCompiler
+from inflight.constraints.matcher import MaskBatch, MaskFiller, Matcher
+from inflight.constraints.validator import GrammarValidator
+from inflight.constraints.vocabulary import Vocabulary
 from inflight.frontend.input_processor import vocabulary_of
-from inflight.models.builtin import checkpoint_folder
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.structured_outputs import StructuredOutputs
-from inflight.text import Tokenizer
 
 PADDING = 70  # a model's vocabulary may be wider than its tokenizer's
 HURRY_AFTER = 40

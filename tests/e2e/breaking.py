@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inflight.engine import EngineCore
-from inflight.scheduling import Batch, Sampled
+from inflight.engine.core import EngineCore
+from inflight.scheduling.batch import Batch, Sampled
 from tests.support.seen import SeenBatch, SeenRows
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 
-from inflight.scheduling import ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.engine import EngineCore, EngineStats, InprocClient
+from inflight.engine.core import EngineCore
+from inflight.engine.inproc import InprocClient
+from inflight.engine.stats import EngineStats
 from inflight.errors import (
     ConfigError,
     EngineError,

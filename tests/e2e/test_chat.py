@@ -158,7 +158,7 @@ async def test_invalid_chats_are_rejected(chat: Chat, options: dict[str, Any], p
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_unknown_parsers_are_rejected(with_tools: Path, name: str) -> None:
-    for parser in ("nope", "inflight.agents.formats.json_calls:HERMES"):
+    for parser in ("nope", "inflight.frontend.agents.formats.json_calls:HERMES"):
         options: dict[str, Any] = {name: parser}
         with pytest.raises(ConfigError, match=rf"unknown .* parser '{parser}': choose one of [\w, ]+$"):
             LLM(with_tools, show_progress=False, **options)

@@ -89,7 +89,7 @@ def test_template_flag_overrides_the_checkpoint(folder: Folder, tmp_path: Path) 
 
 def test_answers_are_printed_unchanged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """No colour, no emoji codes, no wrapping."""
-    from inflight.text import IncrementalDetokenizer
+    from inflight.frontend.text.detokenizer import IncrementalDetokenizer
 
     text = ":smile: [red]x[/red] " + "long " * 100
     monkeypatch.setattr(IncrementalDetokenizer, "push", lambda _, ids: text if ids else "")

@@ -113,7 +113,7 @@ def test_tokens_do_not_depend_on_the_batch(expected: list[Any], options: dict[st
 
 def test_torch_sampler_samples_the_same_tokens(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight.execution import runner
-    from inflight.execution.sampling import Sampler, SamplingRows
+    from inflight.execution.sampling.sampler import Sampler, SamplingRows
 
     monkeypatch.setattr(runner, "cpu_sampler", lambda rows, size: Sampler(SamplingRows(rows, size)))
     with LLM(show_progress=False) as other:
@@ -145,7 +145,7 @@ def test_request_without_any_allowed_token_fails_alone(llm: LLM) -> None:
 
 
 def test_grammar_at_its_limits_fails_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inflight.constraints import Matcher
+    from inflight.constraints.matcher import Matcher
 
     alone = run(llm, PROMPTS[1], PLAIN)[0].outputs[0]
     monkeypatch.setattr(Matcher, "error", property(lambda _: "too many states"))

@@ -15,7 +15,7 @@ from inflight import LLM
 from inflight.errors import ConfigError, RequestError, WeightsError
 from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
-from inflight.loading import LoadedEngine
+from inflight.loading.engine import LoadedEngine
 from inflight.models.encoders.encoder import PoolingEncoder
 from tests.scheduling.policies import NAMES
 from tests.support.encoder_checkpoints import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
-from inflight.loading import load_engine
-from inflight.models.builtin import checkpoint_folder
+from inflight.loading.load import load_engine
 
 Harm = Callable[[Path], None]
 

@@ -10,9 +10,9 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.frontend.input_processor import InputProcessor
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.decoders.decoder import Decoder
-from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS

@@ -21,7 +21,8 @@ from inflight.entrypoints import offline
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.request import Request
 from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.timeline import NoRecorder, Recorder, SlotKind
+from inflight.timeline.chunks import SlotKind
+from inflight.timeline.recorder import NoRecorder, Recorder
 from tests.e2e.conftest import Folder
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.steps import StepRecord, observe

@@ -158,7 +158,7 @@ def test_a_bfloat16_checkpoint_computes_like_its_float32_upcast(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from inflight.native.library import native_library
+    from inflight.layers.native.library import native_library
     from tests.e2e.reference import transformers_reference
     from tests.support.checkpoints import write_tokenizer
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, SamplingParams
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.loading import load_engine
-from inflight.models.builtin import checkpoint_folder
-from inflight.models.checkpoint import fingerprint_now
+from inflight.loading.load import load_engine
 from inflight.outputs import RequestOutput
-from inflight.router import Router
 from inflight.router.replica import Replica
 from inflight.router.routed import RoutedRequest
+from inflight.router.router import Router
 from inflight.structured_outputs import StructuredOutputs
 from tests.e2e.policies import SLOW
 from tests.e2e.streamed_calls import CHAT_MAX_TOKENS, ENDINGS, TOKENS_BEFORE_ARGUMENTS, by_chat

@@ -15,10 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from inflight.config import EngineConfig
-from inflight.engine import EngineCore, ModelFacts
+from inflight.engine.client import ModelFacts
+from inflight.engine.core import EngineCore
 from inflight.errors import KVBudgetError
-from inflight.kv import BlockManager, ChainHashCache, KVLayout
-from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import ChainHashCache
+from inflight.scheduling.batch import Batch, Sampled
+from inflight.scheduling.policy import make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 from tests.support.fake_runner import FakeRunner
 from tests.support.seen import SeenRows
 

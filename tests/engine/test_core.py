@@ -11,8 +11,9 @@ from inflight.errors import DeviceLostError, QueueFullError
 from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
+from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
+from inflight.scheduling.policy import Policy
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 

@@ -7,8 +7,9 @@ import pytest
 from inflight.engine.stats import EXPERTS_EVERY, ExpertLoads
 from inflight.events import ExpertUsage
 from inflight.router.replica import summed
-from inflight.timeline import TimelineQuery, read_chunks, recorded_steps
 from inflight.timeline import recorder as recorder_module
+from inflight.timeline.chunks import TimelineQuery
+from inflight.timeline.steps import read_chunks, recorded_steps
 from tests.support.requests import FakeEngine, make_request
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from inflight.engine import InprocClient
-from inflight.engine.inproc import STALLED_AFTER
+from inflight.engine.inproc import STALLED_AFTER, InprocClient
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta
-from inflight.scheduling import Batch
+from inflight.scheduling.batch import Batch
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 from tests.support.waiting import until, until_idle

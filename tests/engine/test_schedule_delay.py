@@ -8,13 +8,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN, SURE
+from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import Abort, Ack, Add, StepOutputs, ToEngine
 from inflight.processes.channel import Message, Stop
 from inflight.request import Request
-from inflight.scheduling import TokenBudget
+from inflight.scheduling.policy import TokenBudget
 from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request
 from tests.support.timed import MAX_TOKENS, Timed, timed

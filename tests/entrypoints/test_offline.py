@@ -11,9 +11,9 @@ import traceback
 
 import pytest
 
-from inflight import router
 from inflight.config import EngineConfig, RouterConfig
 from inflight.entrypoints.offline import ReplicatedEngine
+from inflight.router import start
 from tests.support.waiting import until
 
 
@@ -35,7 +35,7 @@ def test_interrupted_start_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: "_end_thread" in functions_of_main_thread(), "a caller who leaves")
             told.append("cleaned up")
 
-    monkeypatch.setattr(router, "start_router", start_router)
+    monkeypatch.setattr(start, "start_router", start_router)
     with pytest.raises(KeyboardInterrupt):
         ReplicatedEngine(EngineConfig.create(), RouterConfig(replicas=2), None)
     assert told == ["cleaned up"]

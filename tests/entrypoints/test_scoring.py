@@ -13,13 +13,13 @@ from inflight import AsyncEngine
 from inflight.errors import EngineError, ParameterError, PromptError, QueueFullError, RequestError
 from inflight.events import RequestRecord
 from inflight.frontend.scoring import cosines
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 from tests.frontend.scoring_engine import CROSS_ENCODER, EMBEDDER, engine
+from tests.frontend.text.samples import tokenizer
 from tests.support.fake_runner import FakeRunner, expected_vector
 from tests.support.requests import FakeEngine
 from tests.support.steps import observe
 from tests.support.waiting import until_idle
-from tests.text.samples import tokenizer
 
 DOCUMENTS = [f"document {index} has " + "some words " * (index % 7) for index in range(60)]
 

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import pytest
 
 from inflight import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
+from inflight.checkpoint.builtin import builtin_folder
 from inflight.entrypoints.offline import ReplicatedEngine, RequestBars
 from inflight.errors import EngineError, PromptError
 from inflight.events import Delta
-from inflight.models.builtin import builtin_folder
-from inflight.timeline import decode_chunk
+from inflight.timeline.chunks import decode_chunk
 from tests.support.steps import StepRecord, observe
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from inflight.constraints import UNKNOWN, Grammar, GrammarCompiler
 from inflight.constraints import compiler as compiling
+from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.native_matcher import UNKNOWN
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.request import Request

@@ -13,7 +13,7 @@ from inflight.execution.encoder_runner import EncoderRunner
 from inflight.models.encoders.encoder import TextBatch
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Admission, Batch
+from inflight.scheduling.batch import Admission, Batch
 
 
 class Recorder:

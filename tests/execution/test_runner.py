@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from inflight.execution.runner import Rows
-from inflight.kv import TableUpdate
+from inflight.kv.block_manager import TableUpdate
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch
-from inflight.scheduling.batch import Admission
+from inflight.scheduling.batch import Admission, Batch
 
 
 def test_rows_store_tokens_and_blocks() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.execution.platforms import relocate
-from inflight.layers.formats import GroupScheme
+from inflight.layers.formats.schemes import GroupScheme
 from inflight.layers.triton_kernels import TritonKernels
-from inflight.models.builtin import checkpoint_folder
 from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.footprint import num_bytes
 from inflight.models.tensors import tensors_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from inflight.execution.step import host_step
-from inflight.scheduling import Batch
+from inflight.scheduling.batch import Batch
 
 BLOCK_SIZE = 4
 TABLES = np.array([[[3, 5, 7], [2, 4, 6], [9, 8, 1]], [[4, 6, 8], [1, 3, 5], [0, 7, 2]]], dtype=np.int32)

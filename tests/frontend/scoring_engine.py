@@ -6,11 +6,13 @@ from typing import Any
 
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
-from inflight.engine import InprocClient
-from inflight.frontend import Frontend, InputProcessor, ScoringInputs
+from inflight.engine.inproc import InprocClient
+from inflight.frontend.frontend import Frontend
+from inflight.frontend.input_processor import InputProcessor
+from inflight.frontend.scoring_inputs import ScoringInputs
 from inflight.scoring import PairTemplate, PoolingFacts
+from tests.frontend.text.samples import END, tokenizer
 from tests.support.requests import FakeEngine
-from tests.text.samples import END, tokenizer
 
 EMBEDDER = PoolingFacts("embed", 2, splittable=False, scores="cosine")
 CROSS_ENCODER = PoolingFacts(

@@ -13,12 +13,12 @@ import huggingface_hub
 import pytest
 
 from inflight import AsyncEngine
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import ModelFacts
+from inflight.engine.client import ModelFacts
 from inflight.entrypoints.offline import ReplicatedEngine
 from inflight.errors import ModelError
-from inflight.frontend import Frontend
-from inflight.models.builtin import checkpoint_folder
+from inflight.frontend.frontend import Frontend
 from inflight.server.api_workers.worker import _frontend
 from inflight.server.config import ServerConfig
 from tests.support.requests import FakeEngine
@@ -67,7 +67,7 @@ def test_api_server_downloads_the_tokenizer_of_the_engines_commit(
     async def start_router(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(facts=FACTS)
 
-    monkeypatch.setattr("inflight.router.start_router", start_router)
+    monkeypatch.setattr("inflight.router.start.start_router", start_router)
     config = {"model": "owner/name", "revision": "main", "download_dir": "here"}
     frontend = start(config, {"ray_address": "auto"})
     assert downloads == [("owner/name", COMMIT, "here")]
@@ -79,7 +79,7 @@ def test_api_server_downloads_the_tokenizer_of_the_engines_commit(
 @pytest.mark.parametrize(
     ("options", "folder", "downloaded"),
     [
-        ({}, "/elsewhere/inflight/models/builtin/checkpoint", []),
+        ({}, "/elsewhere/inflight/checkpoint/builtin/checkpoint", []),
         ({"model": str(checkpoint_folder())}, "/elsewhere/model", []),
         ({"model": "owner/name", "tokenizer": "owner/other"}, ENGINE_CACHE, [("owner/other", COMMIT, None)]),
     ],

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState
+from inflight.engine.client import Command, EngineClient, Health, ModelFacts, RequestState
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, QueueFullError, RequestError
 from inflight.events import Delta
-from inflight.frontend import Generation
+from inflight.frontend.generation import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.server.formatters import Choice, usage_of

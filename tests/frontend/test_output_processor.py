@@ -14,14 +14,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.agents import MessageParser
-from inflight.agents.reading import merge_deltas
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
+from inflight.frontend.agents.parser import MessageParser
+from inflight.frontend.agents.reading import merge_deltas
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.outputs import Logprob, PackedLogprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.text import Tokenizer
 from tests.support.checkpoints import write_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

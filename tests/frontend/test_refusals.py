@@ -12,11 +12,12 @@ import pytest
 
 import inflight
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
-from inflight.frontend import InputProcessor, split_prompts
+from inflight.frontend.input_processor import InputProcessor, split_prompts
+from inflight.frontend.text.chat_template import ChatTemplate
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.processes.channel import RemoteError
 from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
-from inflight.text import ChatTemplate, Tokenizer
 from tests.support.checkpoints import write_tokenizer
 
 HUGE = 10**5000
@@ -208,7 +209,7 @@ def test_template_errors_are_short() -> None:
         "entrypoints/llm.py",
         "entrypoints/async_engine.py",
         "frontend/input_processor.py",
-        "text/stop_strings.py",
+        "frontend/text/stop_strings.py",
     ],
 )
 def test_every_request_error_has_a_param(file: str) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from inflight.errors import ModelError, PromptError
 from inflight.frontend.scoring_inputs import EncodedText, ScoringInputs, TextGroup, encode_prefixes
-from inflight.text import Tokenizer
-from tests.text.samples import BACKENDS, END, backend, tokenizer
+from inflight.frontend.text.tokenizer import Tokenizer
+from tests.frontend.text.samples import BACKENDS, END, backend, tokenizer
 
 from .scoring_engine import CROSS_ENCODER, EMBEDDER, RERANKER, TEMPLATE, inputs
 

@@ -12,7 +12,7 @@ import torch
 
 from inflight import AsyncEngine, SamplingParams
 from inflight.errors import KVBudgetError
-from inflight.router import Router
+from inflight.router.router import Router
 from tests.gpu.conftest import Ask
 
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)

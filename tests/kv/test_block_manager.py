@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inflight.errors import KVBudgetError
-from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache, PrefixHit
+from inflight.kv.block_manager import BlockManager
 from inflight.kv.budget import blocks_for_memory, fit_context, most_blocks
-from inflight.kv.prefix_cache import BlockHasher
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import BlockHasher, ChainHashCache, NoPrefixCache, PrefixHit
 from inflight.kv.snapshots import StateCopies
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

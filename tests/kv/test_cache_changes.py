@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
-from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
-from inflight.kv.prefix_cache import CacheChanges
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import CacheChanges, ChainHashCache, NoPrefixCache
 from tests.support.requests import make_request
 
 SIZE = 4

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from inflight.attention.backend import KVShape
 from inflight.kv.layout import LayerKV, place_layers
+from inflight.layers.attention.backend import KVShape
 
 FULL, SLIDING = LayerKV(8, 256, 256), LayerKV(8, 256, 256, window=1024)
 LATENT = LayerKV(1, 576, 0)  # values are made from the keys

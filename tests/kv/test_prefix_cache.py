@@ -8,7 +8,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 from inflight.kv.prefix_cache import NUM_RECENT, BlockHasher, ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

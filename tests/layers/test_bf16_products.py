@@ -9,8 +9,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import ExpertsShape, Residual
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
-from inflight.native.library import native_library
 from tests.layers.test_experts import EPS, ROUTINGS, expected_output, random_weights
 from tests.layers.test_linear import make, native
 

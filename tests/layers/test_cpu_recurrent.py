@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.cpu_recurrent import CpuRecurrent, TorchRecurrent
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.recurrent import (
     DeltaNetLayer,
     DeltaNetShape,
@@ -19,7 +20,6 @@ from inflight.layers.recurrent import (
     allocate_states,
     blocks_per_snapshot,
 )
-from inflight.native.library import Library, native_library
 from tests.support.reference_recurrent import draw_layer, reference
 
 SHAPES = [

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Residual
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels, cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import native_library
 
 CpuKernels = NativeKernels | TorchKernels
 

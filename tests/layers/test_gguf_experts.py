@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupScheme
 from inflight.layers.formats.gguf import BlockMatrix, BlockScheme, mxfp4_blocks
 from inflight.layers.formats.gguf_blocks import BLOCKS
-from inflight.layers.formats.schemes import common_scheme
+from inflight.layers.formats.schemes import GroupScheme, common_scheme
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     CLAMPED_SILU_SLOPE,
@@ -23,8 +22,8 @@ from inflight.layers.kernels import (
     ExpertsShape,
     Residual,
 )
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.native_kernels import NativeKernels
-from inflight.native.library import Library, native_library
 from tests.layers.test_gguf_products import SETS, blocks, inputs, kernels_of, rounded
 
 EPS = 1e-6

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.checkpoint.gguf_file import BLOCK_TYPES
 from inflight.errors import ConfigError
-from inflight.gguf_file import BLOCK_TYPES
 from inflight.layers.formats.gguf import BlockMatrix, BlockRun, BlockScheme
 from inflight.layers.formats.gguf_blocks import BLOCKS
 from inflight.layers.kernels import Linear, Residual
+from inflight.layers.native.library import Library, native_library
 from inflight.layers.native_gguf import BlockRows
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.native_linears import NativeLinear
-from inflight.native.library import Library, native_library
 
 INPUTS, OUTPUTS = 512, 70  # the last panel is not full
 SETS = ("vnni", "others")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupScheme, QuantizedMatrix
+from inflight.layers.formats.schemes import GroupScheme, QuantizedMatrix
 from inflight.layers.kernels import ExpertRouting, ExpertsShape, Linear, Residual
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.native_linears import NativeLinear, Panels, QuantizedPanels
-from inflight.native.library import native_library
 from tests.layers.test_linear import native
 
 EPS = 1e-6

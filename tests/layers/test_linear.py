@@ -10,10 +10,10 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.native_linears import LOAD_ROWS, SLAB_BYTES, Slabs
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear, Reduce, Residual
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
-from inflight.native.library import native_library
 from tests.layers.test_triton_small_linear import DEVICE
 
 KINDS = ["torch", "native", "triton", "triton without fused kernels"]

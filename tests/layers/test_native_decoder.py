@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.attention.cpu import NativeAttention
-from inflight.layers.formats import GroupScheme, Scheme
+from inflight.checkpoint.checkpoint import open_checkpoint
+from inflight.layers.attention.cpu import NativeAttention
 from inflight.layers.formats.gguf import BlockScheme
+from inflight.layers.formats.schemes import GroupScheme, Scheme
 from inflight.layers.kernels import PlainLayer
+from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.weights import load_decoder
 from inflight.models.quantization import QuantizedOnLoading
-from inflight.native.library import native_library
 from tests.models.running import CPU, logprobs, prompt
 from tests.support.checkpoints import write_checkpoint
 from tests.support.specs import attentions

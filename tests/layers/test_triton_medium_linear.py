@@ -11,7 +11,7 @@ from inflight.layers.triton import medium_linear as module
 from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, LinearTile, choose_medium
-from inflight.triton_utils.padding import padded_empty, readable_rows
+from inflight.layers.triton_utils.padding import padded_empty, readable_rows
 from tests.layers.test_triton_small_linear import (
     DEVICE,
     TOLERANCE,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupScheme
+from inflight.layers.formats.schemes import GroupScheme
 from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.kernels import Residual
 from inflight.layers.triton.held import ConvertedBytes, MultipliedBytes, PlainWeights

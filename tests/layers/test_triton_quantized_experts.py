@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import WeightsError
-from inflight.layers.formats import GroupedMatrix, GroupScheme, QuantizedMatrix
-from inflight.layers.formats.schemes import pack_nibbles
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, QuantizedMatrix, pack_nibbles
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, ExpertsShape, Residual
 from inflight.layers.triton.held import (
     ByteWeights,

@@ -26,7 +26,7 @@ from inflight.layers.triton.recurrent import (
     TritonRecurrent,
     plan_pieces,
 )
-from inflight.triton_utils.pdl import supports_pdl
+from inflight.layers.triton_utils.pdl import supports_pdl
 from tests.layers.test_triton_small_linear import DEVICE
 from tests.support.reference_recurrent import draw_layer, reference
 

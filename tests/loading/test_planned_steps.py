@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from benchmarks.shapes import SHAPES
-from inflight.attention.triton.backend import TritonAttention
 from inflight.config import EngineConfig
 from inflight.execution.gpu import attention
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY
+from inflight.layers.attention.triton.backend import TritonAttention
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.loading.checkpoint import quantized_spec
 from inflight.loading.planning import PROCESSORS, Devices, plan_devices

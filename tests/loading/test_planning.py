@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from benchmarks.shapes import SHAPES
 from inflight import LLM
-from inflight.attention.triton.backend import TritonAttention
 from inflight.cli.main import app
 from inflight.cli.plan import described, parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution import platforms
 from inflight.execution.runner import ModelRunner
-from inflight.layers.formats import GroupScheme
+from inflight.layers.attention.triton.backend import TritonAttention
+from inflight.layers.formats.schemes import GroupScheme
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.loading.planning import Devices, plan_devices
 from inflight.models.decoders.decoder import Decoder

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from inflight import LLM
+from inflight.checkpoint.checkpoint import fingerprint, open_checkpoint
 from inflight.config import CacheConfig, EngineConfig
 from inflight.errors import ConfigError
-from inflight.layers.formats import GroupScheme, PlainFormat
+from inflight.layers.formats.schemes import GroupScheme
+from inflight.layers.formats.weight_format import PlainFormat
 from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec
 from inflight.loading.evaluation import evaluate, unquantized
 from inflight.loading.planning import Devices, plan_devices
 from inflight.loading.quantizing import FORMATS, quantize_checkpoint
-from inflight.models.checkpoint import fingerprint, open_checkpoint
 from inflight.models.decoders.families import decoder_spec
 from tests.models.running import load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
@@ -166,7 +167,7 @@ def test_evaluation_scores_every_token_but_the_first(folder: Path) -> None:
     whole = evaluate(config(folder), TEXT)
     # Each token's probability, computed by hand.
     decoder = load(folder)
-    from inflight.text import Tokenizer
+    from inflight.frontend.text.tokenizer import Tokenizer
 
     ids = list(Tokenizer.load(folder).encode(TEXT))
     scores = logprobs(decoder, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_backend
+from inflight.checkpoint.checkpoint import open_checkpoint
+from inflight.layers.attention.backend import AttentionInputs
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_backend
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.weights import load_decoder
 

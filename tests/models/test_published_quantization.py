@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.errors import ModelError, WeightsError
-from inflight.layers.formats import PlainFormat
+from inflight.layers.formats.weight_format import PlainFormat
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
+from inflight.checkpoint.checkpoint import open_checkpoint
 from inflight.errors import ConfigError, ModelError, WeightsError
-from inflight.layers.formats import GroupScheme, PlainFormat
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.formats.packed import AwqFormat, GptqFormat
+from inflight.layers.formats.schemes import GroupScheme
+from inflight.layers.formats.weight_format import PlainFormat
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_experts import TritonExperts
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder, num_bytes

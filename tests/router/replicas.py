@@ -15,7 +15,8 @@ from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.events import Delta
 from inflight.request import Request
-from inflight.router import Router, start_router
+from inflight.router.router import Router
+from inflight.router.start import start_router
 from tests.engine.faulty import BUILD
 from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request

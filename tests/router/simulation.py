@@ -10,13 +10,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
+from inflight.engine.client import (
+    CacheObserver,
+    Command,
+    DeltaQueue,
+    DeltaStream,
+    Health,
+    ModelFacts,
+    RequestState,
+)
+from inflight.engine.stats import EngineStats
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
-from inflight.router import Router
-from inflight.scheduling import Batch, Sampled
+from inflight.router.router import Router
+from inflight.scheduling.batch import Batch, Sampled
 from tests.support.fake_runner import FakeRunner
 from tests.support.no_timeline import NoTimeline
 from tests.support.requests import FakeEngine, make_request

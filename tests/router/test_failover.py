@@ -13,7 +13,7 @@ from inflight.config import ProcessConfig
 from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
 from inflight.request import Request
-from inflight.router import Router
+from inflight.router.router import Router
 from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
 from tests.router.replicas import answer, lose, processes, read, strike, until_all_run

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine import InprocClient
+from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import (
     CheckpointChangedError,
@@ -23,10 +24,9 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
 )
-from inflight.models.checkpoint import fingerprint_now
 from inflight.processes.child import ProcessNotStartedError
-from inflight.router import Router
 from inflight.router import start as start_module
+from inflight.router.router import Router
 from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeSleepSupport

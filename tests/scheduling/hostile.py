@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from inflight.request import Request
-from inflight.scheduling import Policy
 from inflight.scheduling.policies.continuous import Continuous
+from inflight.scheduling.policy import Policy
 from tests.support.requests import make_request
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from inflight.scheduling import Policy, policy
+from inflight.scheduling import policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
+from inflight.scheduling.policy import Policy
 
 NAMES = tuple(policy.POLICIES)
 

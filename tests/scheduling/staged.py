@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.kv import KVLayout
-from inflight.scheduling import Batch, Sampled
+from inflight.kv.layout import KVLayout
+from inflight.scheduling.batch import Batch, Sampled
 from tests.support.fake_runner import FakeRunner
 
 

@@ -8,11 +8,15 @@ import pytest
 
 from inflight.engine.core import EngineCore
 from inflight.events import TimeBreakdown
-from inflight.kv import BlockManager, KVLayout, NoPrefixCache
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import NoPrefixCache
 from inflight.request import Request
-from inflight.scheduling import Limits, Policy, Scheduler, TokenBudget
 from inflight.scheduling.policies.sequential import Sequential
 from inflight.scheduling.policies.static import Static
+from inflight.scheduling.policy import Policy, TokenBudget
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 from tests.support.requests import make_request
 from tests.support.timed import TimedRunner, timed
 

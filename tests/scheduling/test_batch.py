@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch
+from inflight.scheduling.batch import Batch
 from tests.scheduling.hostile import SmallBites
 from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request

@@ -17,10 +17,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inflight.errors import RequestError
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch, Policy
+from inflight.scheduling.batch import Batch
+from inflight.scheduling.policy import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.scheduling.hostile import HOSTILE

@@ -10,11 +10,10 @@ from hypothesis import given
 
 from inflight.errors import ConfigError
 from inflight.request import Request
-from inflight.scheduling import Policy, make_policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
-from inflight.scheduling.policy import WaitingQueue
+from inflight.scheduling.policy import Policy, WaitingQueue, make_policy
 from tests.support.requests import FakeEngine, make_request
 
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(-2, 2)), max_size=30)

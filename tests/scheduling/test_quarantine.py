@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inflight.request import Request
-from inflight.scheduling import Policy
 from inflight.scheduling.policies.fair import Fair
+from inflight.scheduling.policy import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES, Quarantine
 from tests.scheduling.policies import NAMES
 from tests.scheduling.trouble import POISON, Trouble

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from inflight.scheduling import Policy
+from inflight.scheduling.policy import Policy
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import Trouble
 from tests.support.seen import SeenBatch

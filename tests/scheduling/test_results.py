@@ -9,7 +9,7 @@ import pytest
 from inflight.errors import RequestError
 from inflight.events import TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 from tests.scheduling.several import SeveralRunner
 from tests.support.fake_runner import expected_scores, expected_tokens, expected_vector
 from tests.support.requests import FakeEngine, make_request

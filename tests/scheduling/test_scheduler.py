@@ -10,7 +10,7 @@ import pytest
 
 from inflight.errors import EngineError
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 from inflight.scheduling.policies.continuous import Continuous
 from tests.scheduling.hostile import SmallBites
 from tests.scheduling.policies import NAMES

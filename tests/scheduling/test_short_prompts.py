@@ -9,9 +9,9 @@ import pytest
 
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
+from inflight.scheduling.policy import Policy
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 

@@ -9,8 +9,7 @@ import pytest
 
 from inflight.config import SchedulerConfig
 from inflight.errors import ConfigError
-from inflight.scheduling import TimedTokenBudget, TokenBudget
-from inflight.scheduling.policy import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
+from inflight.scheduling.policy import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE, TimedTokenBudget, TokenBudget
 from tests.support.fake_runner import expected_tokens
 from tests.support.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
-from inflight.engine import EngineCore, ModelFacts
-from inflight.loading import load_core
-from inflight.scheduling import Batch, Sampled
+from inflight.engine.client import ModelFacts
+from inflight.engine.core import EngineCore
+from inflight.loading.load import load_core
+from inflight.scheduling.batch import Batch, Sampled
 from tests.support.seen import SeenRows
 
 BUILD = "tests.server.faulty:build"

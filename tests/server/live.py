@@ -16,9 +16,10 @@ import uvloop
 
 from inflight import AsyncEngine
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine import EngineCore, InprocClient
+from inflight.engine.core import EngineCore
+from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
-from inflight.frontend import Frontend
+from inflight.frontend.frontend import Frontend
 from inflight.server.access.keys import load_keys
 from inflight.server.config import ServerConfig
 from inflight.server.observability.request_log import Tracer

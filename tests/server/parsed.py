@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.agents import (
+from inflight.frontend.agents.reading import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight import AsyncEngine
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.config import EngineConfig
-from inflight.engine import InprocClient
-from inflight.frontend import Frontend
-from inflight.kv import KVLayout
-from inflight.models.builtin import checkpoint_folder
-from inflight.scheduling import Batch, Sampled
+from inflight.engine.inproc import InprocClient
+from inflight.frontend.frontend import Frontend
+from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.kv.layout import KVLayout
+from inflight.scheduling.batch import Batch, Sampled
 from inflight.scoring import PairTemplate, PoolingFacts
-from inflight.text import Tokenizer
 from tests.server.live import Backend
 from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine

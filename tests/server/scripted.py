@@ -15,14 +15,15 @@ import tokenizers
 
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
+from inflight.engine.client import Command, Health, ModelFacts, RequestState
+from inflight.engine.stats import EngineStats
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
-from inflight.frontend import Frontend
+from inflight.frontend.frontend import Frontend
 from inflight.request import Request
+from tests.frontend.text.templates import QWEN3
 from tests.server.live import Backend, Live, live_server
 from tests.support.checkpoints import write_tokenizer
 from tests.support.no_timeline import NoTimeline
-from tests.text.templates import QWEN3
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
 

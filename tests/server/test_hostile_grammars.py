@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from inflight.constraints import GrammarValidator
 from inflight.constraints import validator as validator_module
+from inflight.constraints.validator import GrammarValidator
 from inflight.server.state import TEXT_THREADS
 from tests.constraints.test_validator import INTERSECTIONS
 from tests.server.live import Backend, Live, live_server

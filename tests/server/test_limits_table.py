@@ -7,6 +7,7 @@ from pathlib import Path
 
 import inflight
 from inflight.constraints.validator import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
+from inflight.frontend.text.chat_template import MAX_MESSAGES, RenderLimits
 from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH, MAX_TENANT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
@@ -19,8 +20,6 @@ from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.server.routes.requests import MAX_ANSWERS, MAX_LISTED
 from inflight.server.routes.timeline import MAX_VIEWERS
 from inflight.server.state import TEXT_THREADS
-from inflight.text import RenderLimits
-from inflight.text.chat_template import MAX_MESSAGES
 
 PACKAGE = Path(inflight.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()

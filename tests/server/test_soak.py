@@ -26,7 +26,8 @@ from prometheus_client.samples import Sample
 
 from inflight import LLM
 from inflight.constraints import trial_worker, validator
-from inflight.text import RenderLimits, render_worker
+from inflight.frontend.text import render_worker
+from inflight.frontend.text.chat_template import RenderLimits
 from tests.server.live import ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving

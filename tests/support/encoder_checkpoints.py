@@ -14,7 +14,8 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.events import Delta
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, randomise

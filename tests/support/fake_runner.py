@@ -16,9 +16,9 @@ from typing import Any
 from zlib import crc32
 
 from inflight.events import PositionLogprobs, TokenLogprob, pack_logprobs
-from inflight.kv import KVLayout
+from inflight.kv.layout import KVLayout
 from inflight.request import RequestSpec
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 
 PLAIN = KVLayout(1)  # one table that keeps all tokens; the size of its blocks changes no token
 

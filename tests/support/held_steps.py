@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from inflight.engine import InprocClient
+from inflight.engine.inproc import InprocClient
 from tests.support.waiting import SECONDS
 
 HOUR = 3600.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from inflight.checkpoint.checkpoint import open_checkpoint
 from inflight.execution.platforms import CpuPlatform
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder, meta_kernels
 from inflight.models.decoders.spec import whole_shard

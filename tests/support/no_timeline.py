@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from inflight.engine import MemoryState, TimelineObserver
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.engine.client import MemoryState, TimelineObserver
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 
 class NoTimeline:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from inflight.config import EngineConfig
 from inflight.events import Delta
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading.engine import LoadedEngine
+from inflight.loading.load import load_engine
 from inflight.models.decoders.decoder import Decoder
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, AttentionLayer, KVCache, KVShape, LayerCache
-from inflight.attention.cpu import TorchCpuAttention
+from inflight.layers.attention.backend import AttentionInputs, AttentionLayer, KVCache, KVShape, LayerCache
+from inflight.layers.attention.cpu import TorchCpuAttention
 
 
 class ReferenceAttention:

@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.events import Delta, PositionLogprobs
-from inflight.kv import BlockManager, ChainHashCache, KVLayout, NoPrefixCache
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Limits, Policy, Scheduler, make_policy
+from inflight.scheduling.policy import Policy, make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 from tests.support.fake_runner import FakeRunner
 from tests.support.steps import StepRecord, observe
 

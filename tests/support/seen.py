@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.request import RequestSpec
-from inflight.scheduling import Batch
+from inflight.scheduling.batch import Batch
 
 
 @dataclass(frozen=True)

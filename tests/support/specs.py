@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.attention import AttentionSpec

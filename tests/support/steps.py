@@ -9,8 +9,8 @@ from typing import NamedTuple
 from inflight.engine.core import EngineCore
 from inflight.events import Delta, KVUsage, Preemption
 from inflight.request import Request
-from inflight.scheduling import ScheduledStep
-from inflight.timeline import RecordedTimes
+from inflight.scheduling.batch import ScheduledStep
+from inflight.timeline.chunks import RecordedTimes
 
 
 class SlotRecord(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.paged import Heads, Scene
+from tests.layers.attention.paged import Heads, Scene
 from tests.support.reference_attention import ReferenceAttention
 
 

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.core import EngineCore
-from inflight.kv import BlockManager, KVLayout, NoPrefixCache
-from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
+from inflight.kv.block_manager import BlockManager
+from inflight.kv.layout import KVLayout
+from inflight.kv.prefix_cache import NoPrefixCache
+from inflight.scheduling.batch import Batch, Sampled
+from inflight.scheduling.policy import TokenBudget, make_policy
+from inflight.scheduling.request_pool import Limits
+from inflight.scheduling.scheduler import Scheduler
 from tests.support.fake_runner import FakeRunner
 from tests.support.requests import make_request
 from tests.support.steps import StepRecord, observe

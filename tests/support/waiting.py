@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from inflight.engine import EngineStats
+from inflight.engine.stats import EngineStats
 
 SECONDS = 120.0
 PAUSE = 0.002

@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 
 from inflight.events import Delta
 from inflight.request import Request
-from inflight.scheduling import RequestPool, ScheduledStep
-from inflight.timeline import (
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.request_pool import RequestPool
+from inflight.timeline.chunks import (
     Chunk,
     RecordedTimes,
-    Recorder,
     SlotKind,
+    SlotRun,
     TimelinePage,
     TimelineQuery,
     decode_chunk,
+    encode_chunk,
+    token_at,
 )
-from inflight.timeline.chunks import SlotRun, encode_chunk, token_at
+from inflight.timeline.recorder import Recorder
 
 
 class Cell(NamedTuple):

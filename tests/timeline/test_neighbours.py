@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from inflight.timeline import Recorder
 from inflight.timeline.neighbours import neighbours_of
+from inflight.timeline.recorder import Recorder
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 

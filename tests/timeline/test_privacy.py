@@ -16,8 +16,8 @@ from hypothesis.stateful import invariant
 
 from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
-from inflight.timeline import Chunk, RecordedRequest, Recorder, TimelineEvent
-from inflight.timeline.chunks import PackedRuns, SlotRun, decode_chunk
+from inflight.timeline.chunks import Chunk, PackedRuns, RecordedRequest, SlotRun, TimelineEvent, decode_chunk
+from inflight.timeline.recorder import Recorder
 from inflight.timeline.stream import ChunkConverter, TimelineStream
 from tests.scheduling.test_machine import EngineMachine
 from tests.timeline.cells import Replay, chunks_of

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from inflight.request import RequestOrigin
-from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk, read_chunks, recorded_steps
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
-from inflight.timeline.chunks import COLUMNS, token_at
+from inflight.timeline.chunks import COLUMNS, SlotKind, TimelineQuery, decode_chunk, token_at
+from inflight.timeline.recorder import Recorder
+from inflight.timeline.steps import read_chunks, recorded_steps
 from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.test_machine import EngineMachine
 from tests.support.fake_runner import FakeRunner

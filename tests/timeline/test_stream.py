@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from inflight.engine import EngineClient, InprocClient
-from inflight.router import Router
-from inflight.timeline import Chunk, TimelinePage, TimelineQuery
+from inflight.engine.client import EngineClient
+from inflight.engine.inproc import InprocClient
+from inflight.router.router import Router
 from inflight.timeline import stream as stream_module
 from inflight.timeline.chunk_json import chunk_json
-from inflight.timeline.chunks import MAX_KNOWN
+from inflight.timeline.chunks import MAX_KNOWN, Chunk, TimelinePage, TimelineQuery
 from inflight.timeline.stream import ChunkConverter, Cut, TimelineStream
 from tests.support.held_steps import held_steps
 from tests.support.requests import FakeEngine, make_request

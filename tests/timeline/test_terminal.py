@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from inflight.timeline import Recorder
 from inflight.timeline.chunk_json import chunk_json
+from inflight.timeline.recorder import Recorder
 from inflight.timeline.terminal import TimelineWindow
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of

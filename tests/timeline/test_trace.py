@@ -12,9 +12,9 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.request import Request, RequestOrigin
-from inflight.timeline import Recorder
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
+from inflight.timeline.recorder import Recorder
 from inflight.timeline.trace import recording_of, trace_of, write_recording
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.entrypoints.llm import LLM
-from inflight.models.builtin import checkpoint_folder
 from inflight.sampling_params import SamplingParams
 from tools.builtin import answers
 from tools.builtin.corpus import is_held_out

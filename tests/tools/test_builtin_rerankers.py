@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from typer.testing import CliRunner
 
 import tools.rerankers
+from inflight.checkpoint.builtin import builtin_folder
 from inflight.cli.main import app
 from inflight.entrypoints.llm import LLM
-from inflight.models.builtin import builtin_folder
 from tools.rerankers.evaluate import figures, table, written_lists
 from tools.rerankers.ranked import RankedList
 

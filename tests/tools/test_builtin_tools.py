@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.agents import MessageParser, detect_reasoning_format, detect_tool_format
-from inflight.text import ChatTemplate
+from inflight.frontend.agents.detect import detect_reasoning_format, detect_tool_format
+from inflight.frontend.agents.parser import MessageParser
+from inflight.frontend.text.chat_template import ChatTemplate
 from tools.builtin import dataset, tool_eval, tool_names, tool_values
 from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, MARKUP, Turn
 from tools.builtin.corpus import documents

@@ -55,7 +55,7 @@ from inflight.events import Delta, RequestRecord
 from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
 from inflight.request import Request
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from inflight.events import CacheUpdate, Delta
 from inflight.processes.channel import ChildSockets, Codec, Message, RemoteError, Stop
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from inflight.timeline import TimelinePage, TimelineQuery
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 LARGEST = 2**63 - 1  # msgpack's integers have 64 bits
 

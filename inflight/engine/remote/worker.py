@@ -1,6 +1,6 @@
 """The engine process: it builds an engine core and runs the engine loop until it receives `Stop`.
 
-Started by `supervisor.py`, or by Ray (`ray_cluster/actor.py`).
+Started by `supervisor.py`, or by Ray (`router/ray_cluster/actor.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inflight.registry import Registry
 logger = logging.getLogger("inflight.engine.remote.worker")  # __name__ is __main__ here
 
 Build = Callable[[EngineConfig, Callable[[int, int], None]], tuple[EngineCore, ModelFacts]]
-BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load_core"})
+BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading.load:load_core"})
 
 
 def main() -> NoReturn:
@@ -49,7 +49,7 @@ def main() -> NoReturn:
 def _preload() -> None:
     """Import what loading a model needs. An error is raised again where the import is needed, and reported there."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("inflight.loading")
+        importlib.import_module("inflight.loading.load")
 
 
 def serve(connection: ConnectionInfo) -> int:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TableInputs, TritonAttention
-from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
-from inflight.attention.triton.planner import AttentionPlanner, DecodeWork
-from inflight.attention.triton.softmax import AttentionWorkspace, Items
-from inflight.attention.triton.tuning import HeadShape
 from inflight.errors import EngineError
 from inflight.execution.gpu.parts import Section, StepPart, put, put_items
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
+from inflight.layers.attention.backend import KVShape
+from inflight.layers.attention.triton.backend import TableInputs, TritonAttention
+from inflight.layers.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
+from inflight.layers.attention.triton.planner import AttentionPlanner, DecodeWork
+from inflight.layers.attention.triton.softmax import AttentionWorkspace, Items
+from inflight.layers.attention.triton.tuning import HeadShape
 from inflight.models.decoders.decoder import Decoder
 
 

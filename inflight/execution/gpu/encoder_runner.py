@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.triton.plan import SEQUENCE_FIELDS, max_sequence_items, plan_sequences
-from inflight.attention.triton.sequences import PlannedSequences, TritonSequenceAttention
-from inflight.attention.triton.softmax import Items
 from inflight.errors import EngineError
 from inflight.execution.encoder_runner import PackedTexts, pack, pack_batch, trial_texts
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched
 from inflight.execution.gpu.parts import PackedUpload, Section, put, put_items
 from inflight.execution.gpu.shapes import TextBuckets, TextShape
 from inflight.execution.step import StepVectors
+from inflight.layers.attention.triton.plan import SEQUENCE_FIELDS, max_sequence_items, plan_sequences
+from inflight.layers.attention.triton.sequences import PlannedSequences, TritonSequenceAttention
+from inflight.layers.attention.triton.softmax import Items
 from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 
 
 class DeviceTexts:

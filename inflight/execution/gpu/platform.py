@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 
-from inflight.attention.backend import AttentionBackend
-from inflight.attention.triton.backend import TritonAttention
-from inflight.attention.triton.sequences import TritonSequenceAttention
-from inflight.attention.triton.tuning import choose_sequences
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.errors import ConfigError
 from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
@@ -32,13 +28,17 @@ from inflight.kv.budget import (
     blocks_for_memory,
     gpu_kv_memory,
 )
+from inflight.layers.attention.backend import AttentionBackend
+from inflight.layers.attention.triton.backend import TritonAttention
+from inflight.layers.attention.triton.sequences import TritonSequenceAttention
+from inflight.layers.attention.triton.tuning import choose_sequences
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
-from inflight.scheduling import Limits
+from inflight.scheduling.request_pool import Limits
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from inflight.execution.gpu.parts import StepPart
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.sampling import PendingLogprobs
 from inflight.execution.gpu.shapes import StepShape
-from inflight.execution.sampling.triton import SamplingWorkspace, score_all
+from inflight.execution.sampling.triton.sample import SamplingWorkspace, score_all
 from inflight.execution.step import PROMPT_LOGITS_AT_ONCE, HostStep, PooledRows, ScoredRows, StepVectors
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Sampled
-from inflight.scheduling.batch import Admission
+from inflight.scheduling.batch import Admission, Sampled
 
 
 class PendingScores(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.execution.gpu.parts import ALIGNMENT, Section, StepPart, put, staging
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
-from inflight.kv import TableUpdate
+from inflight.kv.block_manager import TableUpdate
 from inflight.scheduling.batch import Admission
 
 PROGRAM_SIZE = 256  # updates and tokens per program

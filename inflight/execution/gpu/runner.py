@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from inflight.attention.triton.backend import TritonInputs
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution.constrained_rows import StepMasks
 from inflight.execution.gpu.attention import DeviceAttention
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, wait_for, watched
@@ -23,9 +22,10 @@ from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.runner import StageLinks
 from inflight.execution.step import HostStep, StepResult, host_step
 from inflight.kv.snapshots import PROMPT_INTERVAL
+from inflight.layers.attention.triton.backend import TritonInputs
 from inflight.layers.recurrent import allocate_states
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 
 
 @dataclass(slots=True)

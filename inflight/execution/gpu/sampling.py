@@ -10,25 +10,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inflight.constraints import UNKNOWN, GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
+from inflight.constraints.native_matcher import UNKNOWN
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.gpu.device import to_host
 from inflight.execution.gpu.parts import Section, StepPart, put
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
-from inflight.execution.sampling.triton import (
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
+from inflight.execution.sampling.triton.sample import (
     MAX_LOGPROBS,
     LogprobBuffers,
     SamplingBatch,
     SamplingWorkspace,
-    TritonSamplingRows,
     read_logprobs,
     sample_tokens,
 )
 from inflight.execution.step import HostStep, Ints, failure
-from inflight.scheduling import Sampled
-from inflight.scheduling.batch import Admission
+from inflight.scheduling.batch import Admission, Sampled
 
 
 class PendingLogprobs(NamedTuple):

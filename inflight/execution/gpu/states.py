@@ -10,7 +10,7 @@ from torch import Tensor
 from inflight.execution.gpu.parts import Section, StepPart, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
-from inflight.kv import StateCopy
+from inflight.kv.snapshots import StateCopy
 from inflight.layers.recurrent import LayerStates, max_captures, max_pieces
 from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
 from inflight.layers.triton.recurrent import (

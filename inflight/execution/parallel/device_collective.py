@@ -22,8 +22,8 @@ from inflight.execution.parallel.peer_memory import PeerMemory
 from inflight.execution.parallel.shared_memory import HostCollective, SharedCollective, all_agree, exchange
 from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS, gather_kernel, sum_kernel
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
+from inflight.layers.triton_utils.pdl import launch_options, supports_pdl
 from inflight.models.decoders.spec import Collective
-from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 logger = logging.getLogger(__name__)
 

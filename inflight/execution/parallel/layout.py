@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from inflight.config import MAX_RANKS  # as kMaxRanks in native/group.cpp
+from inflight.config import MAX_RANKS  # as kMaxRanks in layers/native/group.cpp
 from inflight.execution.parallel.shared_memory import OnLoss, SharedCollective, SharedMemory, SharedStream
-from inflight.native.library import Library
+from inflight.layers.native.library import Library
 
 logger = logging.getLogger(__name__)
 

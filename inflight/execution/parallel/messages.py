@@ -17,7 +17,7 @@ import msgspec
 from inflight.engine.remote.wire import with_small_numbers
 from inflight.execution.parallel.layout import RankLayout
 from inflight.processes.channel import RemoteError, array_from_bytes, array_to_bytes
-from inflight.scheduling import Admission, Batch, Sampled
+from inflight.scheduling.batch import Admission, Batch, Sampled
 
 
 class RankStart(msgspec.Struct, frozen=True):

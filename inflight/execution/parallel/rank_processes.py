@@ -27,9 +27,9 @@ from inflight.execution.parallel.messages import (
     decode_report,
     encode,
 )
+from inflight.layers.native.library import Library
 from inflight.logs import JsonFormatter
 from inflight.models.decoders.footprint import RankShare
-from inflight.native.library import Library
 from inflight.processes.channel import RemoteError
 from inflight.processes.child import ChildHost, ChildProcess
 

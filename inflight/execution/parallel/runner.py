@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.layout import RankMemory
@@ -30,10 +30,10 @@ from inflight.execution.parallel.messages import (
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedCollective, SharedStream
 from inflight.execution.runner import ForwardPass, ModelRunner, torch_threads
+from inflight.layers.native.library import Library
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import Collective
-from inflight.native.library import Library
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 
 
 class FirstRank:

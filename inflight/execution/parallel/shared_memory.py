@@ -14,7 +14,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from inflight.native.library import Library
+from inflight.layers.native.library import Library
 
 
 class SharedMemory:

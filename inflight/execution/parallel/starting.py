@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine import EngineCore
+from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
 from inflight.execution.runner import StageLinks
+from inflight.layers.native.library import Library, native_library
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import RankShare, meta_kernels, rank_shares
 from inflight.models.decoders.spec import (
@@ -24,8 +25,7 @@ from inflight.models.decoders.spec import (
     check_tensor_parallel,
     shard_of,
 )
-from inflight.native.library import Library, native_library
-from inflight.scheduling import Scheduler
+from inflight.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # they need msgspec, which a single rank does not
     from inflight.execution.parallel.layout import RankMemory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they need msgspec, which a single rank does not
 logger = logging.getLogger(__name__)
 
 # Loads the part of one rank in its process.
-LOADER = "inflight.loading:load_rank"
+LOADER = "inflight.loading.load:load_rank"
 GIB = 1 << 30
 LINE = 64  # bytes of a cache line
 SLOT = 1 << 20  # bytes that a rank contributes to an exchange at once: they stay in its cache

@@ -20,8 +20,8 @@ from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, Loading, RankStart, Report, encode_report
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.execution.parallel.runner import LoadedRank, follow
+from inflight.layers.native.library import native_library
 from inflight.logs import configure_logging
-from inflight.native.library import native_library
 from inflight.processes.channel import RemoteError
 from inflight.processes.child import reporting_input, run_child
 from inflight.registry import Registry

@@ -19,10 +19,10 @@ from inflight.execution.sampling.interface import (
     host_masks,
 )
 from inflight.execution.sampling.sampler import Sampler, SamplingRows
-from inflight.native.library import Library, native_library
+from inflight.layers.native.library import Library, native_library
 from inflight.request import RequestSpec
 
-# `Row` in native/adjust.h, which documents each field: `RowNumbers`, six of them floats, then the rest.
+# `Row` in layers/native/adjust.h, which documents each field: `RowNumbers`, six of them floats, then the rest.
 _FLOATS = RowNumbers._fields[:6]
 _INTS = (
     *RowNumbers._fields[6:],

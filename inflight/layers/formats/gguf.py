@@ -13,8 +13,8 @@ from math import lcm
 import torch
 from torch import Tensor
 
+from inflight.checkpoint.gguf_file import BLOCK_TYPES
 from inflight.errors import WeightsError
-from inflight.gguf_file import BLOCK_TYPES
 from inflight.layers.formats.gguf_blocks import BLOCKS, dequantize, quantize_q8_0
 from inflight.layers.formats.schemes import GroupedMatrix, QuantizedMatrix, Scheme
 from inflight.layers.formats.weight_format import PlainFormat

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.gguf_file import BLOCK_TYPES
+from inflight.checkpoint.gguf_file import BLOCK_TYPES
 from inflight.layers.formats.schemes import FP4_VALUES
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

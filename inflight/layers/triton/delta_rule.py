@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 PIECE_FIELDS = 6  # token, length, row, first_token, fresh, capture
 ENTRY_FIELDS = 6  # first_piece, num_pieces, row, fresh, first_token, num_tokens

@@ -8,8 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.layers.triton.tuning import ACTIVATE_TILE, ElementTile, NormTile, choose_norm
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options, wait_then_launch_dependents
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import (
+    launch_dependents_then_wait,
+    launch_options,
+    wait_then_launch_dependents,
+)
 
 # How kernels name the activations; 0 is none.
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "tanh": 5}

@@ -23,8 +23,8 @@ from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.layers.triton.quantized_inputs import QuantizedInputs, quantize_rows, quantized
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.tuning import GroupedTile
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 _FEW = 64  # tokens up to which `combine` needs small tiles to fill the chip
 

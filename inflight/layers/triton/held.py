@@ -20,8 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from inflight.layers.formats import GroupedMatrix, GroupScheme, Scheme, Weight, plain
-from inflight.layers.formats.schemes import unpack_nibbles
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight, plain, unpack_nibbles
 from inflight.layers.gpu_weights import empty_words, held_on_gpu
 from inflight.layers.kernels import taken_as
 from inflight.layers.triton import elementwise, expert_parts, mxfp4, tuning

@@ -29,8 +29,8 @@ from triton.language.target_info import cuda_capability_geq
 
 from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.tuning import LinearTile, num_multiprocessors
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_options
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import launch_options
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Wait for all products of the tensor cores.

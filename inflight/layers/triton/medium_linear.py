@@ -36,8 +36,8 @@ from inflight.layers.triton.linear_parts import (
 )
 from inflight.layers.triton.quantized_inputs import QuantizedInputs
 from inflight.layers.triton.tuning import LinearTile, can_describe
-from inflight.triton_utils.padding import readable_rows
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.padding import readable_rows
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit

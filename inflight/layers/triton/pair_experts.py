@@ -27,8 +27,8 @@ from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.layers.triton.routing import Chosen
 from inflight.layers.triton.shared_rows import load_first, multiply_rows, row_places
 from inflight.layers.triton.tuning import PairTile
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import (
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import (
     launch_dependents,
     launch_options,
     wait,

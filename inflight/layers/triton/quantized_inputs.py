@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 _FP8_MAX = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-10)  # the smallest maximum of a token

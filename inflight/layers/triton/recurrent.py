@@ -24,8 +24,8 @@ from inflight.layers.triton.delta_rule import (
     output,
     prepare,
 )
-from inflight.triton_utils.padding import padded_empty
-from inflight.triton_utils.pdl import launch_options
+from inflight.layers.triton_utils.padding import padded_empty
+from inflight.layers.triton_utils.pdl import launch_options
 
 Ints = NDArray[np.int32]
 

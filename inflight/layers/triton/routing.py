@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.layers.kernels import ExpertRouting
-from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # "chosen": a softmax over the chosen experts' logits
 

@@ -34,7 +34,7 @@ from inflight.layers.triton.linear_parts import (
     weight_rows,
 )
 from inflight.layers.triton.tuning import LinearTile, token_bucket
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit

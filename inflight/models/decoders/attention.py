@@ -9,9 +9,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionLayer
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import PlainLayer, Residual
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import DenseMlp

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
+from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.layers.kernels import FusedLayers, Kernels, Linear, PlainLayer, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from inflight.checkpoint.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.errors import UnknownArchitectureError
 from inflight.models.decoders import experts_config, mixer_config, weight_names
 from inflight.models.decoders.gguf_names import with_gguf_names
@@ -23,7 +24,6 @@ from inflight.models.decoders.spec import (
     WeightNames,
 )
 from inflight.models.encoders.families import ENCODERS
-from inflight.models.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.models.head_config import read_labels
 from inflight.models.hf_config import Fields, default_context
 from inflight.models.quantization import read_quantization

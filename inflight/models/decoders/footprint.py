@@ -12,10 +12,10 @@ from itertools import accumulate
 
 import torch
 
-from inflight.attention.backend import KVShape
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import ConfigError, ModelError
 from inflight.kv.layout import KVLayout
+from inflight.layers.attention.backend import KVShape
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.gpu_weights import scheme_on_gpu
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels

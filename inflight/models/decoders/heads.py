@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.checkpoint.checkpoint import Checkpoint
 from inflight.errors import ModelError, shown
 from inflight.layers.kernels import Linear
-from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec, without_lm_head
 from inflight.models.decoders.spec import DecoderSpec

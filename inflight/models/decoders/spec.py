@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
-from inflight.layers.formats import PLAIN, PlainFormat, Scheme, WeightFormat
-from inflight.layers.formats.schemes import common_scheme
+from inflight.layers.formats.schemes import Scheme, common_scheme
+from inflight.layers.formats.weight_format import PLAIN, PlainFormat, WeightFormat
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
 from inflight.models.tensors import StoredTensor

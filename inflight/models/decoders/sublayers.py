@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionLayer, LayerCache
-from inflight.layers.formats import Scheme
+from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, LayerCache
+from inflight.layers.formats.schemes import Scheme
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates
 from inflight.layers.rotary import Rope

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from inflight.attention.backend import AttentionBackend
+from inflight.checkpoint.checkpoint import Checkpoint
 from inflight.errors import WeightsError
-from inflight.layers.formats import PLAIN
+from inflight.layers.attention.backend import AttentionBackend
+from inflight.layers.formats.weight_format import PLAIN
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder

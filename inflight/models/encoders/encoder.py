@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
+from inflight.checkpoint.checkpoint import Checkpoint
+from inflight.layers.attention.backend import SequenceAttention, SequenceLayer, Sequences
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.checkpoint import Checkpoint
 from inflight.models.encoders.families import EncoderHead
 from inflight.models.encoders.spec import EncoderSpec
 from inflight.models.heads import Head, LayeredHead, LayerNorm, Pooler, module_headers

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
+from inflight.frontend.text.chat_template import MAX_MESSAGES
 from inflight.server.schemas import (
     Body,
     Ignored,
@@ -19,7 +20,6 @@ from inflight.server.schemas import (
     missing,
     ranged,
 )
-from inflight.text.chat_template import MAX_MESSAGES
 
 
 class CachedPart(ReturnedPart):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine import Health
+from inflight.engine.client import Health
 from inflight.engine.remote.wire import Progress, Ready, ServiceMessage, StepOutputs
 from inflight.processes.channel import Message, RemoteError, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.server.access.keys import KeyDigests

@@ -16,9 +16,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from inflight.engine import EngineClient, EngineStats
+from inflight.engine.client import EngineClient
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.wire import Progress, Ready
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError
 from inflight.processes.channel import Message, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.processes.child import ChildHost

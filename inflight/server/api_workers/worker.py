@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 
 import uvloop
 
-from inflight.engine import Health, ModelFacts
+from inflight.engine.client import Health, ModelFacts
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import EngineEnded, EngineStalled
 from inflight.engine.remote.wire import Progress, Ready, StepOutputs
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import EngineError, InflightError
-from inflight.frontend import Frontend
+from inflight.frontend.frontend import Frontend
 from inflight.logs import configure_logging
 from inflight.processes.channel import (
     AsyncChildSockets,

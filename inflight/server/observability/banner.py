@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from inflight import __version__
-from inflight.engine import ModelFacts
+from inflight.engine.client import ModelFacts
 from inflight.scoring import Task
 from inflight.server.state import ServerState
 

@@ -18,10 +18,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from inflight import __version__
-from inflight.engine import EngineStats
-from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, ExpertStats
+from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, EngineStats, ExpertStats
 from inflight.events import RequestRecord
-from inflight.router import Replica
+from inflight.router.replica import Replica
 from inflight.server.access.keys import Caller, KeyUsage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

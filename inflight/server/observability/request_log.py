@@ -13,7 +13,7 @@ import msgspec
 
 from inflight.errors import ConfigError, shown
 from inflight.events import RequestRecord
-from inflight.frontend import Generation
+from inflight.frontend.generation import Generation
 from inflight.scoring import Task
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from inflight.agents import (
+from inflight.events import PositionLogprobs, logprob_columns, own_logprob, unpack_logprobs
+from inflight.frontend.agents.reading import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,
     ReasoningDelta,
     ToolCallBegun,
 )
-from inflight.events import PositionLogprobs, logprob_columns, own_logprob, unpack_logprobs
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.server.formatters import Choice, ResponseFormatter, encode, json_pieces, usage_of
-from inflight.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
+from inflight.frontend.text.chat_template import MAX_MESSAGES
 from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.schemas import (
     Body,
@@ -21,7 +22,6 @@ from inflight.server.schemas import (
     missing,
     ranged,
 )
-from inflight.text.chat_template import MAX_MESSAGES
 
 
 class CompletionBody(ConstrainedBody):

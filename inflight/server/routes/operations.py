@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from inflight import __version__
-from inflight.engine import Command, EngineStats
+from inflight.engine.client import Command
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError, shown
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import CONTENT_TYPE, exposition, with_counts

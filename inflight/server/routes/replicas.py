@@ -11,9 +11,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.engine import EngineStats, Health
+from inflight.engine.client import Health
+from inflight.engine.stats import EngineStats
 from inflight.errors import CheckpointChangedError, ConfigError, EngineError, shown
-from inflight.router import Replica, Replicas
+from inflight.router.replica import Replica
+from inflight.router.replicas import Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
 from inflight.server.routes.schemas import ReplicaReport, ReplicaReports

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.engine import RequestState
+from inflight.engine.client import RequestState
 from inflight.errors import EngineError, shown
 from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller, counted
@@ -36,7 +36,7 @@ from inflight.server.routes.schemas import (
 )
 from inflight.server.routes.timeline import seen_by
 from inflight.server.state import ServerState, caller_of, state_of
-from inflight.timeline import TimelineQuery, decode_chunk
+from inflight.timeline.chunks import TimelineQuery, decode_chunk
 from inflight.timeline.neighbours import Neighbour, neighbours_of
 
 K = TypeVar("K")

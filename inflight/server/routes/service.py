@@ -12,6 +12,7 @@ from starlette.responses import Response
 from inflight import __version__
 from inflight.errors import PromptError, shown
 from inflight.frontend.chat import num_characters
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.server.access.keys import counted
 from inflight.server.anthropic.schemas import ModelInfo, ModelInfos
 from inflight.server.errors import ApiError, is_anthropic
@@ -29,7 +30,6 @@ from inflight.server.routes.schemas import (
     Version,
 )
 from inflight.server.state import ServedModel, ServerState, caller_of, state_of
-from inflight.text import Tokenizer
 
 router = APIRouter()
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from inflight.engine import MemoryState
+from inflight.engine.client import MemoryState
 from inflight.entrypoints.offline import paused_collection
 from inflight.errors import RequestError, shown
 from inflight.server.access.keys import Caller, counted

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from inflight.engine import Health, InprocClient
+from inflight.engine.client import Health
+from inflight.engine.inproc import InprocClient
 from inflight.engine.remote import client_service
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.process_client import ProcessClient

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from inflight.attention.backend import AttentionBackend
-from inflight.attention.triton.backend import TritonAttention
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.execution.platforms import LIMITS
 from inflight.execution.runner import StageLinks
+from inflight.layers.attention.backend import AttentionBackend
+from inflight.layers.attention.triton.backend import TritonAttention
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutputs
-from inflight.attention.triton import rope_write
 from inflight.execution import platforms
+from inflight.layers.attention.triton import rope_write
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE, pytestmark  # noqa: F401

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.attention.triton import rope_write
 from inflight.execution import platforms
 from inflight.execution.platforms import platform
+from inflight.layers.attention.triton import rope_write
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE
 from tests.support.pooled import PooledEngine, random_texts, write_classifier, write_reranker

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.attention.triton import sequences as triton_sequences
-from inflight.attention.triton.sequences import TritonSequenceAttention
-from inflight.attention.triton.tuning import choose_sequences
 from inflight.config import EngineConfig
 from inflight.errors import EngineError
 from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.shapes import TextShape
 from inflight.execution.platforms import CpuPlatform, EncoderKernels
+from inflight.layers.attention.triton import sequences as triton_sequences
+from inflight.layers.attention.triton.sequences import TritonSequenceAttention
+from inflight.layers.attention.triton.tuning import choose_sequences
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.encoders.encoder import PoolingEncoder
@@ -28,7 +28,8 @@ from inflight.models.encoders.spec import EncoderSpec
 from inflight.models.heads import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Admission, Batch, Limits
+from inflight.scheduling.batch import Admission, Batch
+from inflight.scheduling.request_pool import Limits
 from tests.support.encoder_checkpoints import (
     HIDDEN,
     LONGEST,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.attention.triton import rope_write
 from inflight.execution import platforms
+from inflight.layers.attention.triton import rope_write
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.support.checkpoints import write_checkpoint
 
@@ -56,8 +56,8 @@ def test_heads_of_several_shapes_match_the_cpu(
     window = 6 if context == 64 else 24
     folder = write_checkpoint(tmp_path, family, **SHAPE | changes, sliding_window=window)
     expected = answers(folder, device="cpu", enable_prefix_caching=False, max_model_len=context)
-    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
-    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
+    monkeypatch.setattr("inflight.layers.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
+    monkeypatch.setattr("inflight.layers.attention.triton.planner.PREFIX_MIN_SAVED", 2)
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     place = InterpretedPlatform()
     monkeypatch.setattr(platforms, "platform", lambda _: place)

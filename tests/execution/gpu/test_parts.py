@@ -20,8 +20,7 @@ from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints, StepResult
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Sampled
-from inflight.scheduling.batch import Admission
+from inflight.scheduling.batch import Admission, Sampled
 from tests.execution.gpu import interpreted as platform_module
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
 from tests.execution.gpu.test_runner import PROMPTS, answers, greedy, pytestmark  # noqa: F401

@@ -7,7 +7,7 @@ import torch
 
 from inflight.execution.gpu import rows as rows_module
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
-from inflight.kv import TableUpdate
+from inflight.kv.block_manager import TableUpdate
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Admission

@@ -11,16 +11,16 @@ import pytest
 from torch import Tensor
 
 from inflight import LLM, SamplingParams
-from inflight.attention.triton import rope_write
-from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
 from inflight.execution import platforms
 from inflight.execution.gpu import device
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
+from inflight.layers.attention.triton import rope_write
+from inflight.layers.attention.triton.decode import decode_attention
+from inflight.layers.attention.triton.tuning import Tuning, choose
 from inflight.models.decoders.decoder import Decoder
-from inflight.scheduling import Batch
+from inflight.scheduling.batch import Batch
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.support.checkpoints import write_checkpoint
 
@@ -110,8 +110,8 @@ def test_prefixes_are_read_together_where_blocks_are_shared(
     deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do not change the tokens."""
-    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
-    monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
+    monkeypatch.setattr("inflight.layers.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
+    monkeypatch.setattr("inflight.layers.attention.triton.planner.PREFIX_MIN_SAVED", 2)
     assert answers(deep, greedy()) == deep_on_the_cpu
     assert any(shape.prefix for shape in interpreted.runners[-1].upload.shapes_met)
 
@@ -130,9 +130,9 @@ def test_short_contexts_have_a_tile_of_their_own(
         used.add(args[6].keys)
         decode_attention(*args)
 
-    monkeypatch.setattr("inflight.attention.triton.backend.choose", tuned)
-    monkeypatch.setattr("inflight.attention.triton.backend.decode_attention", watched)
-    monkeypatch.setattr("inflight.attention.triton.planner.SHORT_CONTEXT", 35)
+    monkeypatch.setattr("inflight.layers.attention.triton.backend.choose", tuned)
+    monkeypatch.setattr("inflight.layers.attention.triton.backend.decode_attention", watched)
+    monkeypatch.setattr("inflight.layers.attention.triton.planner.SHORT_CONTEXT", 35)
     monkeypatch.setattr("inflight.execution.gpu.attention._num_processors", lambda _: 8)
     assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
     shapes = interpreted.runners[-1].upload.shapes_met

@@ -7,7 +7,7 @@ import torch
 from inflight.events import RequestFailure
 from inflight.execution.gpu.sampling import PendingLogprobs, PendingSamples
 from inflight.execution.step import NOT_FINITE
-from inflight.scheduling import Sampled
+from inflight.scheduling.batch import Sampled
 
 
 def test_entry_may_have_several_samples() -> None:

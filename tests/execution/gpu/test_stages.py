@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from inflight import LLM
-from inflight.attention.triton import rope_write
+from inflight.checkpoint.checkpoint import open_checkpoint
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution import platforms
 from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
 from inflight.execution.parallel.messages import SampledIds
 from inflight.execution.parallel.runner import StageRank
 from inflight.execution.platforms import CpuPlatform
 from inflight.execution.runner import StageLinks
-from inflight.models.checkpoint import open_checkpoint
+from inflight.layers.attention.triton import rope_write
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import shard_of
 from inflight.models.decoders.weights import load_decoder
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling.batch import Batch, Sampled
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
 from tests.execution.gpu.test_runner import deep as deep
 from tests.execution.gpu.test_runner import greedy

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.attention.triton import rope_write
 from inflight.execution import platforms
+from inflight.layers.attention.triton import rope_write
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.support.checkpoints import write_checkpoint
 

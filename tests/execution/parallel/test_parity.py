@@ -20,10 +20,10 @@ from inflight.execution.parallel.shared_memory import HostCollective, SharedColl
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner
+from inflight.layers.native.library import native_library
 from inflight.loading import load as decoders
-from inflight.loading import load_rank
+from inflight.loading.load import load_rank
 from inflight.models.decoders.spec import DecoderSpec, Shard
-from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS

@@ -25,7 +25,7 @@ from inflight.execution.parallel import rank_processes, starting
 from inflight.execution.parallel.layout import RankLayout
 from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
 from inflight.execution.parallel.rank_processes import RankProcesses
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS

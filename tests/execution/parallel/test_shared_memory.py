@@ -14,7 +14,7 @@ import torch
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.execution.parallel.starting import slot_bytes
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 from tests.support.waiting import SECONDS, wait_until
 
 LIBRARY = native_library()

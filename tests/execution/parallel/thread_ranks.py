@@ -11,8 +11,8 @@ from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, RankStart, Report, decode_report, encode_report
 from inflight.execution.parallel.rank_processes import OnEnd, OnReport
 from inflight.execution.parallel.runner import follow
-from inflight.loading import load_rank
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
+from inflight.loading.load import load_rank
 from inflight.processes.channel import RemoteError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench
 
 

@@ -10,14 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.execution.sampling import (
-    NativeSampler,
-    NativeSamplingRows,
-    SampledTensors,
-    Sampler,
-    SamplingRows,
-)
-from inflight.native.library import native_library
+from inflight.execution.sampling.interface import SampledTensors
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows
+from inflight.execution.sampling.sampler import Sampler, SamplingRows
+from inflight.layers.native.library import native_library
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inflight.errors import EngineError
-from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE
 from tests.execution.sampling.sampler_oracle import Bench, acceptable, job, make_sampler, sample_one
 
 pytestmark = pytest.mark.usefixtures("each_sampler")

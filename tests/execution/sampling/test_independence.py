@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.native.library import native_library
+from inflight.layers.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench, Job, job
 
 pytestmark = pytest.mark.usefixtures("each_sampler")

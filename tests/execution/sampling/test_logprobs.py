@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.events import PositionLogprobs, unpack_logprobs
-from inflight.execution.sampling import LogprobTensors
+from inflight.execution.sampling.interface import LogprobTensors
 from tests.execution.sampling.sampler_oracle import Bench, job, make_sampler
 
 pytestmark = pytest.mark.usefixtures("each_sampler")

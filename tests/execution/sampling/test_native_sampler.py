@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from inflight.errors import EngineError
 from inflight.events import unpack_logprobs
-from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler
-from inflight.execution.sampling.interface import token_bits
-from inflight.execution.sampling.native import ROW, NativeSampler
-from inflight.native.library import native_library
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, token_bits
+from inflight.execution.sampling.native import ROW, NativeSampler, cpu_sampler
+from inflight.layers.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted, job
 
 # Of each parameter something; ids are taken modulo the vocabulary.

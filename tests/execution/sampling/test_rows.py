@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.errors import EngineError
-from inflight.execution.sampling import SamplingRows
+from inflight.execution.sampling.sampler import SamplingRows
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.gguf_file import BLOCK_TYPES
+from inflight.checkpoint.gguf_file import BLOCK_TYPES
 from inflight.layers.formats.gguf_blocks import dequantize, unpack
 
 

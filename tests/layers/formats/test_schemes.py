@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, WeightsError
-from inflight.layers.formats import GroupScheme, plain
-from inflight.layers.formats.schemes import FP4_VALUES, Codes
+from inflight.layers.formats.schemes import FP4_VALUES, Codes, GroupScheme, plain
 from inflight.layers.formats.weight_format import Mxfp4Format
 from inflight.layers.torch_kernels import TorchKernels
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from inflight.checkpoint.checkpoint import Checkpoint
 from inflight.errors import ModelError, WeightsError
-from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.heads import QWEN3_RERANKER, DecoderPlan, plan_decoder
 from tests.models.running import load
 from tests.support.checkpoints import FAMILIES

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
+from inflight.checkpoint.checkpoint import open_checkpoint
+from inflight.layers.attention.backend import AttentionInputs
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder, Layer
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import DenseMlp, DenseMlpSpec

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
+from inflight.checkpoint.checkpoint import open_checkpoint
 from inflight.errors import WeightsError
+from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.mlps import ExpertsMlpSpec

@@ -11,12 +11,12 @@ import gguf
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.checkpoint.builtin import checkpoint_folder
+from inflight.checkpoint.checkpoint import fingerprint, fingerprint_now, open_checkpoint
 from inflight.config import EngineConfig, ModelConfig
 from inflight.errors import InflightError, ModelError, UnknownArchitectureError, WeightsError
-from inflight.loading import load_engine
+from inflight.loading.load import load_engine
 from inflight.loading.planning import Devices, plan_devices
-from inflight.models.builtin import checkpoint_folder
-from inflight.models.checkpoint import fingerprint, fingerprint_now, open_checkpoint
 from inflight.models.decoders.families import decoder_spec
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.gguf_checkpoints import write_gguf

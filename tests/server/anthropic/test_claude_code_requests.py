@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from inflight.server.schemas import IMAGE_NOTE
+from tests.frontend.text.templates import GEMMA, LLAMA3, QWEN3
 from tests.server.calling import TEMPLATE, CallingBackend, call
 from tests.server.live import Live, live_server
 from tests.server.parsed import read_events
 from tests.server.scripted import ScriptedBackend, write_folder
-from tests.text.templates import GEMMA, LLAMA3, QWEN3
 
 HEADERS = {
     "anthropic-version": "2023-06-01",

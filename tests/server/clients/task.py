@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from inflight.models.builtin import checkpoint_folder
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.request import Request
 from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import ScriptedBackend, write_folder

@@ -11,10 +11,10 @@
 | input | tests, here or in another folder |
 | --- | --- |
 | pickle over a socket | test_input.py; engine/remote/ (malformed frames) |
-| unsafe weights, code in a model folder | test_input.py; models/test_checkpoint.py |
-| chat template | text/test_chat.py (hostile templates, arguments), server/test_bad_input.py (none from requests) |
+| unsafe weights, code in a model folder | test_input.py; checkpoint/test_checkpoint.py |
+| chat template | frontend/text/test_chat.py (hostile), server/test_bad_input.py (none from requests) |
 | numbers, token ids, prompts, stop strings | test_clients.py; server/test_bad_input.py |
-| special tokens in user content | server/openai/test_chat.py, text/test_conversation.py |
+| special tokens in user content | server/openai/test_chat.py, frontend/text/test_conversation.py |
 | prefix cache | test_input.py; server/access/test_keys.py (prefixes), e2e/test_bad_input.py (salts) |
 | request ids, auth | server/access/test_keys.py |
 | body, headers | server/http/test_limits.py |

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import inflight
 from inflight import LLM, SamplingParams
+from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.errors import InflightError
-from inflight.kv import ChainHashCache
-from inflight.models.builtin import checkpoint_folder
+from inflight.kv.prefix_cache import ChainHashCache
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.frontend import Generation
+from inflight.frontend.generation import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ import openai
 import pytest
 import tokenizers
 
-from inflight.models.builtin import checkpoint_folder
+from inflight.checkpoint.builtin import checkpoint_folder
 from tests.server.calling import PLAIN_TEMPLATE
 from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import write_folder

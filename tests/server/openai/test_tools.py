@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from inflight.server.openai.schemas import ChatChunk, ChatCompletion
-from tests.agents.templates import MISTRAL
+from tests.frontend.agents.templates import MISTRAL
+from tests.frontend.text.templates import CHATML
 from tests.server.live import Live, stream
 from tests.server.scripted import ScriptedClient, scripted_server, write_folder
-from tests.text.templates import CHATML
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "What is 1 + 2?"}

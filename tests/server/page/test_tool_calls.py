@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.frontend.text.templates import CHATML
 from tests.server.calling import call
 from tests.server.chat_page import ask, is_seen, look, open_chat, wait_for_figures
 from tests.server.live import Live
 from tests.server.scripted import ScriptedClient, scripted_server, write_folder
 from tests.support.browser import Page
-from tests.text.templates import CHATML
 
 THOUGHTS = "<think>\nThe weather is what the tool says, and the sum too.\n</think>\n\n"
 QUESTION = "How is the weather in Paris, and what is 2 * (3 + 4)?"

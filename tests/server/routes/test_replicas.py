@@ -18,9 +18,10 @@ from inflight import AsyncEngine
 from inflight.cli.main import main
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.errors import ConfigError
-from inflight.frontend import Frontend
-from inflight.router import Router, start_router
+from inflight.frontend.frontend import Frontend
 from inflight.router import start as start_module
+from inflight.router.router import Router
+from inflight.router.start import start_router
 from inflight.server.access.keys import AdminKey, Caller, Keys
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import Script, process_id

@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from inflight.engine import InprocClient, RequestState
+from inflight.engine.client import RequestState
+from inflight.engine.inproc import InprocClient
 from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller
 from inflight.server.observability.request_log import LoggedRequest, RequestLog, latest_first
 from inflight.server.routes import requests as routes
-from inflight.timeline import TimelinePage, TimelineQuery, recorder
+from inflight.timeline import recorder
+from inflight.timeline.chunks import TimelinePage, TimelineQuery
 from tests.server.live import Backend, Live, live_server
 from tests.support.held_steps import held_steps
 

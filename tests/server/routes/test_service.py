@@ -32,7 +32,7 @@ def test_model_can_have_several_names(backend: Backend) -> None:
 
 
 def test_path_is_never_a_listed_name() -> None:
-    from inflight.models.builtin import checkpoint_folder
+    from inflight.checkpoint.builtin import checkpoint_folder
     from inflight.server.state import default_name
 
     assert default_name(str(checkpoint_folder())) == "checkpoint"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from inflight.engine import InprocClient
+from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError

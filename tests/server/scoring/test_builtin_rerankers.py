@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight import LLM
-from inflight.models.builtin import builtin_folder
+from inflight.checkpoint.builtin import builtin_folder
 from tests.server.test_command import serving
 
 QUERY = "why does it rain?"

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.triton_utils.pdl import launch_dependents, wait, wait_then_launch_dependents
+from inflight.layers.triton_utils.pdl import launch_dependents, wait, wait_then_launch_dependents
 
 # All programs of a kernel must be resident at the same time, or other ranks would wait forever. Every GPU has room for
 # this many.

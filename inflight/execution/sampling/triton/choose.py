@@ -55,7 +55,7 @@ from inflight.execution.sampling.triton.row_table import (
     padded,
     update_forbidden,
 )
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 _IS_NOT_FINITE = tl.constexpr(IS_NOT_FINITE)
 _HAS_NO_TOKEN = tl.constexpr(HAS_NO_TOKEN)

@@ -29,7 +29,7 @@ from inflight.execution.sampling.triton.row_table import (
     float_of,
     int_of,
 )
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 _WORD = 0xFFFFFFFF
 _A = tl.constexpr(host_gumbel.A & _WORD)

@@ -14,7 +14,7 @@ from inflight.execution.sampling.triton.ranking import (
     sorted_top,
     value_of,
 )
-from inflight.triton_utils.pdl import launch_dependents_then_wait
+from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 _LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 

@@ -16,7 +16,7 @@ from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.gumbel import FEW, gumbel_kernel, special_gumbel_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
-from inflight.triton_utils.pdl import launch_options, supports_pdl
+from inflight.layers.triton_utils.pdl import launch_options, supports_pdl
 
 # A group of 64 logits is two cache lines of bfloat16; a row of more groups than this would not fit registers.
 MIN_GROUP = 64

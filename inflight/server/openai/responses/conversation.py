@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from inflight.agents import INPUT
 from inflight.errors import shown
-from inflight.frontend import OutputProcessor
+from inflight.frontend.agents.grammar_writer import INPUT
 from inflight.frontend.chat import ChatRequest, num_characters
+from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import RequestContext
 from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from inflight.events import PositionLogprobs
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError
 from inflight.server.formatters import (
@@ -24,7 +25,6 @@ from inflight.server.formatters import (
 from inflight.server.openai.formatters import chat_logprobs
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.tools import CallableTool, InputDecoder
-from inflight.text import Tokenizer
 
 
 class EventNumbers:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
+from inflight.frontend.text.chat_template import MAX_MESSAGES
 from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.openai.schemas import Effort, TemplateArguments
 from inflight.server.schemas import (
@@ -20,7 +21,6 @@ from inflight.server.schemas import (
     missing,
     ranged,
 )
-from inflight.text.chat_template import MAX_MESSAGES
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

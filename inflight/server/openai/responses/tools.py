@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.agents import INPUT, INPUT_GRAMMAR, InputGrammar
 from inflight.errors import clipped
+from inflight.frontend.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
 from inflight.frontend.chat import NamedTool, ToolChoice, checked_tools
 from inflight.server.errors import ApiError
 from inflight.server.openai.responses.schemas import (

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, unpack_logprobs
-from inflight.execution.sampling import IS_NOT_FINITE
-from inflight.execution.sampling.triton import (
+from inflight.execution.sampling.interface import IS_NOT_FINITE
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
+from inflight.execution.sampling.triton.sample import (
     LogprobBuffers,
     SamplingBatch,
     SamplingWorkspace,
-    TritonSamplingRows,
     read_logprobs,
     sample_tokens,
     score_all,

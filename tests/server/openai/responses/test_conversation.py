@@ -13,7 +13,7 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
-from inflight.agents import InputGrammar
+from inflight.frontend.agents.grammar_writer import InputGrammar
 from inflight.frontend.chat import NamedTool
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import parse_body

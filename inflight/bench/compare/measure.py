@@ -1,0 +1,299 @@
+"""Run a workload under one strategy, record every step, and reduce the run to figures."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+
+from inflight.bench.compare.timeline import request_label
+from inflight.bench.compare.workload import Job
+from inflight.engine.core import EngineCore
+from inflight.errors import EngineError
+from inflight.events import Delta
+from inflight.loading.engine import LoadedEngine
+from inflight.request import Request, RequestOrigin
+from inflight.sampling_params import SamplingParams
+from inflight.timeline.chunks import TimelineQuery
+from inflight.timeline.steps import RecordedStep, read_chunks, recorded_steps
+from inflight.timeline.trace import read_recording
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 4
+MAX_RECORD_BYTES = 1 << 30  # of a recording
+MIN_PAUSE = 0.001  # seconds without work between two steps
+GPU_INTERVAL = 0.1  # seconds between readings; the driver averages over about the same time
+MIN_GPU_READINGS = 20  # with fewer, the beginning and the end of a run would weigh as much as its middle
+
+Progress = Callable[[int], None]  # called with the number of finished requests
+
+
+@dataclass(slots=True)
+class RequestRun:
+    """One request under one strategy. Times are seconds after the start."""
+
+    request_id: str
+    num_prompt_tokens: int
+    token_ids: list[int]  # the answer
+    arrived_at: float
+    first_token_at: float
+    last_token_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a run did. Times are seconds after the start."""
+
+    steps: list[RecordedStep]
+    begins: list[
+        float
+    ]  # when each step began: at the end of the previous one, or when work arrived after a pause
+    ends: list[float]
+    chunks: list[dict[str, Any]]  # as in the format of `GET /v1/steps`, see `recorded_chunks`
+
+    @classmethod
+    def read(cls, core: EngineCore, strategy: str, origin: float) -> Recording:
+        """Read what a core has recorded since its run began at `origin`."""
+        steps = list(recorded_steps(read_chunks(core.read_timeline, TimelineQuery(origin))))
+        ends = [step.times.finished_at - origin for step in steps]
+        begins = []
+        for step, before in zip(steps, [0.0, *ends], strict=False):
+            arrived_at = min((slot.request.arrived - origin for slot in step.slots), default=0.0)
+            begins.append(arrived_at if arrived_at > before + MIN_PAUSE else before)
+        return cls(steps, begins, ends, recorded_chunks(core, strategy, origin))
+
+
+@dataclass(slots=True)
+class StrategyRun:
+    """A recorded run of one strategy."""
+
+    strategy: str
+    num_slots: int
+    requests: list[RequestRun]
+    recording: Recording
+    gpu_utilization: float | None = None  # share of the time; None without a GPU
+
+
+def measure(
+    engine: LoadedEngine, jobs: list[Job], strategy: str, num_slots: int, progress: Progress | None = None
+) -> StrategyRun:
+    """Run the jobs under a strategy, on a fresh engine core with the same weights."""
+    core = engine.use(policy=strategy, max_num_seqs=num_slots)
+    _warm_up(core, engine)
+    requests = [
+        with_origin(
+            engine.frontend.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0],
+            index,
+            job.title,
+        )
+        for index, job in enumerate(jobs)
+    ]
+    core.record(max_bytes=MAX_RECORD_BYTES)
+    device = engine.platform.device
+    with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
+        origin, _ = serve(core, [job.arrives_at for job in jobs], requests, progress or (lambda _: None))
+    recording = Recording.read(core, strategy, origin)
+    utilization = monitor.utilization
+    if utilization is None and device.type == "cuda":
+        utilization = _busy_share(recording)
+    runs = [_request_run(job, request, origin) for job, request in zip(jobs, requests, strict=True)]
+    return StrategyRun(strategy, num_slots, runs, recording, utilization)
+
+
+def with_origin(request: Request, index: int, title: str) -> Request:
+    """Return the request with the letter and the title that people see."""
+    return Request(replace(request.spec, origin=RequestOrigin(request_label(index), text=title)))
+
+
+def recorded_chunks(core: EngineCore, strategy: str, origin: float) -> list[dict[str, Any]]:
+    """Return the timeline of a run in the format of `GET /v1/steps`, with the strategy in place of the replica.
+
+    Times are seconds after the start, and the first step is step 0: those of the warm-up do not count.
+    """
+    chunks: list[dict[str, Any]] = read_recording(core.read_timeline, -origin)["chunks"]
+    first_step = min(step for chunk in chunks for step in chunk["steps"]["step"])
+    for chunk in chunks:
+        chunk["replica"] = strategy
+        chunk["steps"]["step"] = [step - first_step for step in chunk["steps"]["step"]]
+        chunk["runs"] = [run._replace(first_step=run.first_step - first_step) for run in chunk["runs"]]
+        for event in chunk["events"]:
+            if "step" in event:
+                event["step"] -= first_step
+    return chunks
+
+
+def _busy_share(recording: Recording) -> float:
+    """Return the share of the time spent in steps, for runs too short for the driver's readings."""
+    busy = sum(step.times.finished_at - step.times.device_began_at for step in recording.steps)
+    return busy / recording.ends[-1]
+
+
+def serve(
+    core: EngineCore, times: list[float], requests: list[Request], progress: Progress
+) -> tuple[float, list[Delta]]:
+    """Add requests when they are due and step while there is work.
+
+    This is an open loop: arrivals do not wait for answers. Returns when it began and the last delta of each request, in
+    the order in which the requests ended.
+    """
+    due = deque(zip(times, requests, strict=True))
+    last_deltas: list[Delta] = []
+    origin = core.clock()
+    while due or core.has_work:
+        now = core.clock() - origin
+        while due and due[0][0] <= now:
+            core.add(due.popleft()[1])
+        if core.has_work:
+            ended = [delta for delta in core.step() if delta.finish_reason is not None]
+            if ended:
+                last_deltas += ended
+                progress(len(last_deltas))
+        else:
+            time.sleep(due[0][0] - now)
+    return origin, last_deltas
+
+
+def _request_run(job: Job, request: Request, origin: float) -> RequestRun:
+    record = request.record
+    if record.finish_reason not in ("stop", "length"):
+        raise EngineError(
+            f"request {job.request_id} ({job.title!r}) ended with finish reason {record.finish_reason!r}"
+        )
+    assert record.first_token_at is not None
+    assert record.last_token_at is not None
+    return RequestRun(
+        job.request_id,
+        request.num_prompt_tokens,
+        request.token_ids[request.num_prompt_tokens :],
+        job.arrives_at,
+        record.first_token_at - origin,
+        record.last_token_at - origin,
+    )
+
+
+def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
+    """Run a few tokens so that no strategy pays for the first step of a process or an engine."""
+    rng = Random(0)
+    size = min(WARM_UP_TOKENS, engine.frontend.max_model_len - WARM_UP_TOKENS)
+    ids = [rng.randrange(engine.frontend.input_processor.vocab_size) for _ in range(max(size, 1))]
+    params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, seed=0)
+    core.add(engine.frontend.input_processor.requests("warm-up", ids, params)[1][0])
+    while core.has_work:
+        core.step()
+    core.reset_prefix_cache()
+
+
+# ---- figures ----
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers; times are seconds.
+
+    Time to first token and latency are measured from a request's arrival and include queueing. Latency ends with the
+    last token of the answer, even if the policy keeps the finished request in its slot.
+    """
+
+    total_time: float
+    num_output_tokens: int
+    tokens_per_second: float
+    mean_ttft: float
+    p99_ttft: float
+    p50_latency: float
+    p99_latency: float
+    slot_use: float  # share of slot-steps (steps x slots) that produced a token which the answer keeps
+    kv_waste: float  # share of the positions in used KV blocks that hold no token, averaged over steps
+    num_steps: int
+    gpu_utilization: float | None
+
+
+def compute_figures(run: StrategyRun) -> Figures:
+    requests, steps = run.requests, run.recording.steps
+    ttft = [request.first_token_at - request.arrived_at for request in requests]
+    latency = [request.last_token_at - request.arrived_at for request in requests]
+    total_time = max(request.last_token_at for request in requests)
+    num_tokens = sum(len(request.token_ids) for request in requests)
+    return Figures(
+        total_time=total_time,
+        num_output_tokens=num_tokens,
+        tokens_per_second=num_tokens / total_time,
+        mean_ttft=float(np.mean(ttft)),
+        p99_ttft=float(np.percentile(ttft, 99)),
+        p50_latency=float(np.percentile(latency, 50)),
+        p99_latency=float(np.percentile(latency, 99)),
+        slot_use=num_tokens / (len(steps) * run.num_slots),
+        kv_waste=float(np.mean([step.kv_waste for step in steps])),
+        num_steps=len(steps),
+        gpu_utilization=run.gpu_utilization,
+    )
+
+
+# ---- GPU utilisation ----
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # per cent
+
+
+class GpuMonitor:
+    """Averages the utilisation of a CUDA device over a `with` block.
+
+    Readings come from the driver's own library (NVML), so no extra package is needed. With device None, nothing is
+    monitored.
+    """
+
+    def __init__(self, device: int | None) -> None:
+        self._device = device
+        self._readings: list[int] = []
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of the time in which the GPU was computing; None if unknown or if the block was too short."""
+        enough = len(self._readings) >= MIN_GPU_READINGS
+        return sum(self._readings) / len(self._readings) / 100 if enough else None
+
+    def __enter__(self) -> GpuMonitor:
+        if self._device is not None:
+            try:
+                library = ctypes.CDLL("libnvidia-ml.so.1")
+                handle = _open_device(library, self._device)
+            except OSError as error:
+                logger.warning("GPU utilisation is not available: %s", error)
+                return self
+            self._thread = Thread(target=self._read, args=(library, handle), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _read(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        rates = _Utilization()
+        while not self._stop.wait(GPU_INTERVAL):
+            if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0:
+                self._readings.append(int(rates.gpu))
+
+
+def _open_device(library: ctypes.CDLL, device: int) -> ctypes.c_void_p:
+    """Return the driver's handle for torch's device, looked up by UUID since the two may number devices differently."""
+    import torch
+
+    handle = ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    status = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+    if status:
+        raise OSError(f"NVML returned error {status}")
+    return handle

@@ -1,0 +1,1 @@
+"""Checkpoint folders and files, which are not trusted: what they hold, without tensors."""
