@@ -126,12 +126,12 @@ class ConstrainedRows:
     _native: MaskThreads | None = None
     _submitted: deque[_Submitted] = field(default_factory=deque)  # oldest first
     _tokens: SampledTokens | None = None  # of the last native batch
-    _last: StepMasks | None = None  # of the last native batch, if its rows are still the same
+    _previous: StepMasks | None = None  # of the last native batch, if its rows are still the same
     _python_times: tuple[float, float] = (0.0, 0.0)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         if admissions:
-            self._last = None
+            self._previous = None
         for row, request in admissions:
             self._rows.pop(row, None)
             params = request.params
@@ -160,9 +160,9 @@ class ConstrainedRows:
             self._settle()
         if not self._rows:
             return None
-        last = self._last
-        if last is not None and last.rows == rows:
-            return replace(last, jobs=set(), batch=last.constrained[0].batch, any_first=False)
+        previous = self._previous
+        if previous is not None and previous.rows == rows:
+            return replace(previous, jobs=set(), batch=previous.constrained[0].batch, any_first=False)
         samples = [sample for sample, row in enumerate(rows) if row in self._rows]
         if not samples:
             return None
@@ -183,7 +183,7 @@ class ConstrainedRows:
         """
         native = None if arriving is None else masks.native or self._native_batch(masks)
         if native is None:
-            self._last = None
+            self._previous = None
             self._submit(masks.constrained, tokens, masks.samples)
             return
         assert arriving is not None
@@ -193,7 +193,7 @@ class ConstrainedRows:
         self._submitted.append(_Submitted(number, masks, native, arriving))
         for row in masks.constrained:
             row.batch, row.job = number, None
-        masks.native, self._last = native, masks
+        masks.native, self._previous = native, masks
 
     def finish(self, masks: StepMasks) -> None:
         """Wait for the masks and pass them to the sampler."""
@@ -205,8 +205,10 @@ class ConstrainedRows:
         ready_at = time.monotonic() if self.times is not None else 0.0
         self.state.set_masks([row.row for row in masks.constrained])
         if self.times is not None:
-            at = self._python_times if self._native is None or not masks.batch else self._native.times()
-            self.times.append(MaskTimes(*at, wanted_at, ready_at, time.monotonic()))
+            worker_times = (
+                self._python_times if self._native is None or not masks.batch else self._native.times()
+            )
+            self.times.append(MaskTimes(*worker_times, wanted_at, ready_at, time.monotonic()))
 
     # ---- native batches ----
 
@@ -253,7 +255,7 @@ class ConstrainedRows:
                     if self._rows.get(row.row) is row:
                         self._recover(row)
         if any_failed:
-            self._last = None
+            self._previous = None
         return any_failed
 
     def close(self) -> None:

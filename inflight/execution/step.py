@@ -193,9 +193,9 @@ class ScoredRows:
         for entry, (row, start, count) in enumerate(zip(batch.rows, batch.starts, batch.counts, strict=True)):
             num_logprobs, num_prompt_tokens = self._rows.get(row, (0, 0))
             num_targets = min(start + count, num_prompt_tokens - 1) - start
-            for at in range(0, num_targets, most):
-                size = min(most, num_targets - at)
-                yield PromptPiece(entry, row, first + at, start + at + 1, size, num_logprobs)
+            for offset in range(0, num_targets, most):
+                size = min(most, num_targets - offset)
+                yield PromptPiece(entry, row, first + offset, start + offset + 1, size, num_logprobs)
             first += count
 
 

@@ -39,16 +39,20 @@ def cut_entries(inputs: StateInputs) -> Iterator[list[Segment]]:
     segments: list[list[Segment]] = []
     for entry, (row, position) in enumerate(zip(rows, inputs.starts.tolist(), strict=True)):
         begin, end = starts[entry], starts[entry + 1]
-        captures = {begin + at - position: tuple(ids) for of, at, ids in inputs.captures if of == entry}
+        captures = {
+            begin + captured_at - position: tuple(ids)
+            for owner, captured_at, ids in inputs.captures
+            if owner == entry
+        }
         cuts = [begin, *sorted({*captures, end})]
         segments.append(
             [
-                Segment(first, last, row, position == 0 and first == begin, captures.get(last, ()))
-                for first, last in pairwise(cuts)
+                Segment(start, stop, row, position == 0 and start == begin, captures.get(stop, ()))
+                for start, stop in pairwise(cuts)
             ]
         )
-    while segments := [own for own in segments if own]:
-        yield [own.pop(0) for own in segments]
+    while segments := [pending for pending in segments if pending]:
+        yield [pending.pop(0) for pending in segments]
 
 
 class CpuRecurrent:
@@ -72,7 +76,8 @@ class CpuRecurrent:
         out = torch.empty(num_tokens, shape.value_size)
         for segments in cut_entries(inputs):
             table = torch.tensor(
-                [(own.begin, own.end, own.row, own.is_fresh) for own in segments], dtype=torch.int32
+                [(segment.begin, segment.end, segment.row, segment.is_fresh) for segment in segments],
+                dtype=torch.int32,
             )
             begins, ends, rows, fresh = table.T.contiguous()
             self._library.delta_net(
@@ -99,11 +104,13 @@ class TorchRecurrent:
     ) -> Tensor:
         out = torch.empty(len(projected), layer.shape.value_size, dtype=projected.dtype)
         for segments in cut_entries(inputs):
-            for own in segments:
-                state = states.rows[own.row]
-                if own.is_fresh:
+            for segment in segments:
+                state = states.rows[segment.row]
+                if segment.is_fresh:
                     state.zero_()
-                out[own.begin : own.end] = _delta_net(projected[own.begin : own.end].float(), layer, state)
+                out[segment.begin : segment.end] = _delta_net(
+                    projected[segment.begin : segment.end].float(), layer, state
+                )
             _save(states, segments)
         return out
 
@@ -149,9 +156,9 @@ def _unit_heads(x: Tensor, shape: DeltaNetShape) -> Tensor:
 
 
 def _save(states: LayerStates, segments: list[Segment]) -> None:
-    for own in segments:
-        if own.snapshot:
-            states.save(own.row, own.snapshot)
+    for segment in segments:
+        if segment.snapshot:
+            states.save(segment.row, segment.snapshot)
 
 
 def _check(projected: Tensor, layer: DeltaNetLayer, states: LayerStates) -> None:

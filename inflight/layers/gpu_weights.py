@@ -18,7 +18,7 @@ from inflight.layers.formats.schemes import Codes, GroupedMatrix, GroupScheme, S
 _WIDE_GROUP = 128  # columns: of rows with a single scale, and of four groups of MXFP4
 
 
-def held_on_gpu(scheme: Scheme, experts: bool = False) -> bool:
+def has_gpu_kernels(scheme: Scheme, experts: bool = False) -> bool:
     """Return whether layers on a GPU hold this scheme, or their experts; if not, they hold plain weights."""
     if not isinstance(scheme, GroupScheme):
         return False
@@ -59,7 +59,7 @@ class WordScheme(GroupScheme):
 
 def scheme_on_gpu(scheme: Scheme, experts: bool) -> Scheme | None:
     """Return a scheme of matrices as large as those of layers on a GPU; None: they hold plain weights."""
-    if not held_on_gpu(scheme, experts):
+    if not has_gpu_kernels(scheme, experts):
         return None
     assert isinstance(scheme, GroupScheme)
     return WordScheme(**asdict(scheme)) if scheme.bits[scheme.codes] == 4 else scheme

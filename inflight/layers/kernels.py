@@ -114,7 +114,7 @@ class ExpertsShape:
     activation: str  # one of GATES, or CLAMPED_SILU
     bias: bool = False
     limit: float = 0.0  # of CLAMPED_SILU
-    held: range | None = None  # None: all experts
+    local_experts: range | None = None  # None: all experts
     gate_up_scheme: Scheme | None = None
     down_scheme: Scheme | None = None
 
@@ -125,7 +125,7 @@ class ExpertsShape:
     @property
     def experts(self) -> range:
         """The experts that this rank holds."""
-        return range(self.routing.num_experts) if self.held is None else self.held
+        return range(self.routing.num_experts) if self.local_experts is None else self.local_experts
 
     @property
     def scheme(self) -> Scheme | None:
@@ -153,22 +153,23 @@ class Experts(Protocol):
         residual: Residual,
         eps: float,
         next_norm: Tensor | None,
-        live: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         partial: Tensor | None = None,
     ) -> Residual:
         """Return the residual plus the weighted sum of each token's experts, which read it through its norm. The sum,
         together with `partial` [T, hidden] if there is one, is reduced first if the layer has a `Reduce`.
 
-        `live` [T] is negative for padding tokens, which have no experts. May overwrite the residual and `partial`.
+        `padding_mask` [T] is negative for padding tokens, which have no experts. May overwrite the residual and
+        `partial`.
         """
 
-    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+    def sum(self, x: Tensor, routed: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the weighted sum of each token's experts of x [T, hidden], chosen by the router from `routed`
-        [T, hidden], and reduced if the layer has a `Reduce`. `live` is as above."""
+        [T, hidden], and reduced if the layer has a `Reduce`. `padding_mask` is as above."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainLayer:
+class FusableLayer:
     """A decoder layer that is nothing but attention and a gated MLP. Each reads the residual through a norm and adds to
     it."""
 
@@ -249,7 +250,7 @@ class Kernels(Protocol):
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual + x. May overwrite the residual."""
 
-    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> FusedLayers | None:
+    def fuse(self, layers: Sequence[FusableLayer], attention: Any) -> FusedLayers | None:
         """Return as many of the first layers as these kernels can run in one call together with the attention backend,
         once their weights are loaded; None if they cannot do so."""
 
@@ -279,7 +280,7 @@ def check_weight(linear: Linear, weight: Weight, first_row: int, first_column: i
     check_fits(weight, first_row, first_column, linear.out_features, linear.in_features)
 
 
-def taken_as(
+def as_scheme(
     scheme: Scheme, weight: Weight, first_row: int, first_column: int, shape: tuple[int, int]
 ) -> QuantizedMatrix:
     """Return whole rows of a matrix of this shape in a scheme; plain ones are quantized."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import GATES, PlainLayer
+from inflight.layers.kernels import GATES, FusableLayer
 from inflight.layers.native_linears import NativeLinear, Slabs, dense, vector_pointer
 
 
@@ -32,11 +32,11 @@ class NativeLayers:
     """Implements `FusedLayers`: the first layers, up to one that is not made of whole products of the library. The bits
     are those of the operations one by one."""
 
-    def __init__(self, slabs: Slabs, layers: Sequence[PlainLayer], attention: CompiledAttention) -> None:
+    def __init__(self, slabs: Slabs, layers: Sequence[FusableLayer], attention: CompiledAttention) -> None:
         self._slabs = slabs
         self._library = slabs.library
         self._attention = attention
-        self._layers = list(takewhile(_is_fusible, layers))
+        self._layers = list(takewhile(_is_fusable, layers))
         self.count = len(self._layers)
         self._array: Any = None
         self._places: list[int] = []  # where the weights and caches are that the array leads to
@@ -65,7 +65,7 @@ class NativeLayers:
             self._array = self._library.decoder_layer.array(described)
             self._places = places
 
-    def _describe(self, layer: PlainLayer, cache: Any) -> Any:
+    def _describe(self, layer: FusableLayer, cache: Any) -> Any:
         qkv, output, gate_up, down = _linears(layer)
         hidden, heads = qkv.in_features, self._attention.heads(layer.heads, cache)
         query = heads.heads * heads.dim
@@ -88,11 +88,11 @@ class NativeLayers:
         )
 
 
-def _linears(layer: PlainLayer) -> list[NativeLinear]:
+def _linears(layer: FusableLayer) -> list[NativeLinear]:
     linears = layer.qkv, layer.output, layer.gate_up, layer.down
     return [linear for linear in linears if isinstance(linear, NativeLinear)]
 
 
-def _is_fusible(layer: PlainLayer) -> bool:
+def _is_fusable(layer: FusableLayer) -> bool:
     linears = _linears(layer)
     return len(linears) == 4 and not any(linear.reduces for linear in linears) and layer.activation in GATES

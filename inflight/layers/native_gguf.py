@@ -146,9 +146,9 @@ class BlockRows(_BlockPanels):
             return self._sections
         groups: list[list[_PackedRun]] = []
         for section in self._sections:
-            last = groups[-1][-1] if groups else None
-            whole_panels = last is not None and last.num_rows % self._library.panel == 0
-            if last is None or last.type_name != section.type_name or not whole_panels:
+            previous = groups[-1][-1] if groups else None
+            whole_panels = previous is not None and previous.num_rows % self._library.panel == 0
+            if previous is None or previous.type_name != section.type_name or not whole_panels:
                 groups.append([])
             groups[-1].append(section)
         return [self._as_one(group) for group in groups]

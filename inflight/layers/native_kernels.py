@@ -19,9 +19,9 @@ from inflight.layers.formats.schemes import Scheme, Weight
 from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
+    FusableLayer,
     Linear,
     LoadedExperts,
-    PlainLayer,
     Reduce,
     Residual,
     check_gate,
@@ -79,7 +79,7 @@ class NativeExperts(LoadedExperts):
         residual: Residual,
         eps: float,
         next_norm: Tensor | None,
-        live: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         partial: Tensor | None = None,
     ) -> Residual:
         """In place, unless the sum has to be reduced first."""
@@ -91,22 +91,22 @@ class NativeExperts(LoadedExperts):
             x = x.clone()  # it is read while the result is written
         total = hidden if adds_at_once else partial
         y = torch.empty_like(hidden) if total is None else dense(total)
-        self._sum(x, logits, live, y, total is not None)
+        self._sum(x, logits, padding_mask, y, total is not None)
         if not adds_at_once:
             y = self._kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
         return Residual(y, next_norm)
 
-    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
+    def sum(self, x: Tensor, routed: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         x = dense(x)
         y = torch.empty_like(x)
-        self._sum(x, self.router(routed), live, y, False)
+        self._sum(x, self.router(routed), padding_mask, y, False)
         return y if self._reduce is None else self._reduce.sum(y)
 
-    def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None, y: Tensor, adds: bool) -> None:
+    def _sum(self, x: Tensor, logits: Tensor, padding_mask: Tensor | None, y: Tensor, adds: bool) -> None:
         """Write the weighted sums to y, or add them to it."""
-        live = None if live is None else live.to(torch.int32).contiguous()
+        padding_mask = None if padding_mask is None else padding_mask.to(torch.int32).contiguous()
         self._library.experts(
-            ctypes.byref(self._ready()), x.data_ptr(), logits.data_ptr(), pointer(live), y.data_ptr(), len(x),
+            ctypes.byref(self._ready()), x.data_ptr(), logits.data_ptr(), pointer(padding_mask), y.data_ptr(), len(x),
             adds, self._library.threads,
         )  # fmt: skip
 
@@ -186,8 +186,8 @@ class NativeKernels:
         instructions: frozenset[str] | None = None,
     ) -> PackedMatrices:
         """Return memory for matrices that are multiplied by these instructions, by default all."""
-        plain = "bf16" if stored_dtype(dtype) == torch.bfloat16 else "f32"
-        name = scheme.codes if holds(scheme) else plain
+        unquantized = "bf16" if stored_dtype(dtype) == torch.bfloat16 else "f32"
+        name = scheme.codes if holds(scheme) else unquantized
         method = self._library.method(name, self._instructions if instructions is None else instructions)
         if holds(scheme):
             return QuantizedPanels(self._slabs, method, out_features, in_features, scheme, count)
@@ -232,7 +232,7 @@ class NativeKernels:
         self._library.add(residual.data_ptr(), x.data_ptr(), x.numel(), self._library.threads)
         return residual
 
-    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> NativeLayers | None:
+    def fuse(self, layers: Sequence[FusableLayer], attention: Any) -> NativeLayers | None:
         if not isinstance(attention, CompiledAttention):
             return None
         fused = NativeLayers(self._slabs, layers, attention)

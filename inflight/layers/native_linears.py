@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight, plain
+from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight, to_tensor
 from inflight.layers.kernels import Kernels, Reduce, Residual, check_activation, check_gate, check_weight
 from inflight.layers.native.library import Library
 from inflight.layers.torch_kernels import ComposedLinear
@@ -109,7 +109,9 @@ class Panels(PanelStack):
 
     def load(self, weight: Weight, first_row: int, first_column: int, index: int = 0) -> None:
         for start in range(0, len(weight), LOAD_ROWS):
-            part = plain(weight[start : start + LOAD_ROWS]).to(device="cpu", dtype=self._dtype).contiguous()
+            part = (
+                to_tensor(weight[start : start + LOAD_ROWS]).to(device="cpu", dtype=self._dtype).contiguous()
+            )
             self._pack(
                 part.data_ptr(), self._panels[index].data_ptr(), *part.shape, self._shape[1], first_row + start,
                 first_column, self._library.threads,

@@ -11,24 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.cpu_recurrent import TorchRecurrent
-from inflight.layers.formats.schemes import Scheme, Weight, plain
+from inflight.layers.formats.schemes import Scheme, Weight, to_tensor
 from inflight.layers.kernels import (
     CLAMPED_SILU,
     CLAMPED_SILU_SLOPE,
     ExpertRouting,
     Experts,
     ExpertsShape,
+    FusableLayer,
     Kernels,
     Linear,
     LoadedExperts,
-    PlainLayer,
     Reduce,
     Residual,
+    as_scheme,
     check_activation,
     check_gate,
     check_weight,
     copy_bias,
-    taken_as,
 )
 
 
@@ -178,9 +178,9 @@ def _copy(to: Weight, weight: Weight, first_row: int, first_column: int) -> None
     """Copy a rectangle of plain weights, or whole rows of quantized ones."""
     if isinstance(to, Tensor):
         num_rows, num_columns = weight.shape
-        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = plain(weight)
+        to[first_row : first_row + num_rows, first_column : first_column + num_columns] = to_tensor(weight)
     else:
-        to.copy_rows(taken_as(to.scheme, weight, first_row, first_column, to.shape), first_row)
+        to.copy_rows(as_scheme(to.scheme, weight, first_row, first_column, to.shape), first_row)
 
 
 class TorchExperts(LoadedExperts):
@@ -212,27 +212,27 @@ class TorchExperts(LoadedExperts):
         residual: Residual,
         eps: float,
         next_norm: Tensor | None,
-        live: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         partial: Tensor | None = None,
     ) -> Residual:
         x = residual.x
         if residual.norm is not None:
             x = self._kernels.rms_norm(x, residual.norm, eps)
-        y = self._sum(x, self.router(x), live)
+        y = self._sum(x, self.router(x), padding_mask)
         if partial is not None:
             y = y + partial
         if self._reduce is not None:
             y = self._reduce.sum(y.contiguous())
         return Residual(self._kernels.add(residual.x, y), next_norm)
 
-    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
-        y = self._sum(x, self.router(routed), live)
+    def sum(self, x: Tensor, routed: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        y = self._sum(x, self.router(routed), padding_mask)
         return y if self._reduce is None else self._reduce.sum(y.contiguous())
 
-    def _sum(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _sum(self, x: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
         ids, weights = choose_experts(logits, self._shape.routing, self.correction, self.scales)
-        if live is not None:
-            ids = ids.masked_fill(live[:, None] < 0, -1)
+        if padding_mask is not None:
+            ids = ids.masked_fill(padding_mask[:, None] < 0, -1)
         self.tokens += torch.bincount(ids.flatten() + 1, minlength=len(self.tokens) + 1)[1:]
         # One row per token and expert, added below in the order of a token's experts.
         products = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
@@ -260,7 +260,7 @@ class TorchExperts(LoadedExperts):
     def _matrix(self, weight: Weight, index: int) -> Tensor:
         """Return one expert's rows in the compute dtype."""
         count = len(weight) // len(self._shape.experts)
-        return plain(weight[index * count : (index + 1) * count]).to(self._kernels.compute_dtype)
+        return to_tensor(weight[index * count : (index + 1) * count]).to(self._kernels.compute_dtype)
 
 
 class TorchKernels:
@@ -318,7 +318,7 @@ class TorchKernels:
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + x
 
-    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> None:  # noqa: ARG002
+    def fuse(self, layers: Sequence[FusableLayer], attention: Any) -> None:  # noqa: ARG002
         return None
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:

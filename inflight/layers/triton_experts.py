@@ -73,7 +73,7 @@ class TritonExperts(LoadedExperts):
         residual: Residual,
         eps: float,
         next_norm: Tensor | None,
-        live: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         partial: Tensor | None = None,
     ) -> Residual:
         """In place: the residual becomes the sum."""
@@ -87,7 +87,7 @@ class TritonExperts(LoadedExperts):
         else:
             x, half_normed = residual.scaled, HalfNormed(residual.squares, hidden.shape[1], eps)
             logits = self._logits(residual, eps)
-        chosen = self._choose(logits, live, half_normed)
+        chosen = self._choose(logits, padding_mask, half_normed)
         if self._reduce is not None or partial is not None:
             y = self._sum(x, chosen, partial, None)
             kernels.add(hidden, y if self._reduce is None else self._reduce.sum(y))
@@ -98,8 +98,8 @@ class TritonExperts(LoadedExperts):
             return Residual(hidden, next_norm)
         return Residual(hidden, next_norm, buffers.scaled, buffers.squares)
 
-    def sum(self, x: Tensor, routed: Tensor, live: Tensor | None = None) -> Tensor:
-        chosen = self._choose(self._router.wide(Residual(routed, None), 0.0), live, None)
+    def sum(self, x: Tensor, routed: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        chosen = self._choose(self._router.wide(Residual(routed, None), 0.0), padding_mask, None)
         y = self._sum(x, chosen, None, None)
         return y if self._reduce is None else self._reduce.sum(y)
 
@@ -112,7 +112,7 @@ class TritonExperts(LoadedExperts):
         return RouterProduct(residual.scaled, weight, self._router.bias, self._arrived)
 
     def _choose(
-        self, logits: Tensor | RouterProduct, live: Tensor | None, half_normed: HalfNormed | None
+        self, logits: Tensor | RouterProduct, padding_mask: Tensor | None, half_normed: HalfNormed | None
     ) -> Chosen:
         num_tokens = len(logits if isinstance(logits, Tensor) else logits.x)
         return choose_experts(
@@ -121,8 +121,8 @@ class TritonExperts(LoadedExperts):
             self.tokens,
             correction=self.correction,
             scales=self.scales,
-            live=live,
-            held=self._shape.experts,
+            padding_mask=padding_mask,
+            local_experts=self._shape.experts,
             counts=None if num_tokens <= self.down.max_paired else self._counts,
             half_normed=half_normed,
             pdl=self._kernels.pdl,

@@ -13,8 +13,8 @@ from inflight.layers.formats.schemes import Scheme, Weight
 from inflight.layers.kernels import (
     Experts,
     ExpertsShape,
+    FusableLayer,
     Linear,
-    PlainLayer,
     Reduce,
     Residual,
     check_activation,
@@ -123,7 +123,7 @@ class TritonKernels:
         """In place."""
         return residual.add_(x)
 
-    def fuse(self, layers: Sequence[PlainLayer], attention: Any) -> None:  # noqa: ARG002
+    def fuse(self, layers: Sequence[FusableLayer], attention: Any) -> None:  # noqa: ARG002
         return None  # a captured graph has no host work between layers
 
 

@@ -16,7 +16,7 @@ from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
 from inflight.kv.layout import KVLayout
 from inflight.kv.snapshots import PROMPT_INTERVAL
 from inflight.layers.formats.schemes import GroupScheme, Scheme
-from inflight.layers.gpu_weights import held_on_gpu
+from inflight.layers.gpu_weights import has_gpu_kernels
 from inflight.layers.recurrent import max_captures, max_pieces
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.loading.checkpoint import ModelPlan, check_kv_cache_dtype, open_model, plan_model
@@ -167,4 +167,4 @@ def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: t
 
 def _is_converted(scheme: Scheme | None) -> bool:
     """Return whether a GPU holds weights in a scheme, but multiplies plain ones with many tokens."""
-    return isinstance(scheme, GroupScheme) and held_on_gpu(scheme) and scheme.inputs is None
+    return isinstance(scheme, GroupScheme) and has_gpu_kernels(scheme) and scheme.inputs is None

@@ -173,7 +173,7 @@ def _cls(hidden: Tensor, sequences: Sequences) -> Tensor:
     return hidden[_firsts(sequences, len(hidden))].float()
 
 
-def _last(hidden: Tensor, sequences: Sequences) -> Tensor:
+def _last_token(hidden: Tensor, sequences: Sequences) -> Tensor:
     return hidden[_lasts(sequences)].float()
 
 
@@ -218,7 +218,7 @@ _POOL: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
     "mean": _mean,
     "mean_sqrt_len_tokens": _mean_sqrt,
     "weightedmean": _weighted_mean,
-    "lasttoken": _last,
+    "lasttoken": _last_token,
 }
 
 

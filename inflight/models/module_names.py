@@ -164,8 +164,8 @@ def _part(kind: str, argument: Any) -> _Starts:
         case "ASSERT" | "ASSERT_NOT", (1, inner):
             return _ahead(_sequence(inner), kind == "ASSERT_NOT")
         case "AT", place if str(place) in _PLACES:
-            at = _PLACES[str(place)]
-            return lambda name, ends: ends & at(name)
+            is_at = _PLACES[str(place)]
+            return lambda name, ends: ends & is_at(name)
     unsupported = {"ASSERT": "look-behind", "ASSERT_NOT": "look-behind", "SUBPATTERN": "flags"}
     raise NotImplementedError(unsupported.get(kind, kind.lower().replace("_", " ")))
 
@@ -179,8 +179,8 @@ def _accepts(kind: str, argument: Any) -> Accepts:
         case "ANY":
             return lambda character: character != "\n"
         case "RANGE":
-            first, last = argument
-            return lambda character: first <= ord(character) <= last
+            low, high = argument
+            return lambda character: low <= ord(character) <= high
         case "CATEGORY" if str(argument) in _CATEGORIES:
             test, negated = _CATEGORIES[str(argument)]
             return lambda character: bool(test(character)) != negated
@@ -234,8 +234,8 @@ def _boundaries(name: _Name) -> int:
 
 
 def _end(name: _Name) -> int:
-    last = 1 << len(name.text)
-    return last | last >> 1 if name.text.endswith("\n") else last
+    end = 1 << len(name.text)
+    return end | end >> 1 if name.text.endswith("\n") else end
 
 
 _PLACES: dict[str, Callable[[_Name], int]] = {

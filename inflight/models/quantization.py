@@ -19,7 +19,7 @@ from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedF
 from inflight.layers.formats.schemes import GroupScheme, Scheme
 from inflight.layers.formats.weight_format import (
     FLOATS,
-    PLAIN,
+    PLAIN_FORMAT,
     Mxfp4Format,
     QuantizingFormat,
     ScaledFormat,
@@ -55,7 +55,7 @@ class Quantization(ABC):
         """Return whether the checkpoint may have a module by any of these names."""
         return True
 
-    def plain_experts(self, *modules: str) -> frozenset[int]:  # noqa: ARG002
+    def unquantized_experts(self, *modules: str) -> frozenset[int]:  # noqa: ARG002
         """Return the experts whose matrices are plain although those of others are not. "{}" stands for their number in
         the names."""
         return frozenset()
@@ -71,7 +71,7 @@ class Unquantized(Quantization):
     ignored = ()
 
     def format_of(self, *modules: str) -> WeightFormat:  # noqa: ARG002
-        return PLAIN
+        return PLAIN_FORMAT
 
 
 UNQUANTIZED = Unquantized()
@@ -94,7 +94,7 @@ class QuantizedOnLoading(Quantization):
     ignored: tuple[str, ...] = ()
 
     def format_of(self, *modules: str) -> WeightFormat:
-        return QuantizingFormat(self.scheme) if self.head or not any(map(_is_head, modules)) else PLAIN
+        return QuantizingFormat(self.scheme) if self.head or not any(map(_is_head, modules)) else PLAIN_FORMAT
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class GgufTypes(Quantization):
 
     def format_of(self, *modules: str) -> WeightFormat:
         types = self._types_of(modules)
-        return (block_format(types[0]) or PLAIN) if types else PLAIN
+        return (block_format(types[0]) or PLAIN_FORMAT) if types else PLAIN_FORMAT
 
     def may_have(self, *modules: str) -> bool:
         return bool(self._types_of(modules))
@@ -135,7 +135,7 @@ class Rules(Quantization):
     plain_head: bool = False
     # Modules that the files hold as plain numbers, by their name; for those of experts, which has "{}" in place of the
     # expert's number, the experts.
-    plain: Mapping[str, frozenset[int]] = field(default_factory=dict, hash=False)
+    unquantized: Mapping[str, frozenset[int]] = field(default_factory=dict, hash=False)
     _formats: dict[tuple[str, ...], WeightFormat] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -148,29 +148,29 @@ class Rules(Quantization):
     def _find_format(self, modules: Iterable[str]) -> WeightFormat:
         names = []
         for module in modules:
-            experts = self.plain.get(module, frozenset())
-            if module in self.plain and not experts:
-                return PLAIN
+            experts = self.unquantized.get(module, frozenset())
+            if module in self.unquantized and not experts:
+                return PLAIN_FORMAT
             names.append(module.replace("{}", str(next(i for i in count() if i not in experts))))
         if self.plain_head and any(map(_is_head, names)):
-            return PLAIN
-        return next((weights for matches, weights in self.rules if any(map(matches, names))), PLAIN)
+            return PLAIN_FORMAT
+        return next((weights for matches, weights in self.rules if any(map(matches, names))), PLAIN_FORMAT)
 
-    def plain_experts(self, *modules: str) -> frozenset[int]:
-        return frozenset().union(*(self.plain.get(module, ()) for module in modules))
+    def unquantized_experts(self, *modules: str) -> frozenset[int]:
+        return frozenset().union(*(self.unquantized.get(module, ()) for module in modules))
 
     def as_stored(self, stored: Mapping[str, StoredTensor]) -> Quantization:
-        plain: dict[str, set[int]] = {}
+        unquantized: dict[str, set[int]] = {}
         for name, tensor in stored.items():
             has_scale = f"{name}_scale" in stored or f"{name}_scale_inv" in stored
             if tensor.dtype in FLOATS and len(tensor.shape) > 1 and not has_scale:
                 module = name.removesuffix(".weight")
-                experts = plain.setdefault(_EXPERT.sub(".experts.{}.", module), set())
+                experts = unquantized.setdefault(_EXPERT.sub(".experts.{}.", module), set())
                 experts |= {int(number) for number in _EXPERT.findall(module)}
-        decided = {name: frozenset(experts) for name, experts in plain.items()}
+        decided = {name: frozenset(experts) for name, experts in unquantized.items()}
         ends = {name.rpartition(".")[2] for name in stored}
         rules = tuple((matches, _with_stored_scale(weights, ends)) for matches, weights in self.rules)
-        return replace(self, rules=rules, plain_head=False, plain=decided)
+        return replace(self, rules=rules, plain_head=False, unquantized=decided)
 
 
 def _with_stored_scale(weights: WeightFormat, names: Collection[str]) -> WeightFormat:
@@ -212,7 +212,7 @@ def _fp8(config: Fields) -> Rules:
         weights = ScaledFormat(GroupScheme("fp8", inputs="fp8"), 0, 0)
     names = [*_strings(config, "modules_to_not_convert"), *_strings(config, "ignored_layers")]
     excluded = ModuleNames(config.where).within(names)
-    return Rules(((excluded, PLAIN), (_always, weights)), plain_head=True)
+    return Rules(((excluded, PLAIN_FORMAT), (_always, weights)), plain_head=True)
 
 
 def _awq(config: Fields) -> Rules:
@@ -223,7 +223,7 @@ def _awq(config: Fields) -> Rules:
     group = _group(config, "q_group_size" if "q_group_size" in config else "group_size")
     names = _strings(config, "modules_to_not_convert")
     excluded = ModuleNames(config.where).some(names, lambda module, name: name in module)
-    return Rules(((excluded, PLAIN), (_always, AwqFormat(4, group, True))), plain_head=True)
+    return Rules(((excluded, PLAIN_FORMAT), (_always, AwqFormat(4, group, True))), plain_head=True)
 
 
 def _gptq(config: Fields) -> Rules:
@@ -237,7 +237,7 @@ def _gptq(config: Fields) -> Rules:
             sign, pattern = "+", key
         matches = names.pattern(pattern)
         if sign == "-" or value is False:
-            rules.append((matches, PLAIN))
+            rules.append((matches, PLAIN_FORMAT))
         else:
             changes = value if isinstance(value, Mapping) else {}
             merged = Fields({**config.values, **changes}, f"{shown(key)} in {dynamic.where}")
@@ -278,12 +278,14 @@ def _auto_round(config: Fields) -> Rules:
                 "quantized (16 or 32 bits) are supported"
             )
     rules = _gptq(config)
-    return replace(rules, rules=((ModuleNames(config.where).exactly(extra.values), PLAIN), *rules.rules))
+    return replace(
+        rules, rules=((ModuleNames(config.where).exactly(extra.values), PLAIN_FORMAT), *rules.rules)
+    )
 
 
 def _mxfp4(config: Fields) -> Rules:
     excluded = ModuleNames(config.where).within(_strings(config, "modules_to_not_convert"))
-    return Rules(((excluded, PLAIN), (lambda module: ".experts." in module, Mxfp4Format())))
+    return Rules(((excluded, PLAIN_FORMAT), (lambda module: ".experts." in module, Mxfp4Format())))
 
 
 # ---- compressed-tensors ----
@@ -294,7 +296,7 @@ def _compressed_tensors(config: Fields) -> Rules:
     sparsity.check_supported({"format": (None, "dense")})
     names = ModuleNames(config.where)
     groups = config.part("config_groups")
-    rules: list[Rule] = _target_rules(names, _strings(config, "ignore"), PLAIN)
+    rules: list[Rule] = _target_rules(names, _strings(config, "ignore"), PLAIN_FORMAT)
     by_class: list[Rule] = []
     for name in groups.values:
         group = groups.part(name)

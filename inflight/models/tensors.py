@@ -23,8 +23,14 @@ from torch import Tensor
 
 from inflight.checkpoint.gguf_file import GgufFile, is_gguf
 from inflight.errors import WeightsError
-from inflight.layers.formats.schemes import Weight, check_cut, plain
-from inflight.layers.formats.weight_format import FLOATS, PLAIN, FormatTensor, PlainFormat, WeightFormat
+from inflight.layers.formats.schemes import Weight, check_cut, to_tensor
+from inflight.layers.formats.weight_format import (
+    FLOATS,
+    PLAIN_FORMAT,
+    FormatTensor,
+    PlainFormat,
+    WeightFormat,
+)
 from inflight.layers.kernels import Experts, Linear
 from inflight.models.gguf_tensors import GgufTensors
 
@@ -75,7 +81,7 @@ class _MatrixTensors:
         columns: range,
         load: Callable[[dict[str, Tensor], int], None],
     ) -> None:
-        with naming(module):
+        with named_errors(module):
             self.tensors = weights.tensors(*shape)
             if weights.scheme is not None:
                 check_cut(weights.scheme, columns, shape[1])
@@ -95,8 +101,8 @@ class _MatrixTensors:
         first: int = 0,
     ) -> Placement:
         if tensor.row_axis is not None:
-            each = tensor.rows_each
-            rows = slice(self.rows.start // each, -(-self.rows.stop // each))
+            rows_per_unit = tensor.rows_each
+            rows = slice(self.rows.start // rows_per_unit, -(-self.rows.stop // rows_per_unit))
             needed = (*needed, *(slice(None),) * tensor.row_axis, rows)
         return Placement(
             name,
@@ -117,7 +123,7 @@ class _MatrixTensors:
 
 
 @contextmanager
-def naming(module: str) -> Iterator[None]:
+def named_errors(module: str) -> Iterator[None]:
     """Add a module's name to errors about its weights."""
     try:
         yield
@@ -136,7 +142,7 @@ def _matrix_placements(
     """Yield the tensors of a checkpoint's matrix, of which `load` needs these rows and columns."""
 
     def convert(tensors: dict[str, Tensor], first: int) -> None:
-        with naming(module):
+        with named_errors(module):
             load(weights.matrix(tensors, shape[1]), first)
 
     matrix = _MatrixTensors(module, weights, shape, rows, columns, convert)
@@ -176,12 +182,12 @@ class LinearRows:
     has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
     head_dim: int = 0  # of heads whose halves alternate, row by row, in the checkpoint; 0: they do not
 
-    def placements(self, module: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
+    def placements(self, module: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:
         """Yield the tensors of the checkpoint's module, whose weights are stored in a format, and where they go."""
         columns = range(self.first_column, self.first_column + self.linear.in_features)
-        each = self.head_dim or 1  # heads are read whole
-        first = min(run.first for run in self.runs) // each * each
-        end = -(-max(run.first + run.count for run in self.runs) // each) * each
+        head_dim = self.head_dim or 1  # heads are read whole
+        first = min(run.first for run in self.runs) // head_dim * head_dim
+        end = -(-max(run.first + run.count for run in self.runs) // head_dim) * head_dim
         shape = self.count, self.num_columns
         yield from _matrix_placements(module, weights, shape, range(first, end), columns, self.load)
         if self.bias:
@@ -218,7 +224,7 @@ class NormWeight:
     offset: float = 0.0  # added to the checkpoint's weight
     bias: Tensor | None = None
 
-    def placements(self, module: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
+    def placements(self, module: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:  # noqa: ARG002
         store = into_tensor(self.weight, self.offset, self.first)
         yield Placement(f"{module}.weight", (self.count,), store, dummy=1.0 - self.offset)
         if self.bias is not None:
@@ -234,7 +240,7 @@ class PlainTensor:
     tensor: Tensor
     dummy: float
 
-    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
+    def placements(self, name: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:  # noqa: ARG002
         yield Placement(name, tuple(self.tensor.shape), into_tensor(self.tensor), self.dummy)
 
 
@@ -247,7 +253,7 @@ class TensorRows:
     runs: tuple[RowRun, ...]
     dummy: float
 
-    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
+    def placements(self, name: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:  # noqa: ARG002
         yield Placement(name, self.shape, self._load, self.dummy)
 
     def _load(self, tensor: Tensor, first: int) -> None:
@@ -265,15 +271,15 @@ class ExpertMatrix:
     num_experts: int
     num_rows: int
     num_columns: int
-    held: range  # the experts that are here,
+    local_experts: range  # the experts that are here,
     rows: range  # and the rows and columns of each part that are here
     columns: range
     transposed: bool = False  # whether a tensor of all experts is [num_experts, num_columns, num_rows]
     interleaved: bool = False  # whether the rows of the parts alternate
     # Experts that a checkpoint with a tensor for each expert stores plain, whatever the format of the others is.
-    plain: frozenset[int] = frozenset()
+    unquantized: frozenset[int] = frozenset()
 
-    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:
+    def placements(self, name: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:
         """Yield the tensors: those of each expert if the name has a place for its number, otherwise those of all."""
         num_parts = len(self.parts)
         matrix_shape = num_parts * self.num_rows, self.num_columns
@@ -281,17 +287,17 @@ class ExpertMatrix:
         if self.interleaved:
             rows = range(num_parts * self.rows.start, num_parts * self.rows.stop)
         if "{}" in name:
-            for expert in self.held:
+            for expert in self.local_experts:
                 module, load = name.format(expert), partial(self.load, expert)
-                own = PLAIN if expert in self.plain else weights
-                yield from _matrix_placements(module, own, matrix_shape, rows, self.columns, load)
+                weight_format = PLAIN_FORMAT if expert in self.unquantized else weights
+                yield from _matrix_placements(module, weight_format, matrix_shape, rows, self.columns, load)
             return
 
         def load_all(tensors: dict[str, Tensor], first: int) -> None:
             self._load_all(name, weights, tensors, first, matrix.rows.start)
 
         matrix = _MatrixTensors(name, weights, matrix_shape, rows, self.columns, load_all)
-        held = slice(self.held.start, self.held.stop)
+        local_experts = slice(self.local_experts.start, self.local_experts.stop)
         for stored in matrix.tensors:
             # "weight" is left out: gate_up_proj, gate_up_proj_scale_inv.
             suffix = stored.name.removeprefix("weight").removeprefix("_")
@@ -299,7 +305,7 @@ class ExpertMatrix:
             tensor = replace(stored, shape=stored.shape[::-1], row_axis=1) if is_transposed else stored
             shape = self.num_experts, *tensor.shape
             full_name = f"{name}_{suffix}" if suffix else name
-            yield matrix.placement(tensor, full_name, shape, (held,), self.held.start)
+            yield matrix.placement(tensor, full_name, shape, (local_experts,), self.local_experts.start)
 
     def _is_transposed(self, weights: WeightFormat) -> bool:
         """Return whether tensors of all experts are transposed. Only plain weights ever are."""
@@ -311,12 +317,12 @@ class ExpertMatrix:
         """Load the matrices of the experts from `first` on: those that are whole, or their rows from `first_row` on."""
         num_rows = len(self.parts) * self.num_rows
         for index in range(len(next(iter(tensors.values())))):
-            if first + index in self.held:
-                own = {key: tensor[index] for key, tensor in tensors.items()}
+            if first + index in self.local_experts:
+                expert_tensors = {key: tensor[index] for key, tensor in tensors.items()}
                 if self._is_transposed(weights):
-                    own = {key: tensor.T for key, tensor in own.items()}
-                with naming(f"{name} of expert {first + index}"):
-                    weight = weights.matrix(own, self.num_columns)
+                    expert_tensors = {key: tensor.T for key, tensor in expert_tensors.items()}
+                with named_errors(f"{name} of expert {first + index}"):
+                    weight = weights.matrix(expert_tensors, self.num_columns)
                     self.load(first + index, weight, first_row if len(weight) < num_rows else 0)
 
     def load(self, expert: int, weight: Weight, first: int = 0) -> None:
@@ -328,11 +334,14 @@ class ExpertMatrix:
                 rows = weight[index :: len(self.parts)][num_before : num_before + len(self.rows)]
                 self.experts.load(part, expert, rows[:, columns])
                 continue
-            at = index * self.num_rows
-            start, end = max(at + self.rows.start, first), min(at + self.rows.stop, first + len(weight))
+            part_start = index * self.num_rows
+            start, end = (
+                max(part_start + self.rows.start, first),
+                min(part_start + self.rows.stop, first + len(weight)),
+            )
             if start < end:
                 rows = weight[start - first : end - first, columns]
-                self.experts.load(part, expert, rows, start - at - self.rows.start)
+                self.experts.load(part, expert, rows, start - part_start - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,22 +350,22 @@ class ExpertBias:
 
     matrix: ExpertMatrix
 
-    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
+    def placements(self, name: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:  # noqa: ARG002
         matrix = self.matrix
         yield Placement(name, (matrix.num_experts, len(matrix.parts) * matrix.num_rows), self._load_all)
 
     def _load_all(self, biases: Tensor, first: int) -> None:
         matrix = self.matrix
         for expert, bias in enumerate(biases, first):
-            if expert not in matrix.held:
+            if expert not in matrix.local_experts:
                 continue
             for index, part in enumerate(matrix.parts):
-                own = (
+                part_bias = (
                     bias[index :: len(matrix.parts)]
                     if matrix.interleaved
                     else bias.chunk(len(matrix.parts))[index]
                 )
-                matrix.experts.load_bias(part, expert, own[matrix.rows.start : matrix.rows.stop])
+                matrix.experts.load_bias(part, expert, part_bias[matrix.rows.start : matrix.rows.stop])
 
 
 # The part of a model that a module of a checkpoint is loaded into.
@@ -530,10 +539,12 @@ def fill_random(
 def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
     """Return a store into a plain tensor, adding `offset`. It holds the rows from `first` on; others are skipped."""
 
-    def store(tensor: Weight, at: int) -> None:
-        start, end = max(at, first), min(at + len(tensor), first + len(target))
+    def store(tensor: Weight, start_row: int) -> None:
+        start, end = max(start_row, first), min(start_row + len(tensor), first + len(target))
         if start < end:
-            rows = target[start - first : end - first].copy_(plain(tensor[start - at : end - at]))
+            rows = target[start - first : end - first].copy_(
+                to_tensor(tensor[start - start_row : end - start_row])
+            )
             if offset:
                 rows.add_(offset)
 

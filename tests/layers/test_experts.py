@@ -52,14 +52,14 @@ class Weights:
     up_bias: Tensor
     down_bias: Tensor
 
-    def load(self, experts: Experts, held: range | None = None, bias: bool = False) -> None:
+    def load(self, experts: Experts, local_experts: range | None = None, bias: bool = False) -> None:
         experts.router.load(self.router)
         if self.routing.has_bias:
             experts.router.load_bias(self.router_bias)
         if self.routing.has_correction:
             assert experts.correction is not None
             experts.correction.copy_(self.correction)
-        for expert in range(self.routing.num_experts) if held is None else held:
+        for expert in range(self.routing.num_experts) if local_experts is None else local_experts:
             for part in ("gate", "up", "down"):
                 experts.load(part, expert, getattr(self, part)[expert])
                 if bias:
@@ -181,8 +181,8 @@ def test_padding_tokens_have_no_experts(kernels: Kernels) -> None:
     x, norm = torch.randn(5, 32), torch.ones(32)
     x[4] = torch.nan
     whole = experts.add_to(Residual(x[:4].clone(), norm), EPS, None).x
-    live = torch.tensor([0, -1, 7, 3, -1], dtype=torch.int32)
-    some = experts.add_to(Residual(x.clone(), norm), EPS, None, live).x
+    padding_mask = torch.tensor([0, -1, 7, 3, -1], dtype=torch.int32)
+    some = experts.add_to(Residual(x.clone(), norm), EPS, None, padding_mask).x
     torch.testing.assert_close(some[[0, 2, 3]], whole[[0, 2, 3]], rtol=1e-5, atol=1e-5)
     assert torch.equal(some[1], x[1])
 
@@ -227,14 +227,14 @@ class Sum:
 def test_tokens_of_each_expert_are_counted(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weights = random_weights(SOFTMAX, 32, 16)
-    experts = kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "silu", held=range(3, 8)))
+    experts = kernels.experts(ExpertsShape(32, 16, SOFTMAX, torch.float32, "silu", local_experts=range(3, 8)))
     weights.load(experts, range(3, 8))
-    x, live = torch.randn(40, 32), torch.ones(40, dtype=torch.int32)
-    live[::7] = -1
+    x, padding_mask = torch.randn(40, 32), torch.ones(40, dtype=torch.int32)
+    padding_mask[::7] = -1
     chosen = (x @ weights.router.T).topk(SOFTMAX.top_k).indices  # of experts held elsewhere, too
     for num_tokens in (40, 40, 2):
-        experts.add_to(Residual(x[:num_tokens].clone(), None), EPS, None, live[:num_tokens])
-    counts = torch.bincount(chosen[live > 0].flatten(), minlength=8)
+        experts.add_to(Residual(x[:num_tokens].clone(), None), EPS, None, padding_mask[:num_tokens])
+    counts = torch.bincount(chosen[padding_mask > 0].flatten(), minlength=8)
     assert torch.equal(experts.tokens, 2 * counts + torch.bincount(chosen[1], minlength=8))
 
 
@@ -258,7 +258,7 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
     weights = random_weights(routing, 32, 21)
     x, norm, reduce = torch.randn(9, 32), torch.rand(32) + 0.5, Sum()
     for rank, part in enumerate((range(13), range(13, 21))):
-        held = (range(5), range(5, 8))[rank] if split == "experts" else range(8)
+        local_experts = (range(5), range(5, 8))[rank] if split == "experts" else range(8)
         features = range(21) if split == "experts" else part
         rank_weights = replace(
             weights,
@@ -267,9 +267,10 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
             down=weights.down[:, :, features.start : features.stop],
         )
         experts = kernels.experts(
-            ExpertsShape(32, len(features), routing, torch.float32, "silu", held=held), reduce
+            ExpertsShape(32, len(features), routing, torch.float32, "silu", local_experts=local_experts),
+            reduce,
         )
-        rank_weights.load(experts, held)
+        rank_weights.load(experts, local_experts)
         actual = experts.add_to(Residual(x.clone(), norm), EPS, None).x
     torch.testing.assert_close(actual.double(), expected_output(weights, x, norm), rtol=1e-5, atol=1e-5)
 
@@ -277,7 +278,7 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gate", 4, torch.zeros(16, 32)), "expert 4: experts 0 to 3 are held here"),
+        (("gate", 4, torch.zeros(16, 32)), "expert 4: experts 0 to 3 are local_experts here"),
         (("gate", -1, torch.zeros(16, 32)), "expert -1"),
         (("side", 0, torch.zeros(16, 32)), "'side' of an expert: it must be gate, up or down"),
         (("gate", 0, torch.zeros(32, 16)), r"shape \[32, 16\] does not fit .* \[16, 32\]"),

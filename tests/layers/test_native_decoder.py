@@ -13,7 +13,7 @@ from inflight.checkpoint.checkpoint import open_checkpoint
 from inflight.layers.attention.cpu import NativeAttention
 from inflight.layers.formats.gguf import BlockScheme
 from inflight.layers.formats.schemes import GroupScheme, Scheme
-from inflight.layers.kernels import PlainLayer
+from inflight.layers.kernels import FusableLayer
 from inflight.layers.native.library import native_library
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.decoders.attention import SelfAttention
@@ -30,7 +30,7 @@ NUM_PLAIN = {"llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "olmo2": 0, "mixt
 
 
 class Unfused(NativeKernels):
-    def fuse(self, layers: Sequence[PlainLayer], attention: object) -> None:  # noqa: ARG002
+    def fuse(self, layers: Sequence[FusableLayer], attention: object) -> None:  # noqa: ARG002
         return None
 
 

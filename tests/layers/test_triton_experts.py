@@ -141,12 +141,18 @@ def test_experts_match_float64(
 def test_chosen_experts_match_float64(num_experts: int, scores: str, normalise: bool) -> None:
     logits, top_k = randn(5, num_experts, seed=num_experts), 3
     correction = randn(num_experts, seed=9) if scores == "sigmoid" else None
-    live = torch.tensor([4, 0, -1, 7, 2]).int()
+    padding_mask = torch.tensor([4, 0, -1, 7, 2]).int()
     routing = ExpertRouting(num_experts, top_k, scores, normalise, 2.5)  # type: ignore[arg-type]
     counts, totals = torch.zeros(num_experts).int(), torch.full((num_experts,), 100)
     half = HalfNormed(torch.rand(3, 5), 20, 0.1)
     chosen = choose_experts(
-        logits, routing, totals, correction=correction, live=live, counts=counts, half_normed=half
+        logits,
+        routing,
+        totals,
+        correction=correction,
+        padding_mask=padding_mask,
+        counts=counts,
+        half_normed=half,
     )
     wide = logits.double()
     values = {"softmax": wide.softmax(-1), "sigmoid": wide.sigmoid(), "chosen": wide}[scores]
@@ -157,11 +163,11 @@ def test_chosen_experts_match_float64(num_experts: int, scores: str, normalise: 
         weights = weights.softmax(-1)
     elif normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    is_live = live >= 0
-    assert chosen.ids[is_live].tolist() == ids[is_live].tolist()
-    assert chosen.ids[~is_live].tolist() == [[num_experts] * top_k]
-    close(chosen.weights[is_live], 2.5 * weights[is_live])
-    assert torch.equal(totals, 100 + torch.bincount(ids[is_live].flatten(), minlength=num_experts))
+    is_token = padding_mask >= 0
+    assert chosen.ids[is_token].tolist() == ids[is_token].tolist()
+    assert chosen.ids[~is_token].tolist() == [[num_experts] * top_k]
+    close(chosen.weights[is_token], 2.5 * weights[is_token])
+    assert torch.equal(totals, 100 + torch.bincount(ids[is_token].flatten(), minlength=num_experts))
     assert half.squares is not None
     assert chosen.factors is not None
     close(chosen.factors, (half.squares.sum(0) / 20 + 0.1).rsqrt())
@@ -176,7 +182,7 @@ def test_router_in_the_choosing_kernel_matches_float64(
     num_tokens, hidden, top_k = 5, 24, 3
     x, weight = randn(num_tokens, hidden).to(dtype), randn(num_experts, hidden, seed=1).to(dtype)
     bias = randn(num_experts, seed=2).to(dtype) if has_bias else None
-    live = torch.tensor([4, 0, -1, 7, 2]).int()
+    padding_mask = torch.tensor([4, 0, -1, 7, 2]).int()
     arrived, totals = torch.zeros(8).int(), torch.zeros(num_experts).long()
     half = HalfNormed(torch.rand(3, num_tokens), hidden, 0.1)
     assert half.squares is not None
@@ -185,30 +191,31 @@ def test_router_in_the_choosing_kernel_matches_float64(
     factors = (half.squares.double().sum(0) / hidden + 0.1).rsqrt()
     wide = x.double() @ weight.double().T * factors[:, None] + (0.0 if bias is None else bias.double())
     probabilities, ids = wide.softmax(-1).topk(top_k)
-    is_live = live >= 0
+    is_token = padding_mask >= 0
     for _ in range(2):  # arrivals are zero again
         counts = torch.zeros(num_experts).int()
         chosen = choose_experts(
-            product, ExpertRouting(num_experts, top_k, "softmax"), totals, live=live, counts=counts, half_normed=half
+            product, ExpertRouting(num_experts, top_k, "softmax"), totals,
+            padding_mask=padding_mask, counts=counts, half_normed=half,
         )  # fmt: skip
-        assert chosen.ids[is_live].tolist() == ids[is_live].tolist()
-        assert chosen.ids[~is_live].tolist() == [[num_experts] * top_k]
-        close(chosen.weights[is_live], probabilities[is_live])
+        assert chosen.ids[is_token].tolist() == ids[is_token].tolist()
+        assert chosen.ids[~is_token].tolist() == [[num_experts] * top_k]
+        close(chosen.weights[is_token], probabilities[is_token])
         assert chosen.factors is not None
         close(chosen.factors, factors)
-        assert counts.tolist() == torch.bincount(ids[is_live].flatten(), minlength=num_experts).tolist()
+        assert counts.tolist() == torch.bincount(ids[is_token].flatten(), minlength=num_experts).tolist()
     assert not arrived.any()
 
 
-@pytest.mark.parametrize("held", [range(6), range(2, 5)])
-def test_every_pair_is_in_the_group_of_its_expert(held: range) -> None:
+@pytest.mark.parametrize("local_experts", [range(6), range(2, 5)])
+def test_every_pair_is_in_the_group_of_its_expert(local_experts: range) -> None:
     logits = randn(40, 6)
     routing = ExpertRouting(6, 2, "softmax")
-    counts, totals = torch.zeros(len(held)).int(), torch.zeros(6).long()
-    chosen = choose_experts(logits, routing, totals, held=held, counts=counts)
+    counts, totals = torch.zeros(len(local_experts)).int(), torch.zeros(6).long()
+    chosen = choose_experts(logits, routing, totals, local_experts=local_experts, counts=counts)
     ids = logits.topk(2).indices.flatten().tolist()
     assert chosen.groups is not None
-    for index, expert in enumerate(held):
+    for index, expert in enumerate(local_experts):
         pairs = [pair for pair, other in enumerate(ids) if other == expert]
         assert chosen.groups.counts[index] == len(pairs)
         assert sorted(chosen.groups.pairs[index, : len(pairs)].tolist()) == pairs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats.schemes import GroupScheme
-from inflight.layers.gpu_weights import held_on_gpu
+from inflight.layers.gpu_weights import has_gpu_kernels
 from inflight.layers.kernels import Residual
 from inflight.layers.triton.held import ConvertedBytes, MultipliedBytes, PlainWeights
 from inflight.layers.triton.int4 import pack_int4_scales
@@ -253,7 +253,7 @@ def test_tiles_of_int4_fit_the_workspace_and_the_chip(rows: int, features: int, 
 def test_other_schemes_are_held_as_plain_weights() -> None:
     kernels = TritonKernels(torch.bfloat16, DEVICE)
     for scheme in (GroupScheme("int8", 48), GroupScheme("fp4", 32), GroupScheme("int4", 48)):
-        assert not held_on_gpu(scheme)
+        assert not has_gpu_kernels(scheme)
         linear = kernels.linear(96, 16, torch.bfloat16, False, scheme=scheme)
         assert isinstance(linear, TritonLinear)
         assert isinstance(linear.weights, PlainWeights)

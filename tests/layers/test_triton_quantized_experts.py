@@ -62,11 +62,13 @@ def dequantized(weights: Weights, matrices: Matrices) -> Weights:
     return Weights(**{**{name: getattr(weights, name) for name in Weights.__dataclass_fields__}, **parts})
 
 
-def load(experts: TritonExperts, weights: Weights, matrices: Matrices, held: range, inner: range) -> None:
+def load(
+    experts: TritonExperts, weights: Weights, matrices: Matrices, local_experts: range, inner: range
+) -> None:
     """Load the quantized weights in two pieces of rows, as dummy weights come."""
     experts.router.load(weights.router.to(DEVICE))
     experts.router.load_bias(weights.router_bias.to(DEVICE))
-    for expert in held:
+    for expert in local_experts:
         for part in ("gate", "up", "down"):
             matrix: QuantizedMatrix = matrices[part][expert]
             bias = getattr(weights, f"{part}_bias")[expert].to(DEVICE)
@@ -85,7 +87,7 @@ def make(
     routing: ExpertRouting = ROUTING,
     inner: range = range(INNER),
     reduce: Sum | None = None,
-    held: range | None = None,
+    local_experts: range | None = None,
 ) -> tuple[TritonExperts, Weights]:
     torch.manual_seed(0)
     random = random_weights(routing, HIDDEN, INNER)
@@ -95,10 +97,12 @@ def make(
     }
     weights = dequantized(random, matrices)
     kernels = TritonKernels(dtype, DEVICE)
-    shape = ExpertsShape(HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, held, scheme, scheme)
+    shape = ExpertsShape(
+        HIDDEN, len(inner), routing, dtype, CLAMPED_SILU, True, 0.8, local_experts, scheme, scheme
+    )
     experts = kernels.experts(shape, reduce)
     assert isinstance(experts, TritonExperts)
-    load(experts, weights, matrices, held or range(routing.num_experts), inner)
+    load(experts, weights, matrices, local_experts or range(routing.num_experts), inner)
     return experts, weights
 
 
@@ -213,9 +217,11 @@ def test_ranks_add_up_to_all_experts(split: str, scheme: GroupScheme, num_tokens
     x, norm = inputs(num_tokens, torch.float32)
     reduce = Sum()
     for rank, part in enumerate((range(96), range(96, INNER))):
-        held = (range(3), range(3, 5))[rank] if split == "experts" else None
+        local_experts = (range(3), range(3, 5))[rank] if split == "experts" else None
         inner = range(INNER) if split == "experts" else part
-        experts, weights = make(scheme, torch.float32, inner=inner, reduce=reduce, held=held)
+        experts, weights = make(
+            scheme, torch.float32, inner=inner, reduce=reduce, local_experts=local_experts
+        )
         if rank and split != "experts":
             for expert in range(ROUTING.num_experts):  # where products are summed, one rank adds the bias
                 experts.load_bias("down", expert, torch.zeros(HIDDEN, device=DEVICE))

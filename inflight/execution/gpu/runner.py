@@ -106,9 +106,9 @@ class GpuRunner:
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
         # The two halves of a step, for steps that wait for masks.
         self.forward_steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
-        self.forward_steps = self.steps.beside(self._forward)
+        self.forward_steps = self.steps.in_same_pool(self._forward)
         self.sampling_steps: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
-        self.sampling_steps = self.steps.beside(self._sample_last)
+        self.sampling_steps = self.steps.in_same_pool(self._sample_last)
         self._last_hidden: Tensor | None = None  # the input of `_sample_last`
         # The last step and what launches its second half, if that is still to be launched.
         self._unfinished: tuple[GpuStepHandle, Callable[[], None]] | None = None

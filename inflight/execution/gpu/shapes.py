@@ -172,7 +172,7 @@ class TextBuckets:
     def _texts(self, num_tokens: int) -> list[int]:
         """Return the capacities for texts of a step of `num_tokens`, ascending."""
         most = min(num_tokens, self.max_texts)
-        sizes = (max(least, -(-num_tokens // each)) for least, each in TEXT_SIZES)
+        sizes = (max(least, -(-num_tokens // tokens_per_text)) for least, tokens_per_text in TEXT_SIZES)
         return [*(size for size in sizes if size < most), most]
 
     def _with_filling(self, num_tokens: int) -> int:

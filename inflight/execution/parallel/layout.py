@@ -149,8 +149,8 @@ class RankMemory:
     def _group(self, stage: int) -> int:
         return self._memory.address + self._groups_at + stage * self._group_size
 
-    def _stream(self, at: int, num_readers: int, capacity: int) -> SharedStream:
-        address, group = self._memory.address + at, self._group(self.ranks.stage(self.rank))
+    def _stream(self, offset: int, num_readers: int, capacity: int) -> SharedStream:
+        address, group = self._memory.address + offset, self._group(self.ranks.stage(self.rank))
         return SharedStream(
             self._library, self._memory, address, group, num_readers, capacity, self._spins, self._on_loss
         )

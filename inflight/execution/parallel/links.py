@@ -23,8 +23,8 @@ class SharedLinks:
         layout, rank = memory.ranks, memory.rank
         self._hidden_size = hidden_size
         self._previous: SharedStream | None = memory.hand_over(rank) if layout.stage(rank) else None
-        last = layout.is_last_stage(rank)
-        self._next: SharedStream | None = None if last else memory.hand_over(rank + layout.tensor)
+        is_last = layout.is_last_stage(rank)
+        self._next: SharedStream | None = None if is_last else memory.hand_over(rank + layout.tensor)
 
     def receive(self, into: Tensor) -> None:
         assert self._previous is not None
@@ -153,6 +153,6 @@ class PeerRing:
         self._memory.before_close(opened.close)
         self._address = opened.open(handle)
         self._events = [
-            torch.cuda.Event.from_ipc_handle(self._device, events[at : at + size])  # type: ignore[no-untyped-call]
-            for at in range(0, len(events), size)
+            torch.cuda.Event.from_ipc_handle(self._device, events[start : start + size])  # type: ignore[no-untyped-call]
+            for start in range(0, len(events), size)
         ]

@@ -267,16 +267,16 @@ class MirroredRank:
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
-        self._last: Any = None
+        self._in_flight: Any = None
 
     def run(self, batch: Batch, sampled: list[SampledIds]) -> None:  # noqa: ARG002
         handle = self._runner.launch(batch)
-        if self._last is not None:
-            self._runner.collect(self._last)
-        self._last = handle
+        if self._in_flight is not None:
+            self._runner.collect(self._in_flight)
+        self._in_flight = handle
 
     def close(self) -> None:
-        self._last = None
+        self._in_flight = None
         self._runner.close()
 
 

@@ -169,9 +169,9 @@ def _adjust(logits: Tensor, row: SamplingRow, history: Tensor, length: int) -> N
     outputs = history[numbers.num_prompt_tokens :]
     if row.mask is not None:
         logits.masked_fill_(~row.mask, -torch.inf)
-    for *prefix, last in row.bad_words:
+    for *prefix, last_id in row.bad_words:
         if len(prefix) <= len(outputs) and outputs[len(outputs) - len(prefix) :].tolist() == prefix:
-            logits[last] = -torch.inf
+            logits[last_id] = -torch.inf
     if length < numbers.min_length:
         logits[row.stop_ids] = -torch.inf
     for token_id, bias in row.biases.items():

@@ -30,11 +30,11 @@ class KVShape:
 
     @classmethod
     def from_layers(
-        cls, layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, own: range | None = None
+        cls, layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, rank_layers: range | None = None
     ) -> KVShape:
-        """Place all layers of a model; `own` are those of this rank, by default all."""
+        """Place all layers of a model; `rank_layers` are those of this rank, by default all."""
         places, windows = place_layers(layers, dtype.itemsize)
-        part = slice(None) if own is None else slice(own.start, own.stop)
+        part = slice(None) if rank_layers is None else slice(rank_layers.start, rank_layers.stop)
         return cls(tuple(layers[part]), tuple(places[part]), windows, block_size, dtype)
 
     @property
@@ -165,14 +165,14 @@ class AttentionInputs:
     # [num_tables, T] int64, where the KV of each token goes: block_id * block_size + offset
     slot_mapping: Tensor
     state: StateInputs | None = None  # None: no layer is recurrent
-    live: None = None  # steps are not padded
+    padding_mask: None = None  # steps are not padded
 
 
 class BackendStep(Protocol):
     """What every backend's step has beside the inputs of its attention."""
 
     @property
-    def live(self) -> Tensor | None:
+    def padding_mask(self) -> Tensor | None:
         """[T], negative for padding tokens; None if there are none."""
 
     @property

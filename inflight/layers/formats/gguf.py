@@ -88,13 +88,13 @@ class BlockMatrix(QuantizedMatrix):
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def cut(self, rows: slice | Tensor, columns: slice) -> BlockMatrix:
-        first, last, _ = columns.indices(self.shape[1])
+        begin, end, _ = columns.indices(self.shape[1])
         runs = []
         for run, part in self._rows(rows):
-            if last - first < self.shape[1]:
-                part = part[:, row_bytes(run.type_name, first) : row_bytes(run.type_name, last)]
+            if end - begin < self.shape[1]:
+                part = part[:, row_bytes(run.type_name, begin) : row_bytes(run.type_name, end)]
             runs.append(BlockRun(run.type_name, part))
-        return BlockMatrix(runs, last - first, self.scheme)
+        return BlockMatrix(runs, end - begin, self.scheme)
 
     def _rows(self, rows: slice | Tensor) -> Iterator[tuple[BlockRun, Tensor]]:
         """Yield the runs that have any of these rows, with the blocks of those."""
@@ -102,14 +102,14 @@ class BlockMatrix(QuantizedMatrix):
             (run,) = self.runs  # matrices of a file have one type
             yield run, run.data[rows]
             return
-        (start, stop, step), at = rows.indices(len(self)), 0
+        (start, stop, step), run_start = rows.indices(len(self)), 0
         for run in self.runs:
             # The first row of the run that the slice selects, however far before the run it starts.
-            begin = start - at if start >= at else (start - at) % step
-            part = run.data[begin : max(begin, stop - at) : step]
+            begin = start - run_start if start >= run_start else (start - run_start) % step
+            part = run.data[begin : max(begin, stop - run_start) : step]
             if len(part):
                 yield run, part
-            at += len(run.data)
+            run_start += len(run.data)
 
     def copy_rows(self, other: QuantizedMatrix, first_row: int) -> None:
         assert isinstance(other, BlockMatrix)

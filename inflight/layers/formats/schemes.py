@@ -98,7 +98,7 @@ class QuantizedMatrix(ABC):
 Weight = Tensor | QuantizedMatrix
 
 
-def plain(weight: Weight) -> Tensor:
+def to_tensor(weight: Weight) -> Tensor:
     """Return the weights as a tensor, for layers that hold no quantized ones."""
     return weight if isinstance(weight, Tensor) else weight.dequantize()
 

@@ -50,7 +50,7 @@ class WeightFormat(ABC):
 
     def quantizing(self) -> WeightFormat:
         """Return the format of a checkpoint that stores plain weights, to be held as this format's are."""
-        return PLAIN if self.scheme is None else QuantizingFormat(self.scheme)
+        return PLAIN_FORMAT if self.scheme is None else QuantizingFormat(self.scheme)
 
 
 class PlainFormat(WeightFormat):
@@ -65,7 +65,7 @@ class PlainFormat(WeightFormat):
         return tensors["weight"]
 
 
-PLAIN = PlainFormat()
+PLAIN_FORMAT = PlainFormat()
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ def find_compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Return the folder in which built libraries are cached."""
-    own = os.environ.get("INFLIGHT_CACHE")
-    if own:
-        return Path(own) / "native"
+    folder = os.environ.get("INFLIGHT_CACHE")
+    if folder:
+        return Path(folder) / "native"
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "inflight" / "native"
 

@@ -100,7 +100,7 @@ struct Groups {
     std::vector<int64_t> starts;
 
     // Return the number of rows.
-    int64_t fill(const Experts& layer, const float* x, const float* logits, const int32_t* live, int64_t tokens,
+    int64_t fill(const Experts& layer, const float* x, const float* logits, const int32_t* padding_mask, int64_t tokens,
                  int threads) {
         const int64_t pairs = tokens * layer.top_k;
         ids.resize(pairs);
@@ -113,7 +113,7 @@ struct Groups {
         starts.assign(layer.held + 1, 0);
         for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t expert = ids[pair] - layer.first_held;
-            const bool counts = !live || live[pair / layer.top_k] >= 0;
+            const bool counts = !padding_mask || padding_mask[pair / layer.top_k] >= 0;
             const bool here = counts && expert >= 0 && expert < layer.held;
             layer.tokens[ids[pair]] += counts;
             ids[pair] = here ? expert : -1;
@@ -229,13 +229,13 @@ void gate_rows(const Experts& layer, float* rows, int64_t count, int threads) {
     });
 }
 
-void run_experts(const Experts& layer, const float* x, const float* logits, const int32_t* live, float* y,
+void run_experts(const Experts& layer, const float* x, const float* logits, const int32_t* padding_mask, float* y,
                  int64_t tokens, bool add, int threads) {
     thread_local Groups own_groups;
     thread_local Scratch scratch;
     Groups& groups = own_groups;  // other threads read it too
     const int64_t hidden = layer.hidden, inner = layer.inner, top_k = layer.top_k;
-    const int64_t num_rows = groups.fill(layer, x, logits, live, tokens, threads);
+    const int64_t num_rows = groups.fill(layer, x, logits, padding_mask, tokens, threads);
     if (num_rows * hidden * inner <= kParallelWork) threads = 1;
     float* middle = scratch.floats(num_rows * (2 * inner + hidden));
     float* products = middle + num_rows * 2 * inner;
@@ -270,13 +270,13 @@ void run_experts(const Experts& layer, const float* x, const float* logits, cons
 }  // namespace
 }  // namespace inflight
 
-// y [tokens][hidden] becomes the weighted sum of each token's experts, or is increased by it. Tokens whose `live` is
+// y [tokens][hidden] becomes the weighted sum of each token's experts, or is increased by it. Tokens whose `padding_mask` is
 // negative have no experts.
 extern "C" void inflight_experts(const inflight::Experts* layer, const float* x, const float* logits,
-                                 const int32_t* live, float* y, int64_t tokens, int add, int threads) {
+                                 const int32_t* padding_mask, float* y, int64_t tokens, int add, int threads) {
     using namespace inflight;
     const int64_t chunk = std::max(kChunkPairs, kChunkRows * layer->experts) / layer->top_k + 1;
     for (int64_t first = 0; first < tokens; first += chunk)
-        run_experts(*layer, x + first * layer->hidden, logits + first * layer->experts, live ? live + first : nullptr,
+        run_experts(*layer, x + first * layer->hidden, logits + first * layer->experts, padding_mask ? padding_mask + first : nullptr,
                     y + first * layer->hidden, std::min(chunk, tokens - first), add != 0, threads);
 }

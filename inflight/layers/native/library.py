@@ -39,11 +39,11 @@ class StructureLayout:
         places = [(name, int(offset), int(width)) for name, _, offset, width in described]
         for name, offset, width in [*places, ("the end", int(size), 0)]:
             here = getattr(self._structure, name, None)
-            own = (here.offset, here.size) if here else (ctypes.sizeof(self._structure), 0)
-            if own != (offset, width):
+            actual = (here.offset, here.size) if here else (ctypes.sizeof(self._structure), 0)
+            if actual != (offset, width):
                 raise NativeBuildError(
                     f"{self.name}: {name} is at byte {offset} and has {width} bytes in the compiled library, "
-                    f"but is at byte {own[0]} and has {own[1]} in Python"
+                    f"but is at byte {actual[0]} and has {actual[1]} in Python"
                 )
 
     def __call__(self, **values: Any) -> Any:

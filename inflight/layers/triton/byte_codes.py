@@ -119,7 +119,7 @@ def less_zeros(weights, zeros):
 
 @triton.jit
 def multiply_bytes(
-    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    x, rows, row, norm, scales, zeros, first, end, token, num_tokens, num_rows, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -131,10 +131,10 @@ def multiply_bytes(
     squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
     num_groups = tl.cdiv(K, GROUP) if GROUP != 0 else 1
     zero = 0 if rows.dtype.element_ty.is_int() else 0.0
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        inside = start + k < last
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        inside = start + k < end
         pointers = rows[:, None] + (start + k)[None, :]
-        features, step_squares = load_features(x, norm, start + k, last, m, num_tokens, K)
+        features, step_squares = load_features(x, norm, start + k, end, m, num_tokens, K)
         if norm is not None:
             squares += step_squares
         place = row * num_groups
@@ -184,9 +184,9 @@ def multiply_byte_pairs(
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = k < (BLOCK_K if EVEN_K else K - start)
         w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0 if INTEGERS else 0.0)
-        live = tl.expand_dims(inside, 1 - K_AXIS) & tl.expand_dims(is_live, K_AXIS)
+        mask = tl.expand_dims(inside, 1 - K_AXIS) & tl.expand_dims(is_live, K_AXIS)
         places = tl.expand_dims(x_rows, K_AXIS) + tl.expand_dims(start + k, 1 - K_AXIS)
-        features = tl.load(places, mask=live, other=0.0)
+        features = tl.load(places, mask=mask, other=0.0)
         group_place = place
         if GROUP != 0:
             group_place += start // GROUP * num_rows
@@ -234,16 +234,16 @@ def _dequantize_bytes_kernel(
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = (row < num_rows)[:, None] & (column < K)[None, :]
+    mask = (row < num_rows)[:, None] & (column < K)[None, :]
     places = row[:, None] * K + column[None, :]
-    values = converted(tl.load(codes + places, mask=live, other=0), tl.float32)
+    values = converted(tl.load(codes + places, mask=mask, other=0), tl.float32)
     place = row * num_groups
     if num_groups != 1:
         place += tl.program_id(1)
     if zeros is not None:
         values -= tl.load(zeros + place, mask=row < num_rows, other=0).to(tl.float32)[:, None]
     values *= tl.load(scales + place, mask=row < num_rows, other=0.0)[:, None]
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=live)
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=mask)
 
 
 def dequantize_bytes(

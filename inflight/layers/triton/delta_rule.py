@@ -65,9 +65,9 @@ def convolve(
     x = tl.zeros([TOKENS, DIM], tl.float32)
     for tap in tl.static_range(KERNEL):
         source = token + i + (tap - KERNEL + 1)
-        own = source >= first_token
-        at = projected + source.to(tl.int64)[:, None] * projected_stride + feature[None, :]
-        new = tl.load(at, mask=there & own[:, None], other=0.0).to(tl.float32)
+        in_request = source >= first_token
+        source_at = projected + source.to(tl.int64)[:, None] * projected_stride + feature[None, :]
+        new = tl.load(source_at, mask=there & in_request[:, None], other=0.0).to(tl.float32)
         factor = tl.load(weight + feature * KERNEL + tap, mask=d < width, other=0.0)
         x += new * factor[None, :]
         old_at = state + (KERNEL - 1 + source - first_token)[:, None] * conv_size + feature[None, :]
@@ -154,20 +154,20 @@ def prepare(
     i = tl.arange(0, PIECE)
     kd = tl.arange(0, KEYS)
     vd = tl.arange(0, VALUES)
-    live = i < length
+    is_token = i < length
     tokens = (token + i).to(tl.int64)
-    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
-    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    has_key = is_token[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = is_token[:, None] & (vd < VALUE_DIM)[None, :]
     key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
     key_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
     value_at = mixed + tokens[:, None] * conv_size + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd[None, :]
     k = tl.load(key_at, mask=has_key, other=0.0)
     v = tl.load(value_at, mask=has_value, other=0.0)
     gates = projected + tokens * projected_stride + conv_size + VALUE_HEADS * VALUE_DIM + head
-    weight = tl.where(live, _sigmoid(tl.load(gates, mask=live, other=0.0).to(tl.float32)), 0.0)
-    a = tl.load(gates + VALUE_HEADS, mask=live, other=0.0).to(tl.float32)
+    weight = tl.where(is_token, _sigmoid(tl.load(gates, mask=is_token, other=0.0).to(tl.float32)), 0.0)
+    a = tl.load(gates + VALUE_HEADS, mask=is_token, other=0.0).to(tl.float32)
     change = _log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head))
-    g = tl.cumsum(tl.where(live, change, 0.0), 0)
+    g = tl.cumsum(tl.where(is_token, change, 0.0), 0)
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decays(g) * weight[:, None]
     inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), PIECE, PRECISION)
     from_values = (inverse * weight[None, :]).to(k.dtype)
@@ -176,7 +176,7 @@ def prepare(
     w = tl.dot(from_state, k, input_precision=PRECISION)
     tl.store(updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :], u, mask=has_value)
     tl.store(decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :], w, mask=has_key)
-    tl.store(log_decays + tokens * VALUE_HEADS + head, g, mask=live)
+    tl.store(log_decays + tokens * VALUE_HEADS + head, g, mask=is_token)
 
 
 @triton.jit
@@ -198,8 +198,8 @@ def _store_inputs(
     for tap in tl.static_range(KERNEL - 1):
         source = num_tokens - (KERNEL - 1) + tap  # counted from the entry's first token
         is_old = source < tl.where(fresh == 0, 0, -KERNEL)
-        at = projected + (first_token + source).to(tl.int64) * projected_stride + f
-        new = tl.load(at, mask=f < tl.where(source >= 0, end, 0), other=0.0).to(tl.float32)
+        source_at = projected + (first_token + source).to(tl.int64) * projected_stride + f
+        new = tl.load(source_at, mask=f < tl.where(source >= 0, end, 0), other=0.0).to(tl.float32)
         old = tl.load(
             state + (tap + num_tokens) * CONV_SIZE + f,
             mask=f < tl.where(is_old, end, 0),
@@ -221,19 +221,19 @@ def _load_piece(
     """Load a piece's decayed keys, keys, updates, log decays, and the last of these."""
     i = tl.arange(0, PIECE)
     kd = tl.arange(0, KEYS)
-    live = i < length
+    is_token = i < length
     tokens = (token + i).to(tl.int64)
-    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
-    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    has_key = is_token[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = is_token[:, None] & (vd < VALUE_DIM)[None, :]
     w_at = decayed_keys + (tokens[:, None] * VALUE_HEADS + head) * KEY_DIM + kd[None, :]
     k_at = mixed + tokens[:, None] * conv_size + key_head * KEY_DIM + kd[None, :]
     u_at = updates + (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
     w = tl.load(w_at, mask=has_key, other=0.0)
     k = tl.load(k_at, mask=has_key, other=0.0)
     u = tl.load(u_at, mask=has_value, other=0.0)
-    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
-    last = tl.sum(tl.where(i == length - 1, g, 0.0), 0)
-    return w, k, u, g, last
+    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=is_token, other=0.0)
+    end_decay = tl.sum(tl.where(i == length - 1, g, 0.0), 0)
+    return w, k, u, g, end_decay
 
 
 @triton.jit
@@ -265,9 +265,9 @@ def carry(
     kd = tl.arange(0, KEYS)
     vd = column * VALUES + tl.arange(0, VALUES)
     in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
-    at = (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]  # in the states of all heads
+    offsets = (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]  # in the states of all heads
     state = rows + row.to(tl.int64) * row_stride
-    state_at = state + (KERNEL - 1) * conv_size + at
+    state_at = state + (KERNEL - 1) * conv_size + offsets
     num_stored = tl.where(fresh == 0, KEY_DIM, 0)
     s = tl.load(state_at, mask=in_state & (kd < num_stored)[:, None], other=0.0)
     key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
@@ -280,7 +280,7 @@ def carry(
     before = states + first_piece.to(tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM)
     token = first_token
     length = tl.load(item + 1)
-    w, k, u, g, last = _load_piece(
+    w, k, u, g, end_decay = _load_piece(
         decayed_keys, mixed, updates, log_decays, token, length, head, key_head, vd, conv_size, VALUE_HEADS,
         KEY_DIM, VALUE_DIM, PIECE, KEYS,
     )  # fmt: skip
@@ -290,22 +290,22 @@ def carry(
         # The next piece is loaded while this one is computed; after the last there is none.
         next_token = token + length
         next_length = tl.load(item + 1, mask=number + 1 < num_pieces, other=0)
-        next_w, next_k, next_u, next_g, next_last = _load_piece(
+        next_w, next_k, next_u, next_g, next_end_decay = _load_piece(
             decayed_keys, mixed, updates, log_decays, next_token, next_length, head, key_head, vd, conv_size,
             VALUE_HEADS, KEY_DIM, VALUE_DIM, PIECE, KEYS,
         )  # fmt: skip
-        tl.store(before + at, s, mask=in_state)
+        tl.store(before + offsets, s, mask=in_state)
         before += VALUE_HEADS * KEY_DIM * VALUE_DIM
-        live = i < length
+        is_token = i < length
         u = u.to(tl.float32) - tl.dot(w, s.to(w.dtype), input_precision=PRECISION)
-        has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+        has_value = is_token[:, None] & (vd < VALUE_DIM)[None, :]
         update_at = ((token + i).to(tl.int64)[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
         tl.store(updates + update_at, u, mask=has_value)
-        decayed = (k.to(tl.float32) * tl.where(live, tl.exp(last - g), 0.0)[:, None]).to(k.dtype)
-        s = tl.dot(tl.trans(decayed), u.to(k.dtype), s * tl.exp(last), input_precision=PRECISION)
+        decayed = (k.to(tl.float32) * tl.where(is_token, tl.exp(end_decay - g), 0.0)[:, None]).to(k.dtype)
+        s = tl.dot(tl.trans(decayed), u.to(k.dtype), s * tl.exp(end_decay), input_precision=PRECISION)
         if capture >= 0:
             ids = captures + capture * snapshot_blocks
-            index = offset + (KERNEL - 1) * conv_size + at
+            index = offset + (KERNEL - 1) * conv_size + offsets
             # Pointers outside the state are not used, but block ids are read for them.
             to = _snapshot_pointers(blocks, ids, tl.where(in_state, index, 0), block_stride, PART)
             tl.store(to, s, mask=in_state)
@@ -314,7 +314,7 @@ def carry(
                 fresh, begin, end, projected_stride, conv_size, KERNEL, FEATURES, PART,
             )  # fmt: skip
         token, length = next_token, next_length
-        w, k, u, g, last = next_w, next_k, next_u, next_g, next_last
+        w, k, u, g, end_decay = next_w, next_k, next_u, next_g, next_end_decay
     tl.store(state_at, s, mask=in_state)
     _store_inputs(
         projected, state, blocks, captures, offset, block_stride, first_token, num_tokens, fresh, begin, end,
@@ -343,17 +343,17 @@ def output(
     i = tl.arange(0, PIECE)
     kd = tl.arange(0, KEYS)
     vd = tl.arange(0, VALUES)
-    live = i < length
+    is_token = i < length
     tokens = (token + i).to(tl.int64)
-    has_key = live[:, None] & (kd < KEY_DIM)[None, :]
-    has_value = live[:, None] & (vd < VALUE_DIM)[None, :]
+    has_key = is_token[:, None] & (kd < KEY_DIM)[None, :]
+    has_value = is_token[:, None] & (vd < VALUE_DIM)[None, :]
     query_head = head // (VALUE_HEADS // KEY_HEADS)
     query_at = mixed + tokens[:, None] * conv_size + query_head * KEY_DIM + kd[None, :]
     q = tl.load(query_at, mask=has_key, other=0.0)
     k = tl.load(query_at + KEY_HEADS * KEY_DIM, mask=has_key, other=0.0)
     value_at = (tokens[:, None] * VALUE_HEADS + head) * VALUE_DIM + vd[None, :]
     u = tl.load(updates + value_at, mask=has_value, other=0.0)
-    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=live, other=0.0)
+    g = tl.load(log_decays + tokens * VALUE_HEADS + head, mask=is_token, other=0.0)
     in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
     before = states + (piece.to(tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
     s = tl.load(before + kd[:, None] * VALUE_DIM + vd[None, :], mask=in_state, other=0.0)
@@ -392,9 +392,9 @@ def decode(
     kd = tl.arange(0, KEYS)
     vd = column * VALUES + tl.arange(0, VALUES)
     state = rows + row.to(tl.int64) * row_stride
-    at = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
+    offsets = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
     in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
-    s = tl.load(state + at, mask=in_state, other=0.0)
+    s = tl.load(state + offsets, mask=in_state, other=0.0)
     inputs = mixed + token.to(tl.int64) * conv_size
     query_head = head // (VALUE_HEADS // KEY_HEADS)
     q = tl.load(inputs + query_head * KEY_DIM + kd, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
@@ -408,7 +408,7 @@ def decode(
     decay = tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
     update = weight * (v - decay * tl.sum(s * k[:, None], 0))
     s = s * decay + k[:, None] * update[None, :]
-    tl.store(state + at, s, mask=in_state)
+    tl.store(state + offsets, s, mask=in_state)
     x = tl.sum(s * q[:, None], 0)
     to = out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd
     if WHOLE:
@@ -441,9 +441,11 @@ def finish_decode(
         return
     vd = tl.arange(0, VALUES)
     there = (head < VALUE_HEADS)[:, None] & (vd < VALUE_DIM)[None, :]
-    at = head[:, None] * VALUE_DIM + vd[None, :]
-    x = tl.load(outputs + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + at, mask=there, other=0.0)
-    z = tl.load(projected + token.to(tl.int64) * projected_stride + CONV_SIZE + at, mask=there, other=0.0)
+    offsets = head[:, None] * VALUE_DIM + vd[None, :]
+    x = tl.load(outputs + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + offsets, mask=there, other=0.0)
+    z = tl.load(
+        projected + token.to(tl.int64) * projected_stride + CONV_SIZE + offsets, mask=there, other=0.0
+    )
     scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
     y = _normed_and_gated(x, scale[None, :], z.to(tl.float32), eps, VALUE_DIM, 1)
-    tl.store(out + token.to(tl.int64) * out_stride + at, y, mask=there)
+    tl.store(out + token.to(tl.int64) * out_stride + offsets, y, mask=there)

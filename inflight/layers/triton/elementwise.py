@@ -79,16 +79,16 @@ def _rms_norm_kernel(
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    live = column < num_features
-    factor = tl.load(weight + column, mask=live, other=0.0)
+    mask = column < num_features
+    factor = tl.load(weight + column, mask=mask, other=0.0)
     launch_dependents_then_wait(PDL)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     place = row.to(tl.int64) * num_features + column
-    wide = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
+    wide = tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)
     y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / num_features + eps) * factor
     if ADD:
-        y += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=live)
+        y += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -96,11 +96,11 @@ def _gate_kernel(gate_up, out, inner, ACTIVATION: tl.constexpr, BLOCK: tl.conste
     launch_dependents_then_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = column < inner
-    gate = tl.load(gate_up + row * 2 * inner + column, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * inner + column, mask=live, other=0.0).to(tl.float32)
+    mask = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * inner + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(
-        out + row * inner + column, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=live
+        out + row * inner + column, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=mask
     )
 
 
@@ -118,9 +118,9 @@ def _embed_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, PDL: tl.co
     wait_then_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = column < num_features
+    mask = column < num_features
     source = table + tl.load(ids + row).to(tl.int64) * num_features
-    tl.store(out + row * num_features + column, tl.load(source + column, mask=live), mask=live)
+    tl.store(out + row * num_features + column, tl.load(source + column, mask=mask), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
@@ -229,10 +229,10 @@ def _layer_norm_kernel(
     launch_dependents_then_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = row[:, None].to(tl.int64) * num_features + column[None, :]
-    live = (row < num_tokens)[:, None] & real[None, :]
-    wide = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
+    mask = (row < num_tokens)[:, None] & real[None, :]
+    wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
-        wide += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        wide += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(wide, 1) / num_features
     # Not from the mean of squares: that and the mean's square would be two large numbers that differ little.
     wide = tl.where(real[None, :], wide - mean[:, None], 0.0)
@@ -240,7 +240,7 @@ def _layer_norm_kernel(
     y = wide * scale[:, None] * factor[None, :]
     if bias is not None:
         y += shift[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=live)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
 def layer_norm(

@@ -12,7 +12,7 @@ from inflight.layers.triton.linear_parts import dot
 
 CLAMPED = tl.constexpr(6)  # the activation of gpt-oss, beside those of `elementwise.ACTIVATIONS`
 # How `pair_experts` names the weights: plain ones, 8-bit codes or MXFP4.
-PLAIN = tl.constexpr(0)
+PLAIN_CODES = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 MXFP4 = tl.constexpr(2)
 
@@ -54,11 +54,11 @@ def multiply_plain_pairs(
         inside = k < (BLOCK_K if EVEN_K else K - start)
         w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
         if WEIGHTS_LEFT:
-            live = inside[:, None] & is_live[None, :]
-            features = tl.load(x_rows[None, :] + (start + k)[:, None], mask=live, other=0.0)
+            mask = inside[:, None] & is_live[None, :]
+            features = tl.load(x_rows[None, :] + (start + k)[:, None], mask=mask, other=0.0)
             acc = dot(w, features, acc, PRECISION)
         else:
-            live = inside[None, :] & is_live[:, None]
-            features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=live, other=0.0)
+            mask = inside[None, :] & is_live[:, None]
+            features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=mask, other=0.0)
             acc = dot(features, tl.trans(w), acc, PRECISION)
     return acc

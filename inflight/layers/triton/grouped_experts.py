@@ -35,9 +35,11 @@ def _find_block(counts, block, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.c
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts + expert, mask=expert < num_experts, other=0)
     blocks = (count + (BLOCK_M - 1)) // BLOCK_M
-    own = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)  # experts all of whose blocks come before
-    first = (block - tl.sum(tl.where(expert < own, blocks, 0), 0)) * BLOCK_M
-    return own, first, tl.sum(tl.where(expert == own, count, 0), 0) - first
+    expert_index = tl.sum(
+        (tl.cumsum(blocks, 0) <= block).to(tl.int32), 0
+    )  # experts all of whose blocks come before
+    first = (block - tl.sum(tl.where(expert < expert_index, blocks, 0), 0)) * BLOCK_M
+    return expert_index, first, tl.sum(tl.where(expert == expert_index, count, 0), 0) - first
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
@@ -83,24 +85,24 @@ def _grouped_kernel(
     m = tl.arange(0, BLOCK_M)
     launch_dependents_then_wait(PDL)
     if GATED:
-        own, first, left = _find_block(counts, block, num_experts, BLOCK_M, BLOCK_E)
+        expert_index, first, num_pairs = _find_block(counts, block, num_experts, BLOCK_M, BLOCK_E)
         if tile == 0:
-            tl.store(blocks + block, own)
+            tl.store(blocks + block, expert_index)
             tl.store(blocks + max_blocks + block, first)
-            tl.store(blocks + 2 * max_blocks + block, left)
+            tl.store(blocks + 2 * max_blocks + block, num_pairs)
     else:
-        own = tl.load(blocks + block)
+        expert_index = tl.load(blocks + block)
         first = tl.load(blocks + max_blocks + block)
-        left = tl.load(blocks + 2 * max_blocks + block)
-    if left > 0:
-        expert = own.to(tl.int64)
-        is_live = m < left
+        num_pairs = tl.load(blocks + 2 * max_blocks + block)
+    if num_pairs > 0:
+        expert = expert_index.to(tl.int64)
+        is_live = m < num_pairs
         pair = tl.load(pairs + expert * num_tokens + first + m, mask=is_live, other=0)
-        at = (block * BLOCK_M + m).to(tl.int64)
+        block_row = (block * BLOCK_M + m).to(tl.int64)
         if GATED:
             x_row = (pair // TOP_K).to(tl.int64)
         else:
-            x_row = at
+            x_row = block_row
         x_rows = x + x_row * K
         acc = MULTIPLY(
             x_rows, x_scales, x_row, weight, scales, zeros, expert, row, k, num_rows, is_live, K, GROUP, EVEN_K,
@@ -121,7 +123,7 @@ def _grouped_kernel(
             values = gated(gate, up, ACTIVATION, LIMIT)
             column = tile * WIDTH + tl.arange(0, WIDTH)
             num_columns = num_rows // 2
-            target = at
+            target = block_row
         else:
             values = acc
             column = n
@@ -158,9 +160,9 @@ def _quantize_blocks_kernel(
     if row % BLOCK_M < tl.load(blocks + 2 * max_blocks + row // BLOCK_M):
         group = tl.arange(0, BLOCK // GROUP)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        at = row.to(tl.int64) * K + column
-        values, scale = quantized(tl.load(x + at, mask=column < K, other=0.0), 1, codes.dtype.element_ty)
-        tl.store(codes + at, values, mask=column < K)
+        places = row.to(tl.int64) * K + column
+        values, scale = quantized(tl.load(x + places, mask=column < K, other=0.0), 1, codes.dtype.element_ty)
+        tl.store(codes + places, values, mask=column < K)
         num_groups = tl.cdiv(K, GROUP)
         tl.store(scales + row.to(tl.int64) * num_groups + group, scale, mask=group < num_groups)
 
@@ -186,10 +188,10 @@ def _combine_kernel(
     num_tiles = tl.cdiv(num_out, BLOCK_N)
     token, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = n < num_out
+    mask = n < num_out
     next_weights = next_weight
     if next_weight is not None:
-        next_weights = tl.load(next_weight + n, mask=live, other=0.0)
+        next_weights = tl.load(next_weight + n, mask=mask, other=0.0)
     launch_dependents_then_wait(PDL)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, BLOCK_E)
@@ -197,20 +199,20 @@ def _combine_kernel(
     place = token.to(tl.int64) * num_out + n
     before = tl.zeros([BLOCK_N], out.dtype.element_ty)
     if residual is not None:
-        before = tl.load(residual + place, mask=live, other=0.0)
+        before = tl.load(residual + place, mask=mask, other=0.0)
     total = tl.zeros([BLOCK_N], tl.float32)
     for index in tl.static_range(TOP_K):
         pair = token.to(tl.int64) * TOP_K + index
         # Rows of no expert are read, too: the load need not wait for the id.
-        values = tl.load(y + pair * num_out + n, mask=live, other=0.0).to(tl.float32)
+        values = tl.load(y + pair * num_out + n, mask=mask, other=0.0).to(tl.float32)
         total += tl.where(tl.load(ids + pair) < num_experts, values, 0.0)
     total += before.to(tl.float32)
     values = total.to(out.dtype.element_ty)
-    tl.store(out + place, values, mask=live)
+    tl.store(out + place, values, mask=mask)
     if next_weight is not None:
         wide = values.to(tl.float32)
-        tl.store(scaled + place, (wide * next_weights).to(values.dtype), mask=live)
-        tl.store(squares_left + tile * num_tokens + token, tl.sum(tl.where(live, wide * wide, 0.0), 0))
+        tl.store(scaled + place, (wide * next_weights).to(values.dtype), mask=mask)
+        tl.store(squares_left + tile * num_tokens + token, tl.sum(tl.where(mask, wide * wide, 0.0), 0))
 
 
 def grouped_gate_up(

@@ -20,9 +20,16 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, Scheme, Weight, plain, unpack_nibbles
-from inflight.layers.gpu_weights import empty_words, held_on_gpu
-from inflight.layers.kernels import taken_as
+from inflight.layers.formats.schemes import (
+    GroupedMatrix,
+    GroupScheme,
+    Scheme,
+    Weight,
+    to_tensor,
+    unpack_nibbles,
+)
+from inflight.layers.gpu_weights import empty_words, has_gpu_kernels
+from inflight.layers.kernels import as_scheme
 from inflight.layers.triton import elementwise, expert_parts, mxfp4, tuning
 from inflight.layers.triton.byte_codes import (
     MAX_INT8_FEATURES,
@@ -119,11 +126,11 @@ class HeldWeights:
 class PlainWeights(HeldWeights):
     __slots__ = ()
     max_paired = tuning.MAX_PAIRED
-    pair_codes = expert_parts.PLAIN.value
+    pair_codes = expert_parts.PLAIN_CODES.value
     multiply_pairs = expert_parts.multiply_plain_pairs
 
     def load(self, index: int, rows: slice, weight: Weight, first_column: int = 0) -> None:
-        self.codes[index, rows, first_column : first_column + weight.shape[1]] = plain(weight)
+        self.codes[index, rows, first_column : first_column + weight.shape[1]] = to_tensor(weight)
 
     def dense(self, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         return self.codes[0]
@@ -158,7 +165,7 @@ class QuantizedWeights(HeldWeights):
     def load(self, index: int, rows: slice, weight: Weight, first_column: int = 0) -> None:
         assert self.scheme is not None
         assert self.scales is not None
-        matrix = taken_as(self.scheme, weight, 0, first_column, (len(weight), self.num_columns))
+        matrix = as_scheme(self.scheme, weight, 0, first_column, (len(weight), self.num_columns))
         assert isinstance(matrix, GroupedMatrix)
         zeros = None if self.zeros is None else self.zeros[index, :, rows]
         self._pack(matrix, self.codes[index, rows], self.scales[index, :, rows], zeros)
@@ -309,7 +316,7 @@ def allocate(
 ) -> HeldWeights:
     """Return empty matrices, held as the scheme says if there are kernels for it, else as plain ones of this type."""
     count, num_rows, num_columns = size
-    if scheme is None or not held_on_gpu(scheme, experts):
+    if scheme is None or not has_gpu_kernels(scheme, experts):
         return PlainWeights(torch.empty(size, dtype=dtype, device=device), num_columns, bias)
     assert isinstance(scheme, GroupScheme)
     way: type[HeldWeights]

@@ -93,7 +93,7 @@ def int4_values(words, scales, GROUP: tl.constexpr, SCALED: tl.constexpr, dtype:
 
 @triton.jit
 def multiply_int4(
-    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    x, rows, row, norm, scales, zeros, first, end, token, num_tokens, num_rows, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def multiply_int4(
     word = tl.arange(0, GROUP // 4)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([GROUP, BLOCK_M], tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         for part in tl.static_range(BLOCK_K // GROUP):
             group = start // GROUP + part
             pointers = rows[:, None] + (group * (GROUP // 4) + word)[None, :]
@@ -112,11 +112,11 @@ def multiply_int4(
                 words = tl.load(pointers, eviction_policy="evict_first")
                 scale = tl.load(scales + group * num_rows + row)
             else:  # features past the last are 0, but their weights must be finite
-                exists = tl.full([BLOCK_N], group * GROUP, tl.int32) < last
+                exists = tl.full([BLOCK_N], group * GROUP, tl.int32) < end
                 words = tl.load(pointers, mask=exists[:, None], other=0, eviction_policy="evict_first")
                 scale = tl.load(scales + group * num_rows + row, mask=exists, other=0)
             features, step_squares = load_features(
-                x, norm, start + part * GROUP + k, last, m, num_tokens, K, EVEN_K
+                x, norm, start + part * GROUP + k, end, m, num_tokens, K, EVEN_K
             )
             if norm is not None:
                 squares += step_squares
@@ -154,8 +154,8 @@ def multiply_int4_pairs(
         words = tl.load(rows[:, None] + (group * (GROUP // 4) + word)[None, :])
         scale = tl.load(scale_rows + group * num_rows)
         column = group * GROUP + k
-        live = (column < K)[:, None] & is_live[None, :]
-        features = tl.load(x_rows[None, :] + column[:, None], mask=live, other=0.0)
+        mask = (column < K)[:, None] & is_live[None, :]
+        features = tl.load(x_rows[None, :] + column[:, None], mask=mask, other=0.0)
         weights = int4_values(words, scale, GROUP, False, x_rows.dtype.element_ty)
         acc += int4_product(weights, features, scale, PRECISION)
     return acc
@@ -183,17 +183,17 @@ def _dequantize_int4_kernel(
     codes, scales, out, num_rows, K, num_groups, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = row < num_rows
+    is_row = row < num_rows
     group = tl.program_id(0)  # neighbours write adjacent columns
     word = tl.arange(0, GROUP // 4)
     places = (row.to(tl.int64) * num_groups + group)[:, None] * (GROUP // 4) + word[None, :]
-    words = tl.load(codes + places, mask=live[:, None], other=0)
-    scale = tl.load(scales + group * num_rows + row, mask=live, other=0)
+    words = tl.load(codes + places, mask=is_row[:, None], other=0)
+    scale = tl.load(scales + group * num_rows + row, mask=is_row, other=0)
     values = int4_values(words, scale, GROUP, False, out.dtype.element_ty).to(tl.float32)
     values *= _int4_scale(scale)[:, None]
     column = group * GROUP + tl.arange(0, GROUP)
     start = out + row.to(tl.int64)[:, None] * K + column[None, :]
-    tl.store(start, values.to(out.dtype.element_ty), mask=live[:, None] & (column < K)[None, :])
+    tl.store(start, values.to(out.dtype.element_ty), mask=is_row[:, None] & (column < K)[None, :])
 
 
 def dequantize_int4(

@@ -62,15 +62,15 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_features(x, norm, k, last, m, num_tokens, K, EVEN_K: tl.constexpr = False):
+def load_features(x, norm, k, end, m, num_tokens, K, EVEN_K: tl.constexpr = False):
     """Return features k of tokens m [BLOCK_K, BLOCK_M], scaled by the norm's weights, and their squares before. With
     EVEN_K, all of the features exist."""
-    inside = k < last
+    inside = k < end
     if EVEN_K:
-        live = (m < num_tokens)[None, :]
+        mask = (m < num_tokens)[None, :]
     else:
-        live = inside[:, None] & (m < num_tokens)[None, :]
-    features = tl.load(x + m[None, :] * K + k[:, None], mask=live, other=0.0)
+        mask = inside[:, None] & (m < num_tokens)[None, :]
+    features = tl.load(x + m[None, :] * K + k[:, None], mask=mask, other=0.0)
     squares = tl.zeros([1, 1], tl.float32)
     if norm is not None:
         wide = features.to(tl.float32)
@@ -104,7 +104,7 @@ def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def multiply_plain(
-    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    x, rows, row, norm, scales, zeros, first, end, token, num_tokens, num_rows, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +114,8 @@ def multiply_plain(
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        limit = BLOCK_K if EVEN_K else last - start
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        limit = BLOCK_K if EVEN_K else end - start
         inside = k < limit
         pointers = rows[:, None] + (start + k)[None, :]
         zero = 0 if rows.dtype.element_ty.is_int() else 0.0
@@ -126,8 +126,8 @@ def multiply_plain(
             places = row[:, None] * num_groups + group[None, :]
             group_scales = tl.load(scales + places, mask=(group < num_groups)[None, :], other=0.0)
         for index in tl.static_range(BLOCK_M):
-            live = k < tl.where(index < num_tokens, limit, 0)
-            features = tl.load(x + index * K + start + k, mask=live, other=0.0).to(tl.float32)
+            mask = k < tl.where(index < num_tokens, limit, 0)
+            features = tl.load(x + index * K + start + k, mask=mask, other=0.0).to(tl.float32)
             if norm is not None:
                 squares += tl.where(m == index, tl.sum(features * features, 0), 0.0)
                 features *= tl.load(norm + start + k, mask=inside, other=0.0)
@@ -144,7 +144,7 @@ def multiply_plain(
 
 @triton.jit
 def multiply_tensor_cores(
-    x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K,
+    x, rows, row, norm, scales, zeros, first, end, token, num_tokens, num_rows, K,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -153,12 +153,12 @@ def multiply_tensor_cores(
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        inside = k < (BLOCK_K if EVEN_K else last - start)
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        inside = k < (BLOCK_K if EVEN_K else end - start)
         pointers = rows[:, None] + (start + k)[None, :]
         w = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        live = inside[:, None] & (m < num_tokens)[None, :]
-        features = tl.load(x + m[None, :] * K + (start + k)[:, None], mask=live, other=0.0)
+        mask = inside[:, None] & (m < num_tokens)[None, :]
+        features = tl.load(x + m[None, :] * K + (start + k)[:, None], mask=mask, other=0.0)
         if norm is not None:
             wide = features.to(tl.float32)
             squares += wide * wide
@@ -170,11 +170,11 @@ def multiply_tensor_cores(
 
 @triton.jit
 def fetch_tile(
-    weight, tile, num_out, K, first, last, ahead,
+    weight, tile, num_out, K, first, end, ahead,
     GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Prefetch the first `ahead` bytes of the tile's part of each weight row, rows distributed over the warps."""
-    num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
+    num_bytes = tl.minimum(ahead, (end - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
     if num_bytes > 0:
         row = weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
         fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
@@ -190,13 +190,13 @@ def fetch_into_l2(pointers, num_bytes):
 
 @triton.jit
 def fetch_scales(
-    scales, tile, num_out, num_rows, first, last, GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr
+    scales, tile, num_out, num_rows, first, end, GATE: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Prefetch the scales, 4 bytes each, of the tile's rows in groups [first, last), one line of 32 for each thread.
     `scales` is [groups, num_rows]."""
     LINES: tl.constexpr = BLOCK_N // 32
     lane = tl.arange(0, LANES)
-    group = tl.minimum(first + lane // LINES, last - 1)
+    group = tl.minimum(first + lane // LINES, end - 1)
     pointers = scales + group * num_rows + weight_rows(lane % LINES * 32, tile, num_out, GATE, BLOCK_N)
     tl.inline_asm_elementwise(
         _FETCH_LINE, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -228,7 +228,7 @@ def leave_for_norm(
     values,  # as they were stored, a tile
     weights,  # of the next norm, for the tile's features
     place,  # of each value in the result
-    live,
+    mask,
     scaled,
     squares,
     tile,
@@ -237,8 +237,8 @@ def leave_for_norm(
     FEATURES: tl.constexpr,  # which dimension of the tile they are
 ):
     wide = values.to(tl.float32)
-    tl.store(scaled + place, (wide * tl.expand_dims(weights, 1 - FEATURES)).to(values.dtype), mask=live)
-    sums = tl.sum(tl.where(live, wide * wide, 0.0), FEATURES)
+    tl.store(scaled + place, (wide * tl.expand_dims(weights, 1 - FEATURES)).to(values.dtype), mask=mask)
+    sums = tl.sum(tl.where(mask, wide * wide, 0.0), FEATURES)
     tl.store(squares + tile * num_tokens + m, sums, mask=m < num_tokens)
 
 

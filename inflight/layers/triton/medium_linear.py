@@ -59,7 +59,7 @@ def _multiply(
     token,  # first of the tile
     tile,
     first,
-    last,
+    end,
     num_tokens,
     num_out,
     K,
@@ -80,8 +80,8 @@ def _multiply(
     rows = weight + row.to(tl.int64) * K
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8 and GROUP == 0
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGERS else tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        inside = k < (BLOCK_K if EVEN_K else last - start)
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        inside = k < (BLOCK_K if EVEN_K else end - start)
         if x_tiles is None:
             features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
             w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
@@ -147,14 +147,14 @@ def _finish(
     if GATE != 0:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
         acc = activate(gate, GATE) * up
-    place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+    place, mask = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
     if before is not None:
         acc += before.to(tl.float32)
     values = acc.to(out.dtype.element_ty)
-    tl.store(out + place, values, mask=live)
+    tl.store(out + place, values, mask=mask)
     if next_weights is not None:
         m = token + tl.arange(0, BLOCK_M)
-        leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 1)
+        leave_for_norm(values, next_weights, place, mask, scaled, squares_left, tile, m, num_tokens, 1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "ahead", "num_squares"])
@@ -200,7 +200,7 @@ def _medium_linear_kernel(
     token = token_tile * BLOCK_M
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     first = split * share
-    last = tl.minimum(first + share, K)
+    end = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     # Prefetch what the end of the program needs.
     next_weights = next_weight
@@ -208,17 +208,17 @@ def _medium_linear_kernel(
         n = tile * WIDTH + tl.arange(0, WIDTH)
         next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
     if PDL and token == 0:
-        fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
+        fetch_tile(weight, tile, num_out, K, first, end, ahead, GATE, BLOCK_N, LANES)
     launch_dependents_then_wait(PDL)
     loaded_squares = squares
     if squares is not None:
         loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
     before = residual
     if residual is not None:
-        place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
-        before = tl.load(residual + place, mask=live, other=0.0)
+        place, mask = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+        before = tl.load(residual + place, mask=mask, other=0.0)
     acc = _multiply(
-        x, weight, x_tiles, weight_tiles, x_scales, scales, token, tile, first, last, num_tokens, num_out, K,
+        x, weight, x_tiles, weight_tiles, x_scales, scales, token, tile, first, end, num_tokens, num_out, K,
         GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION, GROUP,
     )  # fmt: skip
     if SPLIT_K == 1:
@@ -256,8 +256,8 @@ def medium_linear(
     **after: Unpack[Epilogue],
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    held = as_held(weight)
-    codes = held.codes
+    weights = as_held(weight)
+    codes = weights.codes
     x_scales = dtype = None
     if isinstance(x, QuantizedInputs):
         x_scales, dtype = x.scales, x.dtype
@@ -268,16 +268,16 @@ def medium_linear(
     if num_tokens == 0:
         return out
     if tile is None:
-        tile = held.medium_tile(num_tokens)
+        tile = weights.medium_tile(num_tokens)
     launch_linear(
         _medium_linear_kernel,
-        (x, codes, *_describe(x, codes, tile, after.get("activation") is not None), x_scales, held.scales),
+        (x, codes, *_describe(x, codes, tile, after.get("activation") is not None), x_scales, weights.scales),
         workspace,
         tile,
         triton.cdiv(num_tokens, tile.block_m),
         out,
         after,
-        GROUP=held.group,
+        GROUP=weights.group,
     )
     return out
 

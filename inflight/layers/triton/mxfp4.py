@@ -130,8 +130,8 @@ def multiply_mxfp4_pairs(
         words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])
         tile_scales = tl.load(scale_rows + tile * num_rows)[:, None]
         weights = mxfp4_values(words, tile_scales, x_rows.dtype.element_ty)
-        live = (k < K - tile * 128)[:, None] & is_live[None, :]
-        features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=live, other=0.0)
+        mask = (k < K - tile * 128)[:, None] & is_live[None, :]
+        features = tl.load(x_rows[None, :] + (tile * 128 + k)[:, None], mask=mask, other=0.0)
         halves = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
         whole = tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [BLOCK_N, 128])
         acc = dot(whole, features, acc, PRECISION)
@@ -144,11 +144,11 @@ def pack_codes(codes: Tensor) -> Tensor:
     tiles = codes.view(len(codes), -1, 4, GROUP)
     words = torch.zeros_like(tiles[:, :, 0])
     for code in range(4):
-        own = tiles[:, :, code]
+        values = tiles[:, :, code]
         if code == 3:
-            words |= (own & 8) << 11 | (own & 4) << 11 | (own & 3) << 10
+            words |= (values & 8) << 11 | (values & 4) << 11 | (values & 3) << 10
         else:
-            words |= ((own & 8) << 12 | (own & 7) << 6) >> (3 * code)
+            words |= ((values & 8) << 12 | (values & 7) << 6) >> (3 * code)
     return words.to(torch.int16).flatten(1)
 
 

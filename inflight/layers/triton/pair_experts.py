@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.layers.triton.byte_codes import converted
-from inflight.layers.triton.expert_parts import PLAIN, Gate, gated
+from inflight.layers.triton.expert_parts import PLAIN_CODES, Gate, gated
 from inflight.layers.triton.held import HeldWeights
 from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.layers.triton.routing import Chosen
@@ -105,9 +105,9 @@ def _byte_products(
     k = step * BLOCK_K + tl.arange(0, BLOCK_K // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
     products = tl.zeros([S, N, BLOCK_K // 16, 8], tl.float32)
     for half in tl.static_range(2):
-        own = k + 8 * half
-        inside = exists[:, None, None] & (own < K)[None, :, :]
-        features = _wide(tl.load(x + x_rows[:, None, None] + own[None, :, :], mask=inside, other=0.0))
+        columns = k + 8 * half
+        inside = exists[:, None, None] & (columns < K)[None, :, :]
+        features = _wide(tl.load(x + x_rows[:, None, None] + columns[None, :, :], mask=inside, other=0.0))
         products += halves[half] * features[:, None, :, :]
     total = tl.sum(products, 3)
     if GROUP != 0:
@@ -176,7 +176,7 @@ def _load_rows(
     if SPLIT != 0:
         pointers, scale_at = row_places(weight, scales, expert, first_row, num_rows, K, ROWS, CODES, GROUP)
         parts = load_first(pointers, scale_at, exists, part, num_rows, K, AHEAD, SPLIT, CODES, GROUP)
-    elif CODES == PLAIN:
+    elif CODES == PLAIN_CODES:
         k = tl.arange(0, BLOCK_K)
         pointers = weight + (expert[:, None, None] * num_rows + row[None, :, None]) * K + k[None, None, :]
         for step in tl.static_range(AHEAD):
@@ -206,7 +206,7 @@ def _multiply_loaded(
             parts, pointers, scale_at, x + x_row * K, exists, part, num_rows, K, ROWS, STEPS, AHEAD, SPLIT, CODES,
             GROUP, PRECISION,
         )  # fmt: skip
-    elif CODES == PLAIN:
+    elif CODES == PLAIN_CODES:
         k = tl.arange(0, BLOCK_K)
         acc = tl.zeros([x_row.shape[0], ROWS], tl.float32)
         for step in tl.static_range(AHEAD):
@@ -272,7 +272,7 @@ def _gate_up_kernel(
     expert = tl.load(ids + pair)
     if expert < num_experts:
         rows = expert.to(tl.int64) * (2 * inner) + 2 * n
-        if CODES == PLAIN:
+        if CODES == PLAIN_CODES:
             gate, up = _multiply_plain_rows(x, weight, rows, token, k, K, BLOCK_N, BLOCK_K, EVEN_K)
         else:
             S: tl.constexpr = SPLIT if SPLIT != 0 else 1
@@ -337,7 +337,7 @@ def _down_kernel(
     else:
         tile, token = tl.program_id(0), tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = n < num_out
+    mask = n < num_out
     row = tl.minimum(n, num_out - 1)
     S: tl.constexpr = SPLIT if SPLIT != 0 else 1
     slot = tl.arange(0, PADDED_K * S) // S
@@ -355,7 +355,7 @@ def _down_kernel(
     factor = tl.load(weights + pair, mask=exists, other=0.0)
     before = residual
     if residual is not None:
-        before = tl.load(residual + place, mask=live, other=0.0)
+        before = tl.load(residual + place, mask=mask, other=0.0)
     next_weights = next_weight
     if next_weight is not None:
         next_weights = tl.load(next_weight + row)
@@ -375,11 +375,11 @@ def _down_kernel(
     if residual is not None:
         total += before.to(tl.float32)
     values = total.to(out.dtype.element_ty)
-    tl.store(out + place, values, mask=live)
+    tl.store(out + place, values, mask=mask)
     if next_weight is not None:
         wide = values.to(tl.float32)
-        tl.store(scaled + place, (wide * next_weights).to(values.dtype), mask=live)
-        tl.store(squares_left + tile * num_tokens + token, tl.sum(tl.where(live, wide * wide, 0.0), 0))
+        tl.store(scaled + place, (wide * next_weights).to(values.dtype), mask=mask)
+        tl.store(squares_left + tile * num_tokens + token, tl.sum(tl.where(mask, wide * wide, 0.0), 0))
 
 
 def _grid(num_tiles: int, count: int, tile: PairTile) -> tuple[int, ...]:

@@ -66,12 +66,12 @@ def _quantize_rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    live = column < num_features
+    mask = column < num_features
     weight = norm
     if norm is not None:
-        weight = tl.load(norm + column, mask=live, other=0.0)
+        weight = tl.load(norm + column, mask=mask, other=0.0)
     launch_dependents_then_wait(PDL)
-    values = tl.load(x + row * num_features + column, mask=live, other=0.0).to(tl.float32)
+    values = tl.load(x + row * num_features + column, mask=mask, other=0.0).to(tl.float32)
     if norm is not None:
         values *= tl.rsqrt(tl.sum(values * values, 0) / num_features + eps) * weight
     dtype: tl.constexpr = codes.dtype.element_ty
@@ -86,7 +86,7 @@ def _quantize_rows_kernel(
         num_groups = tl.cdiv(num_features, GROUP)
         tl.store(scales + row * num_groups + group, scale, mask=group < num_groups)
         scaled = tl.reshape(groups / scale[:, None], [BLOCK])
-    tl.store(codes + row * num_features + column, _codes(scaled, dtype), mask=live)
+    tl.store(codes + row * num_features + column, _codes(scaled, dtype), mask=mask)
 
 
 def quantize_rows(

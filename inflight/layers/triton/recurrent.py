@@ -96,7 +96,9 @@ def plan_pieces(
     ):
         end = int(query_starts[entry + 1])
         fresh, first_piece = int(position == 0), len(pieces)
-        ends = {token + at - position: index for of, at, index in numbered if of == entry}
+        ends = {
+            token + captured_at - position: index for owner, captured_at, index in numbered if owner == entry
+        }
         cuts = sorted({*ends, end})
         begin = token
         for cut in cuts:
@@ -185,8 +187,8 @@ class TritonRecurrent:
     ) -> None:
         shape, tile = layer.shape, FEW_DECODES_TILE if inputs.max_decodes <= FEW_DECODES else DECODES_TILE
         heads, whole_head = shape.num_value_heads, sizes["VALUES"]
-        own = {name: value for name, value in sizes.items() if name not in ("KEYS", "VALUES")}
-        self._convolve(projected, mixed, layer, rows, inputs, None, own)
+        common = {name: value for name, value in sizes.items() if name not in ("KEYS", "VALUES")}
+        self._convolve(projected, mixed, layer, rows, inputs, None, common)
         values = min(whole_head, tile.values)
         columns, whole = -(-shape.value_dim // values), values == whole_head
         to = out if whole else torch.empty(len(out), shape.value_size, dtype=torch.float32, device=out.device)
@@ -194,7 +196,7 @@ class TritonRecurrent:
             projected, mixed, rows, layer.a_log, layer.dt_bias, layer.norm, inputs.token_rows,
             inputs.num_decodes, to, projected.stride(0), rows.stride(0), to.stride(0), layer.eps,
             KERNEL=shape.kernel, FEATURES=triton.next_power_of_2(-(-shape.conv_size // (heads * columns))),
-            WHOLE=whole, KEYS=sizes["KEYS"], VALUES=values, num_warps=tile.num_warps, **own,
+            WHOLE=whole, KEYS=sizes["KEYS"], VALUES=values, num_warps=tile.num_warps, **common,
         )  # fmt: skip
         if not whole:
             finish_decode[(triton.cdiv(heads, FINISHED_HEADS), inputs.max_decodes)](
@@ -295,13 +297,13 @@ def _copy_states(
     block = start // PART + tl.program_id(0) // PIECES  # of the snapshot
     place = tl.program_id(0) % PIECES * SIZE + tl.arange(0, SIZE)  # in the block's part
     i = block * PART + place
-    live = (place < PART) & (i >= start) & (i < end)
+    mask = (place < PART) & (i >= start) & (i < end)
     copy = copies + tl.program_id(2) * copy_stride
     row = tl.load(copy).to(tl.int64)
     block_id = tl.load(copy + 1 + block, mask=block * PART < end, other=0).to(tl.int64)
     state = rows + row * (end - start) + i - start
     part = blocks + block_id * PART + place
     if SAVE:
-        tl.store(part, tl.load(state, mask=live), mask=live)
+        tl.store(part, tl.load(state, mask=mask), mask=mask)
     else:
-        tl.store(state, tl.load(part, mask=live), mask=live)
+        tl.store(state, tl.load(part, mask=mask), mask=mask)

@@ -32,7 +32,7 @@ def _choose_kernel(
     logits,  # [T, E] float32
     correction,  # [E] float32, or None: added to the scores that experts are chosen by
     expert_scales,  # [E] float32, or None: factors of the weights
-    live,  # [T] int32, negative: padding; or None
+    padding_mask,  # [T] int32, negative: padding; or None
     squares,  # [num_squares, T] float32: sums of squares of the K features that the experts read; or None
     ids,  # [T, TOP_K] int32; num_held: none
     weights,  # [T, TOP_K] float32
@@ -61,7 +61,7 @@ def _choose_kernel(
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     launch_dependents_then_wait(PDL)
-    num_logits, num_own = _allowed(live, token, num_experts, num_held)
+    num_logits, num_own = _allowed(padding_mask, token, num_experts, num_held)
     # Whatever is in a padding token's logits is not read.
     values = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=expert < num_logits, other=0.0)
     if squares is not None:
@@ -82,7 +82,7 @@ def _route_kernel(
     arrived,  # [T] int32, zero: how many of a token's logits are there
     correction,  # from here on as for `_choose_kernel`
     expert_scales,
-    live,
+    padding_mask,
     squares,
     ids,
     weights,
@@ -110,16 +110,16 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     """Compute one logit. The last program of a token chooses its experts."""
-    token, own = tl.program_id(0) // num_experts, tl.program_id(0) % num_experts
+    token, expert_index = tl.program_id(0) // num_experts, tl.program_id(0) % num_experts
     k = tl.arange(0, BLOCK_K)
     inside = k < K
-    row = tl.load(router + own.to(tl.int64) * K + k, mask=inside, other=0.0)
+    row = tl.load(router + expert_index.to(tl.int64) * K + k, mask=inside, other=0.0)
     launch_dependents_then_wait(PDL)
     features = tl.load(x + token.to(tl.int64) * K + k, mask=inside, other=0.0)
     factor = _norm_factor(squares, token, num_tokens, num_squares, K, eps, SQUARES)
-    num_logits, num_own = _allowed(live, token, num_experts, num_held)
+    num_logits, num_own = _allowed(padding_mask, token, num_experts, num_held)
     token_logits = logits + token.to(tl.int64) * num_experts
-    tl.store(token_logits + own, tl.sum(row.to(tl.float32) * features.to(tl.float32), 0))
+    tl.store(token_logits + expert_index, tl.sum(row.to(tl.float32) * features.to(tl.float32), 0))
     tl.debug_barrier()  # the store comes before the atomic that announces it
     if tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu") == num_experts - 1:
         tl.store(arrived + token, 0)
@@ -137,12 +137,12 @@ def _route_kernel(
 
 
 @triton.jit
-def _allowed(live, token, num_experts, num_held):
+def _allowed(padding_mask, token, num_experts, num_held):
     """Return how many logits of a token are read, and how many of the experts held here it may have."""
     num_logits = num_experts
     num_own = num_held
-    if live is not None:
-        is_live = tl.load(live + token) >= 0
+    if padding_mask is not None:
+        is_live = tl.load(padding_mask + token) >= 0
         num_logits = tl.where(is_live, num_experts, 0)
         num_own = tl.where(is_live, num_held, 0)
     return num_logits, num_own
@@ -193,14 +193,14 @@ def _choose(
     if expert_scales is not None:
         chosen *= tl.load(expert_scales + chosen_ids, mask=inside & (chosen_ids < num_experts), other=0.0)
     pair = token * TOP_K + slot
-    own = chosen_ids - first_held
-    is_held = inside & (own >= 0) & (own < num_own)
-    tl.store(ids + pair, tl.where(is_held, own, num_held), mask=inside)
+    local_ids = chosen_ids - first_held
+    is_held = inside & (local_ids >= 0) & (local_ids < num_own)
+    tl.store(ids + pair, tl.where(is_held, local_ids, num_held), mask=inside)
     tl.store(weights + pair, chosen * scale, mask=inside)
     tl.atomic_add(totals + chosen_ids, 1, mask=inside & (chosen_ids < num_logits), sem="relaxed")
     if counts is not None:
-        place = tl.atomic_add(counts + own, 1, mask=is_held, sem="relaxed")
-        tl.store(pairs + own.to(tl.int64) * num_tokens + place, pair, mask=is_held)
+        place = tl.atomic_add(counts + local_ids, 1, mask=is_held, sem="relaxed")
+        tl.store(pairs + local_ids.to(tl.int64) * num_tokens + place, pair, mask=is_held)
 
 
 @triton.jit
@@ -275,8 +275,8 @@ def choose_experts(
     *,
     correction: Tensor | None = None,
     scales: Tensor | None = None,
-    live: Tensor | None = None,
-    held: range | None = None,
+    padding_mask: Tensor | None = None,
+    local_experts: range | None = None,
     counts: Tensor | None = None,
     half_normed: HalfNormed | None = None,
     pdl: bool = False,
@@ -289,20 +289,20 @@ def choose_experts(
         num_tokens, device = len(logits.x), logits.x.device
         logits = torch.empty(num_tokens, len(logits.weight), dtype=torch.float32, device=device)
     (num_tokens, num_experts), top_k, device = logits.shape, routing.top_k, logits.device
-    held = range(num_experts) if held is None else held
+    local_experts = range(num_experts) if local_experts is None else local_experts
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     groups, factors = None, None
     if counts is not None:
-        groups = Groups(counts, torch.empty(len(held), num_tokens, dtype=torch.int32, device=device))
+        groups = Groups(counts, torch.empty(len(local_experts), num_tokens, dtype=torch.int32, device=device))
     half = HalfNormed() if half_normed is None else half_normed
     if half.squares is not None:
         factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
     num_squares = 0 if half.squares is None else len(half.squares)
     arguments = (
-        correction, scales, live, half.squares, ids, weights, totals, factors, counts,
-        None if groups is None else groups.pairs, num_tokens, num_experts, held.start, len(held), num_squares,
-        half.num_features, half.eps, routing.scale,
+        correction, scales, padding_mask, half.squares, ids, weights, totals, factors, counts,
+        None if groups is None else groups.pairs, num_tokens, num_experts, local_experts.start, len(local_experts),
+        num_squares, half.num_features, half.eps, routing.scale,
     )  # fmt: skip
     constants = {
         "SCORES": _SCORES[routing.scores],

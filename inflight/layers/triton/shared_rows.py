@@ -141,7 +141,7 @@ def _only(features, is_kept):
 
 @triton.jit
 def _load_step(
-    at, scale_at, exists, part, step, stride, K,
+    code_at, scale_at, exists, part, step, stride, K,
     SPLIT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Return 256 columns of each warp's rows in pieces [8, S, R, ..], and their scales [4, 8, S, R]. Codes that do not
@@ -152,7 +152,7 @@ def _load_step(
     if CODES == MXFP4:
         tile = (2 * index)[None, :, None, None]
         num_tiles = tl.cdiv(K, 128)
-        words = at + tile * 32 + tl.arange(0, 32)[None, None, None, :]
+        words = code_at + tile * 32 + tl.arange(0, 32)[None, None, None, :]
         for piece in tl.static_range(2):
             inside = exists[None, :, None, None] & (tile + piece < num_tiles)
             codes += (tl.load(words + 32 * piece, mask=inside),)  # type: ignore[assignment]
@@ -163,7 +163,7 @@ def _load_step(
         k = index[None, :, None, None] * 256 + tl.arange(0, 64)[None, None, None, :]
         for piece in tl.static_range(4):
             inside = exists[None, :, None, None] & (k + 64 * piece < K)
-            codes += (tl.load(at + k + 64 * piece, mask=inside),)  # type: ignore[assignment]
+            codes += (tl.load(code_at + k + 64 * piece, mask=inside),)  # type: ignore[assignment]
         scale = codes[0]  # type: ignore[misc]
         if GROUP != 0:
             k = index[None, None, :, None] * 256 + t % 2 * 128
@@ -210,8 +210,10 @@ def _step_products(
             scales *= 1.1754943508222875e-38
         acc *= tl.reshape(tl.permute(scales, (2, 3, 1, 0, 4)), [S, 8 * R, 8])
     else:
-        own = tl.arange(0, 2)[:, None] * 8 + (j // 8 * 16 + j % 8)[None, :]  # of a lane 8 and 8 columns
-        column = (index[None, :, None] * 256 + (n % 4)[:, None, None] * 64)[:, :, :, None] + own[
+        lane_columns = (
+            tl.arange(0, 2)[:, None] * 8 + (j // 8 * 16 + j % 8)[None, :]
+        )  # of a lane 8 and 8 columns
+        column = (index[None, :, None] * 256 + (n % 4)[:, None, None] * 64)[:, :, :, None] + lane_columns[
             None, None, :, :
         ]
         inside = exists[None, :, None, None] & (column < K)
@@ -230,37 +232,37 @@ def _step_products(
 
 @triton.jit
 def row_places(
-    weight, scales, own, first, num_rows, K,
+    weight, scales, expert, first, num_rows, K,
     ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to the weights [8, S, R, 1] and scales [1, 8, S, R] of rows from `first` on of experts
-    `own` [S]. A warp reads 8 rows at once, each with four lanes."""
+    `expert` [S]. A warp reads 8 rows at once, each with four lanes."""
     row = tl.arange(0, ROWS // 8)[None, None, :] * 8 + tl.arange(0, 8)[:, None, None]
     row = tl.minimum(first + row, num_rows - 1)
     num_groups = tl.cdiv(K, 128 if CODES == MXFP4 else GROUP) if GROUP != 0 else 1
     length = 32 * num_groups if CODES == MXFP4 else K
-    at = (weight + own * num_rows * length)[None, :, None] + row * length
-    scale_at = (scales + own * (num_groups * num_rows))[None, :, None] + row
-    return at[:, :, :, None], scale_at[None, :, :, :]
+    code_at = (weight + expert * num_rows * length)[None, :, None] + row * length
+    scale_at = (scales + expert * (num_groups * num_rows))[None, :, None] + row
+    return code_at[:, :, :, None], scale_at[None, :, :, :]
 
 
 @triton.jit
 def load_first(
-    at, scale_at, exists, part, stride, K,
+    code_at, scale_at, exists, part, stride, K,
     AHEAD: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Return the weights and scales of the first AHEAD steps, for `multiply_rows`. `exists` [S] says which warps have
     rows, and `part` [S] which of the SPLIT parts of the features they have."""
     parts = ()
     for step in tl.static_range(AHEAD):
-        parts += (_load_step(at, scale_at, exists, part, step, stride, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
+        parts += (_load_step(code_at, scale_at, exists, part, step, stride, K, SPLIT, CODES, GROUP),)  # type: ignore[assignment]
     tl.debug_barrier()  # else loads would move to where they are needed
     return parts
 
 
 @triton.jit
 def multiply_rows(
-    parts, at, scale_at, x_rows, exists, part, stride, K,
+    parts, code_at, scale_at, x_rows, exists, part, stride, K,
     ROWS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +273,9 @@ def multiply_rows(
     for step in tl.static_range(STEPS):
         sums += _step_products(parts[step], x_rows, exists, part, step, K, SPLIT, CODES, GROUP, PRECISION)
         if step + AHEAD < STEPS:
-            parts += (_load_step(at, scale_at, exists, part, step + AHEAD, stride, K, SPLIT, CODES, GROUP),)
+            parts += (
+                _load_step(code_at, scale_at, exists, part, step + AHEAD, stride, K, SPLIT, CODES, GROUP),
+            )
             tl.debug_barrier()
     total = tl.sum(sums, 2)
     if GROUP == 0:

@@ -78,17 +78,17 @@ def _finish(
     if GATE != 0:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BLOCK_M]), [1, 2, 0]))
         acc = activate(gate, GATE) * up
-    place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+    place, mask = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
     if before is not None:
         if EARLY:
             acc += before.to(tl.float32)
         else:
-            acc += tl.load(before + place, mask=live, other=0.0).to(tl.float32)
+            acc += tl.load(before + place, mask=mask, other=0.0).to(tl.float32)
     values = acc.to(out.dtype.element_ty)
-    tl.store(out + place, values, mask=live)
+    tl.store(out + place, values, mask=mask)
     if next_weights is not None:
         m = token + tl.arange(0, BLOCK_M)
-        leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 0)
+        leave_for_norm(values, next_weights, place, mask, scaled, squares_left, tile, m, num_tokens, 0)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _small_linear_kernel(
     split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     first = split * share
-    last = tl.minimum(first + share, K)
+    share_end = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     # Prefetch what the end of the program needs.
     next_weights = next_weight
@@ -196,11 +196,11 @@ def _small_linear_kernel(
     num_rows = num_out if GATE == 0 else 2 * num_out
     if PDL:
         if PACKED:
-            begin, end = first // GROUP, tl.cdiv(last, GROUP)
+            begin, end = first // GROUP, tl.cdiv(share_end, GROUP)
             fetch_scales(scales, tile, num_out, num_rows, begin, end, GATE, BLOCK_N, LANES)
             begin, end = begin * (GROUP // 4), end * (GROUP // 4)
         else:
-            begin, end = first, last
+            begin, end = first, share_end
         fetch_tile(weight, tile, num_out, row_size, begin, end, ahead, GATE, BLOCK_N, LANES)
     launch_dependents_then_wait(PDL)
     # Load what the end of the program needs while it multiplies, unless large tiles need the registers.
@@ -211,12 +211,12 @@ def _small_linear_kernel(
         if squares is not None:
             loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
         if residual is not None:
-            place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
-            before = tl.load(residual + place, mask=live, other=0.0)
+            place, mask = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+            before = tl.load(residual + place, mask=mask, other=0.0)
     row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
     rows = weight + row.to(tl.int64) * row_size
     acc, sums = MULTIPLY(
-        x, rows, row, norm, scales, zeros, first, last, token, num_tokens, num_rows, K, GROUP, EVEN_K, BLOCK_M,
+        x, rows, row, norm, scales, zeros, first, share_end, token, num_tokens, num_rows, K, GROUP, EVEN_K, BLOCK_M,
         BLOCK_N, BLOCK_K, STAGES, PRECISION, QUANTIZE, SCALED,
     )  # fmt: skip
     if squares is not None:
@@ -241,26 +241,28 @@ def small_linear(
     **after: Unpack[Epilogue],
 ) -> Tensor:
     """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
-    num_tokens, held = len(x), as_held(weight)
+    num_tokens, weights = len(x), as_held(weight)
     if out is None:
-        out = empty_result(x, held.codes, after.get("activation"))
+        out = empty_result(x, weights.codes, after.get("activation"))
     if num_tokens == 0:
         return out
     if tile is None:
-        tile = held.small_tile(token_bucket(num_tokens))
+        tile = weights.small_tile(token_bucket(num_tokens))
     token_tiles = -(-num_tokens // tile.block_m)
-    assert token_tiles == 1 or held.splits_tokens, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
+    assert token_tiles == 1 or weights.splits_tokens, (
+        f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
+    )
     launch_linear(
         _small_linear_kernel,
-        (x, held.codes, norm, held.scales, held.zeros),
+        (x, weights.codes, norm, weights.scales, weights.zeros),
         workspace,
         tile,
         token_tiles,
         out,
         after,
-        MULTIPLY=held.multiply_few(tile),
-        GROUP=held.group,
-        QUANTIZE=held.quantizes_inputs,
+        MULTIPLY=weights.multiply_few(tile),
+        GROUP=weights.group,
+        QUANTIZE=weights.quantizes_inputs,
         SCALED=tile.scaled,
         TOKEN_TILES=token_tiles,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionLayer
-from inflight.layers.kernels import PlainLayer, Residual
+from inflight.layers.kernels import FusableLayer, Residual
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import DenseMlp
 from inflight.models.decoders.spec import Shard
@@ -124,38 +124,40 @@ class SelfAttention:
     projection."""
 
     def __init__(self, whole: AttentionSpec, layer: LayerBuilder) -> None:
-        spec, shard, own = layer.spec, layer.shard, whole.shard(layer.shard)
-        has_kv = own.kv_source is None
+        spec, shard, heads_here = layer.spec, layer.shard, whole.shard(layer.shard)
+        has_kv = heads_here.kv_source is None
         self._spec = spec
         self._shard = shard
-        self._whole, self._own = whole, own
+        self._whole, self._own = whole, heads_here
         self._kernels = layer.kernels
         self._backend = layer.attention
         self._cache = layer.cache
-        self._qkv_size = own.query_size + 2 * own.kv_size * has_kv
-        num_rows = self._qkv_size + own.query_size * own.has_gate
-        self.qkv = layer.linear("attention.qkv", spec.hidden_size, num_rows, own.qkv_bias)
-        self.output = layer.output("attention.output", own.query_size, own.output_bias)
+        self._qkv_size = heads_here.query_size + 2 * heads_here.kv_size * has_kv
+        num_rows = self._qkv_size + heads_here.query_size * heads_here.has_gate
+        self.qkv = layer.linear("attention.qkv", spec.hidden_size, num_rows, heads_here.qkv_bias)
+        self.output = layer.output("attention.output", heads_here.query_size, heads_here.output_bias)
         self.in_norm, self.out_norm = layer.norms()
-        of_all, any_norm = own.qk_norm is QKNorm.WHOLE, own.qk_norm is not QKNorm.NONE
-        self.q_norm = layer.norm(any_norm, own.query_size if of_all else own.head_dim)
-        self.k_norm = layer.norm(any_norm and has_kv, own.kv_size if of_all else own.head_dim)
-        self.sinks = layer.norm(own.has_sinks, own.num_heads)
+        of_all, any_norm = heads_here.qk_norm is QKNorm.WHOLE, heads_here.qk_norm is not QKNorm.NONE
+        self.q_norm = layer.norm(any_norm, heads_here.query_size if of_all else heads_here.head_dim)
+        self.k_norm = layer.norm(any_norm and has_kv, heads_here.kv_size if of_all else heads_here.head_dim)
+        self.sinks = layer.norm(heads_here.has_sinks, heads_here.num_heads)
         self.heads = AttentionLayer(
-            num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
+            num_heads=heads_here.num_heads,
+            num_kv_heads=heads_here.num_kv_heads,
+            head_dim=heads_here.head_dim,
             # Norms of the whole projection are applied in _normalise_whole.
             q_norm=None if of_all else self.q_norm,
             k_norm=None if of_all else self.k_norm,
             eps=spec.norm_eps,
-            cos_sin=layer.rotary_table(own.rope),
-            scale=own.scale,
-            window=own.window,
+            cos_sin=layer.rotary_table(heads_here.rope),
+            scale=heads_here.scale,
+            window=heads_here.window,
             table=layer.table,
             sinks=self.sinks,
-            softcap=own.softcap,
-            v_norm=torch.ones(own.head_dim, device=layer.device) if own.value_norm and has_kv else None,
+            softcap=heads_here.softcap,
+            v_norm=torch.ones(heads_here.head_dim, device=layer.device)
+            if heads_here.value_norm and has_kv
+            else None,
             has_kv=has_kv,
         )
 
@@ -166,32 +168,32 @@ class SelfAttention:
         next_norm: Tensor | None,
         output_tokens: Tensor | None = None,
     ) -> Residual:
-        spec, own = self._spec, self._own
+        spec, local = self._spec, self._own
         projected = self.qkv.normed(residual, spec.norm_eps)  # gates come last
-        qkv = projected[:, : self._qkv_size] if own.has_gate else projected
-        if own.qk_norm is QKNorm.WHOLE:
+        qkv = projected[:, : self._qkv_size] if local.has_gate else projected
+        if local.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
         attended = self._backend.attend(qkv, self.heads, step.caches[self._cache], step.inputs)
-        if own.has_gate:
+        if local.has_gate:
             attended = self._kernels.sigmoid_gate(attended, projected[:, self._qkv_size :])
-        if own.output_scale != 1.0:
-            attended = attended * own.output_scale
+        if local.output_scale != 1.0:
+            attended = attended * local.output_scale
         eps = spec.norm_eps
         return add_output(self.output, residual, attended, self.out_norm, eps, next_norm, output_tokens)
 
-    def plain(self, mlp: DenseMlp) -> PlainLayer | None:
+    def fusable(self, mlp: DenseMlp) -> FusableLayer | None:
         """Return this and an MLP as a layer that is nothing but the two, or None if there is more to do."""
-        spec, own = self._spec, self._own
+        spec, local = self._spec, self._own
         if (
-            own.has_gate
-            or own.kv_source is not None
-            or own.qk_norm is QKNorm.WHOLE
-            or own.output_scale != 1.0
+            local.has_gate
+            or local.kv_source is not None
+            or local.qk_norm is QKNorm.WHOLE
+            or local.output_scale != 1.0
             or self.out_norm is not None
             or mlp.out_norm is not None
         ):
             return None
-        return PlainLayer(
+        return FusableLayer(
             self.in_norm,
             self.qkv,
             self.heads,

@@ -17,7 +17,7 @@ from torch import Tensor
 from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
-from inflight.layers.kernels import FusedLayers, Kernels, Linear, PlainLayer, Residual
+from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
 from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.attention import SelfAttention
@@ -56,12 +56,12 @@ class Layer:
         first = self.mixer or self.mlp
         return None if first is None else first.in_norm
 
-    def plain(self) -> PlainLayer | None:
+    def fusable(self) -> FusableLayer | None:
         """Return the layer as kernels may fuse it, or None if it is not only attention and a dense MLP."""
         mixer, mlp = self.mixer, self.mlp
         if self.scale is not None or self.input_gate is not None:
             return None
-        return mixer.plain(mlp) if isinstance(mixer, SelfAttention) and isinstance(mlp, DenseMlp) else None
+        return mixer.fusable(mlp) if isinstance(mixer, SelfAttention) and isinstance(mlp, DenseMlp) else None
 
     def targets(self) -> Mapping[str, Target]:
         """Return the load targets by the names that `WeightNames.layer` uses."""
@@ -158,8 +158,8 @@ class Decoder:
         shard, kv_layers = self.shard, self.shard.whole.kv_layers
         kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
         before = sum(index < shard.layers.start for index in kv_layers)
-        own = range(before, before + sum(index in shard.layers for index in kv_layers))
-        shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, own)
+        rank_layers = range(before, before + sum(index in shard.layers for index in kv_layers))
+        shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, rank_layers)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
 
@@ -226,23 +226,27 @@ class Decoder:
                 return x
         norms = [*(layer.in_norm for layer in self.layers), None]
         residual = Residual(x, norms[num_fused])
-        step, live = MixerStep(inputs, caches, states), inputs.live
-        left: Tensor | None = None  # tokens, if some have been dropped
+        step, padding_mask = MixerStep(inputs, caches, states), inputs.padding_mask
+        kept_tokens: Tensor | None = None  # tokens, if some have been dropped
         if last_mixing < 0 and output_tokens is not None:
-            left, residual = output_tokens, Residual(x[output_tokens], norms[0])
+            kept_tokens, residual = output_tokens, Residual(x[output_tokens], norms[0])
         for index, layer in islice(enumerate(self.layers), num_fused, None):
             next_norm = norms[index + 1]
             if layer.mixer is not None:
-                left = output_tokens if index == last_mixing else None
+                kept_tokens = output_tokens if index == last_mixing else None
                 mlp_norm = next_norm if layer.mlp is None else layer.mlp.in_norm
-                residual = layer.mixer(residual, step, mlp_norm, left)
-            if left is not None and not len(left):
+                residual = layer.mixer(residual, step, mlp_norm, kept_tokens)
+            if kept_tokens is not None and not len(kept_tokens):
                 break
             if layer.mlp is not None:
-                residual = layer.mlp(residual, next_norm, live if left is None else left)
+                residual = layer.mlp(
+                    residual, next_norm, padding_mask if kept_tokens is None else kept_tokens
+                )
             if layer.input_gate is not None and layer_inputs is not None:
-                own = layer_inputs[:, index] if left is None else layer_inputs[left, index]
-                residual = layer.input_gate(residual, own, next_norm)
+                layer_input = (
+                    layer_inputs[:, index] if kept_tokens is None else layer_inputs[kept_tokens, index]
+                )
+                residual = layer.input_gate(residual, layer_input, next_norm)
             if layer.scale is not None:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
@@ -255,13 +259,13 @@ class Decoder:
     @cached_property
     def _fused(self) -> FusedLayers | None:
         """The first layers in one call, known with the first step: the weights are loaded by then."""
-        plain: list[PlainLayer] = []
+        fusable: list[FusableLayer] = []
         for layer in self.layers:
-            own = layer.plain()
-            if own is None:
+            fusable_layer = layer.fusable()
+            if fusable_layer is None:
                 break
-            plain.append(own)
-        return self.kernels.fuse(plain, self.attention)
+            fusable.append(fusable_layer)
+        return self.kernels.fuse(fusable, self.attention)
 
     @property
     def expert_tokens(self) -> list[Tensor]:

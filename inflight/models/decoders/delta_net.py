@@ -136,11 +136,11 @@ class DeltaNet:
 
     def _separate_projections(self, convolved: tuple[RowRun, ...]) -> dict[str, Target]:
         """Return the targets of checkpoints that hold z, b and a apart."""
-        own, whole = self.layer.shape, self._whole
+        local, whole = self.layer.shape, self._whole
         heads = self._value_heads()
         values = features_of(heads, whole.value_dim)
-        z_row, b_row = own.conv_size, own.conv_size + own.value_size
-        a_row = b_row + own.num_value_heads
+        z_row, b_row = local.conv_size, local.conv_size + local.value_size
+        a_row = b_row + local.num_value_heads
         return {
             "delta_net.in.qkv": self._rows(whole.conv_size, *convolved),
             "delta_net.in.z": self._rows(whole.value_size, RowRun(values.start, len(values), z_row)),
@@ -150,18 +150,18 @@ class DeltaNet:
 
     def _grouped_projections(self) -> dict[str, Target]:
         """Return the targets of checkpoints in which all rows of a key head, and of its value heads, are together."""
-        own, whole = self.layer.shape, self._whole
+        local, whole = self.layer.shape, self._whole
         ratio = whole.num_value_heads // whole.num_key_heads
         keys, values = whole.key_dim, ratio * whole.value_dim
-        b_row = own.conv_size + own.value_size
+        b_row = local.conv_size + local.value_size
         # In the order of the checkpoint: (rows of a group, where those of the first group go)
         qkvz = (
             (keys, 0),
-            (keys, own.num_key_heads * keys),
-            (values, 2 * own.num_key_heads * keys),
-            (values, own.conv_size),
+            (keys, local.num_key_heads * keys),
+            (values, 2 * local.num_key_heads * keys),
+            (values, local.conv_size),
         )
-        ba = ((ratio, b_row), (ratio, b_row + own.num_value_heads))
+        ba = ((ratio, b_row), (ratio, b_row + local.num_value_heads))
         targets: dict[str, Target] = {}
         for name, parts in (("delta_net.in.qkvz", qkvz), ("delta_net.in.ba", ba)):
             size = sum(count for count, _ in parts)

@@ -92,8 +92,8 @@ def gemma4(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec
         if routing is None:
             yield DenseMlpSpec(inner, activation)
         else:
-            own = fields.integer("moe_intermediate_size")
-            yield ExpertsMlpSpec(own, activation, routing, shared_inner=inner, has_own_norms=True)
+            expert_inner = fields.integer("moe_intermediate_size")
+            yield ExpertsMlpSpec(expert_inner, activation, routing, shared_inner=inner, has_own_norms=True)
 
 
 def granite(fields: Fields, num_layers: int, activation: str) -> Iterator[MlpSpec]:

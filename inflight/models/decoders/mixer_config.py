@@ -259,12 +259,14 @@ def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
     if fields.boolean("attention_k_eq_v", False):
         names["num_key_value_heads"] = "num_global_key_value_heads"
     if "per_layer_config" not in fields:
-        own = {name: fields.values[other] for name, other in names.items() if other in fields}
-        return Fields({**fields.values, **own}, fields.where)
+        values = {name: fields.values[other] for name, other in names.items() if other in fields}
+        return Fields({**fields.values, **values}, fields.where)
     listed = fields.part("per_layer_config")
     wide = {str(index) for index, kind in enumerate(kinds) if kind == FULL}
     change = listed.part(min(listed.values)).values if listed.values else {}
-    if listed.values and (set(listed.values) != wide or any(own != change for own in listed.values.values())):
+    if listed.values and (
+        set(listed.values) != wide or any(values != change for values in listed.values.values())
+    ):
         raise fields.error(
             "per_layer_config", f"the same object for each layer with {FULL}, and for no other"
         )

@@ -82,7 +82,7 @@ class DenseMlp:
         self,
         residual: Residual,
         next_norm: Tensor | None,
-        live: Tensor | None = None,  # noqa: ARG002
+        padding_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Residual:
         eps = self._spec.norm_eps
         inner = self.gate_up.gated(residual, eps, self.activation)
@@ -111,7 +111,7 @@ class ExpertsMlp:
         self._shard = shard
         self._mlp = mlp
         experts = range(mlp.routing.num_experts)
-        self._held = shard.part(len(experts)) if spec.expert_parallel else experts
+        self._local_experts = shard.part(len(experts)) if spec.expert_parallel else experts
         self._inner = range(mlp.inner) if spec.expert_parallel else shard.part(mlp.inner)
         self.experts: Experts = layer.kernels.experts(
             ExpertsShape(
@@ -122,7 +122,7 @@ class ExpertsMlp:
                 mlp.activation,
                 mlp.bias,
                 mlp.limit,
-                self._held,
+                self._local_experts,
                 layer.scheme(*EXPERTS_GATE_UP),
                 layer.scheme(EXPERTS_DOWN),
             ),
@@ -139,16 +139,18 @@ class ExpertsMlp:
         if mlp.has_shared_gate:
             self.shared_gate = layer.kernels.linear(hidden, 1, layer.dtype, False)
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
+    def __call__(
+        self, residual: Residual, next_norm: Tensor | None, padding_mask: Tensor | None = None
+    ) -> Residual:
         eps = self._spec.norm_eps
         if self.shared_gate_up is None or self.shared_down is None:
-            return self.experts.add_to(residual, eps, next_norm, live)
+            return self.experts.add_to(residual, eps, next_norm, padding_mask)
         inner = self.shared_gate_up.gated(residual, eps, self._mlp.activation)
         if self.shared_gate is not None:
             inner = self._kernels.sigmoid_gate(inner, self.shared_gate.normed(residual, eps))
         if self._shard.collective is not None:  # reduce both sums at once
-            return self.experts.add_to(residual, eps, next_norm, live, self.shared_down(inner))
-        residual = self.experts.add_to(residual, eps, None, live)
+            return self.experts.add_to(residual, eps, next_norm, padding_mask, self.shared_down(inner))
+        residual = self.experts.add_to(residual, eps, None, padding_mask)
         return self.shared_down.add_to(residual, inner, None, eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
@@ -167,14 +169,23 @@ class ExpertsMlp:
         return targets | norm_targets(self._spec, "mlp", in_norm=self.in_norm)
 
     def _matrices(self) -> dict[str, Target]:
-        hidden, mlp, held, inner = self._spec.hidden_size, self._mlp, self._held, self._inner
+        hidden, mlp, local_experts, inner = (
+            self._spec.hidden_size,
+            self._mlp,
+            self._local_experts,
+            self._inner,
+        )
         count = mlp.routing.num_experts
 
         def up_to_inner(*parts: str) -> ExpertMatrix:
-            return ExpertMatrix(self.experts, parts, count, mlp.inner, hidden, held, inner, range(hidden))
+            return ExpertMatrix(
+                self.experts, parts, count, mlp.inner, hidden, local_experts, inner, range(hidden)
+            )
 
         gate_up = up_to_inner("gate", "up")
-        down = ExpertMatrix(self.experts, ("down",), count, hidden, mlp.inner, held, range(hidden), inner)
+        down = ExpertMatrix(
+            self.experts, ("down",), count, hidden, mlp.inner, local_experts, range(hidden), inner
+        )
         matrices: dict[str, Target] = {
             "gate": up_to_inner("gate"),
             "up": up_to_inner("up"),
@@ -190,7 +201,9 @@ class ExpertsMlp:
             matrices["gate_bias"] = ExpertBias(up_to_inner("gate"))
             matrices["up_bias"] = ExpertBias(up_to_inner("up"))
             matrices["gate_up_bias"] = ExpertBias(replace(gate_up, interleaved=True))
-            matrices["down_bias"] = ExpertBias(replace(down, held=held if adds_bias else range(0)))
+            matrices["down_bias"] = ExpertBias(
+                replace(down, local_experts=local_experts if adds_bias else range(0))
+            )
         return matrices
 
 
@@ -208,7 +221,9 @@ class NormedExpertsMlp(ExpertsMlp):
             layer.empty(hidden) for _ in range(5)
         )
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
+    def __call__(
+        self, residual: Residual, next_norm: Tensor | None, padding_mask: Tensor | None = None
+    ) -> Residual:
         kernels, eps, x = self._kernels, self._spec.norm_eps, residual.x
         assert self.shared_gate_up is not None
         assert self.shared_down is not None
@@ -216,7 +231,7 @@ class NormedExpertsMlp(ExpertsMlp):
         if self._shard.collective is not None:
             dense = self._shard.collective.sum(dense)
         routed = kernels.rms_norm(x, self.router_norm, eps) * self._router_scale
-        chosen = self.experts.sum(kernels.rms_norm(x, self.expert_norm, eps), routed, live)
+        chosen = self.experts.sum(kernels.rms_norm(x, self.expert_norm, eps), routed, padding_mask)
         both = kernels.add(
             kernels.rms_norm(dense, self.dense_out_norm, eps),
             kernels.rms_norm(chosen, self.expert_out_norm, eps),

@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
 from inflight.layers.formats.schemes import Scheme, common_scheme
-from inflight.layers.formats.weight_format import PLAIN, PlainFormat, WeightFormat
+from inflight.layers.formats.weight_format import PLAIN_FORMAT, PlainFormat, WeightFormat
 from inflight.layers.rotary import Rope
 from inflight.models.quantization import UNQUANTIZED, Quantization
 from inflight.models.tensors import StoredTensor
@@ -169,9 +169,9 @@ class DecoderSpec:
         """Return the format of a module's weights; "{}" in its name stands for any expert."""
         return self.quantization.format_of(*self._names_of(module))
 
-    def plain_experts(self, module: str) -> frozenset[int]:
+    def unquantized_experts(self, module: str) -> frozenset[int]:
         """Return the experts whose weights are plain whatever the format is."""
-        return self.quantization.plain_experts(*self._names_of(module))
+        return self.quantization.unquantized_experts(*self._names_of(module))
 
     def as_stored(self, stored: Mapping[str, StoredTensor]) -> DecoderSpec:
         """Return the same with what the tensors in the checkpoint's files decide."""
@@ -186,7 +186,7 @@ class DecoderSpec:
         if self.tied_embeddings and self.quantization.embeddings:
             return self.format_of(self.names.embedding.removesuffix(".weight"))
         weights = self.quantization.format_of(*(name.removesuffix(".weight") for name in self.names.heads))
-        return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN
+        return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN_FORMAT
 
     def scheme(self, layer: int, *targets: str) -> Scheme | None:
         """Return how a linear layer or matrices of the experts, which pack these targets, hold their weights: quantized
@@ -194,10 +194,10 @@ class DecoderSpec:
         modules = [
             f"{self.names.layers}.{layer}.{module}"
             for names in (self.names.layer, *self.names.experts)
-            for module, own in names.items()
-            if f"{own}.".startswith(tuple(f"{target}." for target in targets))
+            for module, target_names in names.items()
+            if f"{target_names}.".startswith(tuple(f"{target}." for target in targets))
         ]
-        if any(map(self.plain_experts, modules)):
+        if any(map(self.unquantized_experts, modules)):
             return None
         return common_scheme(self.format_of(module).scheme for module in modules if self._may_have(module))
 

@@ -57,9 +57,13 @@ class Mlp(Protocol):
 
     in_norm: Tensor | None  # applied to the residual it reads
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None, live: Tensor | None = None) -> Residual:
-        """Return the residual plus the MLP's output, to be read through `next_norm`. `live` [T] is negative for padding
-        tokens, whose output is not used."""
+    def __call__(
+        self, residual: Residual, next_norm: Tensor | None, padding_mask: Tensor | None = None
+    ) -> Residual:
+        """Return the residual plus the MLP's output, to be read through `next_norm`.
+
+        `padding_mask` [T] is negative for padding tokens, whose output is not used.
+        """
 
     def targets(self) -> Mapping[str, Target]:
         """Return all load targets by name, like a mixer."""

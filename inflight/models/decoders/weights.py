@@ -14,7 +14,7 @@ import torch
 from inflight.checkpoint.checkpoint import Checkpoint
 from inflight.errors import WeightsError
 from inflight.layers.attention.backend import AttentionBackend
-from inflight.layers.formats.weight_format import PLAIN
+from inflight.layers.formats.weight_format import PLAIN_FORMAT
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Decoder
@@ -77,10 +77,10 @@ def placements(
         for module, target in {**names.layer, **names.experts[layout]}.items():
             if target in targets:
                 name = f"{names.layers}.{index}.{module}"
-                weights = PLAIN if target in _NEVER_QUANTIZED else spec.format_of(name)
+                weights = PLAIN_FORMAT if target in _NEVER_QUANTIZED else spec.format_of(name)
                 to = targets[target]
                 if isinstance(to, ExpertMatrix):
-                    to = replace(to, plain=spec.plain_experts(name))
+                    to = replace(to, unquantized=spec.unquantized_experts(name))
                 yield from to.placements(prefix + name, weights.quantizing() if dummy else weights)
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
@@ -164,8 +164,8 @@ def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int
     check_tensors(placements(decoder, variant, layout), stored, ignored, layers_hint(spec.num_layers, stored))
     if shard.size > 1:
         # Raises if a rank's columns cannot be cut from the checkpoint's.
-        own = meta_decoder(shard, TorchKernels(device=META), torch.float32)
-        deque(placements(own, variant, layout), maxlen=0)
+        sharded = meta_decoder(shard, TorchKernels(device=META), torch.float32)
+        deque(placements(sharded, variant, layout), maxlen=0)
     for name in copies & stored.keys() if shard.is_last else ():
         _check_copy(names.prefixes[variant] + names.embedding, name, stored)
     return variant, layout

@@ -154,9 +154,9 @@ class Encoder:
         """Return the hidden states [T, hidden_size]; with `picked` [B], token indices, only theirs: the last layer's
         output for other tokens is not needed."""
         x = self._embed(texts)
-        last = self._layers[-1]
+        last_layer = self._layers[-1]
         for layer in self._layers:
-            x = layer(x, texts, picked if layer is last else None)
+            x = layer(x, texts, picked if layer is last_layer else None)
         return x if self._final_norm is None else self._final_norm(x)
 
     def _embed(self, texts: TextBatch) -> Tensor:

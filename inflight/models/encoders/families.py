@@ -282,7 +282,7 @@ def _family(config: Mapping[str, Any]) -> tuple[str, EncoderFamily, Fields]:
         raise ModelError(f"config.json names no supported encoder: {', '.join(ENCODER_ARCHITECTURES)}")
     family = ENCODERS[ENCODER_ARCHITECTURES[architecture]]
     values = {**family.defaults, **{name: value for name, value in config.items() if value is not None}}
-    values |= {usual: values[own] for usual, own in family.renamed.items() if own in values}
+    values |= {usual: values[name] for usual, name in family.renamed.items() if name in values}
     if family.modern:
         values["rope_theta"], values["rope_local_base_freq"] = (
             values["global_rope_theta"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, WeightsError
-from inflight.layers.formats.schemes import FP4_VALUES, Codes, GroupScheme, plain
+from inflight.layers.formats.schemes import FP4_VALUES, Codes, GroupScheme, to_tensor
 from inflight.layers.formats.weight_format import Mxfp4Format
 from inflight.layers.torch_kernels import TorchKernels
 
@@ -66,13 +66,13 @@ def test_layers_multiply_quantized_weights(scheme: GroupScheme) -> None:
     torch.manual_seed(0)
     first, second, x = torch.randn(16, 96), torch.randn(8, 96), torch.randn(5, 96)
     matrices = [scheme.quantize(first), scheme.quantize(second)]
-    expected = x @ torch.cat([plain(matrix) for matrix in matrices]).T
+    expected = x @ torch.cat([to_tensor(matrix) for matrix in matrices]).T
     for kernels in (TorchKernels(quantized=True), TorchKernels()):
         linear = kernels.linear(96, 24, torch.float32, False, scheme=scheme)
         linear.load(matrices[0])
         linear.load(matrices[1], 16)
         torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(linear.embed(torch.tensor([17])), plain(matrices[1])[1:2])
+        torch.testing.assert_close(linear.embed(torch.tensor([17])), to_tensor(matrices[1])[1:2])
 
 
 def test_matrix_of_another_scheme_is_rejected() -> None:
@@ -92,7 +92,7 @@ def test_mxfp4_agrees_with_transformers() -> None:
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [2, 96, 24]
     for expert in range(2):
         matrix = Mxfp4Format().matrix({"blocks": blocks[expert], "scales": scales[expert]}, 96)
-        assert torch.equal(plain(matrix), expected[expert].T)
+        assert torch.equal(to_tensor(matrix), expected[expert].T)
     with pytest.raises(WeightsError, match="scales contains NaN"):
         Mxfp4Format().matrix({"blocks": blocks[0], "scales": scales[0] | 255}, 96)
     with pytest.raises(WeightsError, match="blocks of 32 columns, but the matrix has 90"):

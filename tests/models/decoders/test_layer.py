@@ -79,7 +79,7 @@ class NoMlp:
         self,
         residual: Residual,
         next_norm: Tensor | None,
-        live: Tensor | None = None,  # noqa: ARG002
+        padding_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Residual:
         self.calls += 1
         return Residual(residual.x, next_norm)

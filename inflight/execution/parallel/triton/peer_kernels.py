@@ -55,34 +55,34 @@ def sum_kernel(
 ):
     """Sum the parts in the order of the ranks, in float32."""
     column = tl.arange(0, BLOCK)
-    live = column < num_features
+    mask = column < num_features
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     wait_then_launch_dependents(PDL)
     number = tl.load(state) + 1
     mine = _slot(peers, rank, number, slot_bytes, x.dtype.element_ty, SIZE)
     for token in range(program, num_tokens, num_programs):
         place = token * num_features + column  # a slot is far smaller than 2 GiB
-        tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
+        tl.store(mine + place, tl.load(x + place, mask=mask), mask=mask)
     _wait_for_all(peers, lost, rank, program, number, SIZE)
     for token in range(program, num_tokens, num_programs):
         place = token * num_features + column
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(SIZE):
             slot = _slot(peers, peer, number, slot_bytes, x.dtype.element_ty, SIZE)
-            total += tl.load(slot + place, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+            total += tl.load(slot + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         if norm is not None:
             total *= tl.rsqrt(tl.sum(total * total, 0) / num_features + eps)
-            total *= tl.load(norm + column, mask=live, other=0.0)
+            total *= tl.load(norm + column, mask=mask, other=0.0)
         out = x
         if residual is not None:
             out = residual
-            total += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+            total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
         values = total.to(x.dtype.element_ty)
-        tl.store(out + place, values, mask=live)
+        tl.store(out + place, values, mask=mask)
         if next_norm is not None:
             wide = values.to(tl.float32)
-            factor = tl.load(next_norm + column, mask=live, other=0.0)
-            tl.store(scaled + place, (wide * factor).to(x.dtype.element_ty), mask=live)
+            factor = tl.load(next_norm + column, mask=mask, other=0.0)
+            tl.store(scaled + place, (wide * factor).to(x.dtype.element_ty), mask=mask)
             tl.store(squares + token, tl.sum(wide * wide, 0))
     _finish(state, number)
 
@@ -112,20 +112,20 @@ def gather_kernel(
     mine = _slot(peers, rank, number, slot_bytes, tl.float32, SIZE)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-        live = column < width
+        mask = column < width
         place = row * width + column
-        tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
+        tl.store(mine + place, tl.load(x + place, mask=mask), mask=mask)
     _wait_for_all(peers, lost, rank, program, number, SIZE)
     launch_dependents(PDL)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
             width = base + (peer < more).to(tl.int32)
-            live = column < width
+            mask = column < width
             first = peer * base + tl.minimum(peer, more)
             slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
-            values = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
-            tl.store(out + row * num_columns + first + column, values, mask=live)
+            values = tl.load(slot + row * width + column, mask=mask, cache_modifier=".cg")
+            tl.store(out + row * num_columns + first + column, values, mask=mask)
     _finish(state, number)
 
 

@@ -298,16 +298,16 @@ def _allowed_mass(
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the mass of the top k tokens that min_p allows, float64."""
-    last = LEAST_KEY + 1
+    kth = LEAST_KEY + 1
     if k < vocab_size:
-        last, _ = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
-    num_listed = list_groups(group_list, keys, last, GROUPS)
+        kth, _ = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
+    num_listed = list_groups(group_list, keys, kth, GROUPS)
     above, mass = rank_and_mass(
-        logits, vocab_size, group_list, num_listed, last, -1, top, inverse_temperature, floor, GROUP, TILE
+        logits, vocab_size, group_list, num_listed, kth, -1, top, inverse_temperature, floor, GROUP, TILE
     )
     if k < vocab_size:  # of the tokens that tie with the last one, as many as still fit
-        value = value_of(last)
+        value = value_of(kth)
         if value * inverse_temperature >= floor:
-            each = mass_of(value, top, inverse_temperature).to(tl.float64)
-            mass += (k - above).to(tl.float64) * each
+            tie_mass = mass_of(value, top, inverse_temperature).to(tl.float64)
+            mass += (k - above).to(tl.float64) * tie_mass
     return mass

@@ -73,9 +73,9 @@ def logprobs_kernel(
     target = tl.load(targets + entry)
     space = candidates + entry * 4 * CANDIDATES
     chunks = tl.arange(0, CHUNKS)
-    at = entry * num_chunks + chunks
-    chunk_tops = tl.load(tops + at, mask=chunks < num_chunks, other=-float("inf"))
-    chunk_masses = tl.load(masses + at, mask=chunks < num_chunks, other=0.0)
+    partial = entry * num_chunks + chunks
+    chunk_tops = tl.load(tops + partial, mask=chunks < num_chunks, other=-float("inf"))
+    chunk_masses = tl.load(masses + partial, mask=chunks < num_chunks, other=0.0)
     top = tl.max(chunk_tops, 0)
     finite = tl.maximum(top, _LEAST_FLOAT)
     log_mass = tl.log(tl.sum(chunk_masses * tl.exp2((chunk_tops - finite) * LOG2_E), 0))

@@ -52,10 +52,10 @@ def list_groups(group_list, keys, least, GROUPS: tl.constexpr):
 @triton.jit
 def load_listed(logits, vocab_size, group_list, start, num_listed, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return logits, ids and whether they exist, [TILE, GROUP], of the listed groups from `start`."""
-    at = start + tl.arange(0, TILE)
-    groups = tl.load(group_list + at, mask=at < num_listed, other=0)
+    listed = start + tl.arange(0, TILE)
+    groups = tl.load(group_list + listed, mask=listed < num_listed, other=0)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    exists = (at < num_listed)[:, None] & (ids < vocab_size)
+    exists = (listed < num_listed)[:, None] & (ids < vocab_size)
     return tl.load(logits + ids, mask=exists, other=-float("inf")), ids, exists
 
 
@@ -144,12 +144,12 @@ def sorted_top(
     )  # fmt: skip
     if count > CANDIDATES:
         # Too many in few groups, or many ties: take those above the k-th, then, in order, those that tie with it.
-        last, num_listed = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
+        kth, num_listed = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
         count = 0
         for turn in range(0, 2):
             count += _collect(
                 logits, vocab_size, group_list, candidates, count, num_listed,
-                last + 1 - turn, tl.where(turn == 0, GREATEST_KEY, last), GROUP, TILE, CANDIDATES,
+                kth + 1 - turn, tl.where(turn == 0, GREATEST_KEY, kth), GROUP, TILE, CANDIDATES,
             )  # fmt: skip
         count = tl.minimum(count, CANDIDATES)
     c = tl.arange(0, CANDIDATES)

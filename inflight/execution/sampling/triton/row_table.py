@@ -154,23 +154,23 @@ def update_forbidden(row, length, table, tokens, forbidden, vocab_size):
     tl.debug_barrier()
     for start in range(0, count, RULES):
         i = start + tl.arange(0, RULES)
-        last = tl.load(rules + i, mask=i < count, other=0)
-        tl.atomic_and(bits + (last >> 5), ~(1 << (last & 31)), mask=i < count)
+        token_id = tl.load(rules + i, mask=i < count, other=0)
+        tl.atomic_and(bits + (token_id >> 5), ~(1 << (token_id & 31)), mask=i < count)
     tl.debug_barrier()
     for start in range(0, count, RULES):
         i = start + tl.arange(0, RULES)
         exists = i < count
-        last = tl.load(rules + i, mask=exists, other=0)
+        token_id = tl.load(rules + i, mask=exists, other=0)
         size = tl.load(rules + count + i, mask=exists, other=0)
         prefix = rules + 3 * count + tl.load(rules + 2 * count + i, mask=exists, other=0)
         begin = length - size
-        holds = exists & tl.where(size < 0, size * 0 + length < min_length, begin >= num_prompt)
+        matches = exists & tl.where(size < 0, size * 0 + length < min_length, begin >= num_prompt)
         for j in range(0, tl.max(size, 0)):
-            compared = holds & (j < size)
+            compared = matches & (j < size)
             expected = tl.load(prefix + j, mask=compared, other=0)
             actual = tl.load(tokens + begin + j, mask=compared, other=0)
-            holds = holds & (expected == actual)
-        tl.atomic_or(bits + (last >> 5), 1 << (last & 31), mask=holds)
+            matches = matches & (expected == actual)
+        tl.atomic_or(bits + (token_id >> 5), 1 << (token_id & 31), mask=matches)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lengths"])
@@ -189,13 +189,13 @@ def start_rows_kernel(
     row = tl.load(rows + tl.program_id(0))
     length = tl.load(lengths + tl.program_id(0))
     flags = int_of(table, row, FLAGS)
-    at = tokens + row.to(tl.int64) * tokens_stride
+    row_tokens = tokens + row.to(tl.int64) * tokens_stride
     n = tl.arange(0, SIZE)
     if flags & FORBID:
         num_words = padded(vocab_size) // 32
         for start in range(0, num_words, SIZE):
             tl.store(forbidden + row.to(tl.int64) * num_words + start + n, 0, mask=start + n < num_words)
-        update_forbidden(row, length, table, at, forbidden, vocab_size)
+        update_forbidden(row, length, table, row_tokens, forbidden, vocab_size)
     if flags & PENALTIES:
         num_pairs = padded(vocab_size) // 2
         pairs = seen.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * num_pairs
@@ -205,7 +205,7 @@ def start_rows_kernel(
         num_prompt = int_of(table, row, NUM_PROMPT)
         for start in range(0, length, SIZE):
             position = start + n
-            token_id = tl.load(at + position, mask=position < length, other=0)
+            token_id = tl.load(row_tokens + position, mask=position < length, other=0)
             shift = (token_id & 1) * 16
             tl.atomic_or(pairs + (token_id >> 1), 0x8000 << shift, mask=position < num_prompt)
             # Counts have 15 bits: of longer outputs, only the latest tokens are counted.

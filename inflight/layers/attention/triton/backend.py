@@ -38,7 +38,7 @@ class TritonInputs:
     """One step in device memory; all contents may change between replays of a graph."""
 
     positions: Tensor  # [T] int32; any valid position for padding
-    live: Tensor  # [T] int32; below 0: padding
+    padding_mask: Tensor  # [T] int32; below 0: padding
     tables: tuple[TableInputs | None, ...]  # None: no layer here has keys and values in this table
     short_context: bool  # DecodeWork.short_context
     workspace: AttentionWorkspace

@@ -47,14 +47,14 @@ def chunk_attention(
     out: Tensor,  # [T, num_heads * head_dim], written where an item says so
 ) -> None:
     """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
-    own = None
+    descriptor = None
     blocks, scales = halves(cache)
     descriptors = descriptors and layer.has_kv
     if descriptors:
         block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
-        own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
+        descriptor = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
-        qkv, own, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses,
+        qkv, descriptor, blocks, scales, block_tables, work.table, work.count, workspace.outs, workspace.lses,
         workspace.counters, layer.sinks, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
         block_tables.stride(0), DESCRIPTORS=descriptors, ALL_CACHED=not layer.has_kv, FIELDS=CHUNK_FIELDS,
         **paged_constants(qkv, blocks, layer, tile, pdl),
@@ -66,8 +66,8 @@ def chunk_attention(
     do_not_specialize_on_alignment=["items", "num_items"],
 )
 def _chunk(
-    qkv, own, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
-    qkv_stride, table_stride,
+    qkv, descriptor, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale,
+    window, qkv_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ALL_CACHED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
@@ -100,9 +100,9 @@ def _chunk(
     kept = row // GROUP < num_positions
     offset = tl.minimum(row // GROUP, num_positions - 1)
     query_head = head * GROUP + row % GROUP
-    at = position + offset  # [ROWS]
+    query_positions = position + offset  # [ROWS]
     q = load_rows(qkv + (token + offset).to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
-    lowest = at - window + 1
+    lowest = query_positions - window + 1
 
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     if scales is not None:
@@ -120,12 +120,12 @@ def _chunk(
         acc, row_max, row_sum = take_pages(
             q, acc, row_max, row_sum, cache + head * (BLOCK_SIZE * HEAD_DIM), scales, table, blocks, begin, end,
             lowest, scale, value_offset, BLOCK_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION,
-            CAP, at,
+            CAP, query_positions,
         )  # fmt: skip
     else:
         acc, row_max, row_sum = _take_own(
-            q, acc, row_max, row_sum, qkv, own, token - position, (num_heads + head) * HEAD_DIM,
-            tl.maximum(begin, num_cached), end, position, at, lowest, scale, qkv_stride,
+            q, acc, row_max, row_sum, qkv, descriptor, token - position, (num_heads + head) * HEAD_DIM,
+            tl.maximum(begin, num_cached), end, position, query_positions, lowest, scale, qkv_stride,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_N, WINDOW, DESCRIPTORS, PRECISION, CAP,
         )  # fmt: skip
     sink = load_sinks(sinks, query_head) if SINKS else None
@@ -158,13 +158,13 @@ def _take_own(
     row_max,
     row_sum,
     qkv,
-    own,  # descriptor of qkv, read if DESCRIPTORS
+    descriptor,  # descriptor of qkv, read if DESCRIPTORS
     first_token,  # where the request's position 0 would be
     key_column,  # of this head's keys in qkv; its values lie `value_offset` further
     begin,
     end,
     position,  # of the tile's first query: keys up to it are seen by all rows
-    at,  # [M] positions of the queries
+    query_positions,  # [M] positions of the queries
     lowest,  # [M] first position that each row sees, read if WINDOW
     scale,
     qkv_stride,
@@ -184,8 +184,8 @@ def _take_own(
         masked_from += tl.maximum(tl.minimum(position + 1, end) - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, masked_from, BLOCK_N):
             if DESCRIPTORS:
-                k = own.load([first_token + start, key_column])
-                v = own.load([first_token + start, key_column + value_offset])
+                k = descriptor.load([first_token + start, key_column])
+                v = descriptor.load([first_token + start, key_column + value_offset])
             else:
                 k_at = qkv + (first_token + start + n).to(tl.int64) * qkv_stride + key_column
                 k = load_rows(k_at, HEAD_DIM, DIM)
@@ -198,7 +198,7 @@ def _take_own(
         k_at = qkv + (first_token + tl.minimum(key, end - 1)).to(tl.int64) * qkv_stride + key_column
         k = load_rows(k_at, HEAD_DIM, DIM)
         v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
-        seen = (key < end)[None, :] & (key[None, :] <= at[:, None])
+        seen = (key < end)[None, :] & (key[None, :] <= query_positions[:, None])
         if WINDOW:
             seen = seen & (key[None, :] >= lowest[:, None])
         acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION, CAP)

@@ -48,16 +48,16 @@ def code_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
     """Load the blocks [BLOCK_N] of the tile of positions from `start` on, or the last one for those past the end, if it
     is an item. Each of the blocks is loaded once, where few make a tile, and not once for each position."""
     n = tl.arange(0, BLOCK_N)
-    last = tl.maximum(end - 1, 0) // BLOCK_SIZE
+    last_block = tl.maximum(end - 1, 0) // BLOCK_SIZE
     piece: tl.constexpr = _piece(BLOCK_SIZE, BLOCK_N)
     other: tl.constexpr = None if is_item is None else 0
     if piece == 1:
         is_read = None if is_item is None else n < tl.where(is_item, BLOCK_N, 0)
-        return tl.load(table + tl.minimum((start + n) // BLOCK_SIZE, last), mask=is_read, other=other)
+        return tl.load(table + tl.minimum((start + n) // BLOCK_SIZE, last_block), mask=is_read, other=other)
     blocks = tl.zeros([BLOCK_N], tl.int32)
     for i in tl.static_range(BLOCK_N // piece):
         block = tl.load(
-            table + tl.minimum((start + i * piece) // BLOCK_SIZE, last), mask=is_item, other=other
+            table + tl.minimum((start + i * piece) // BLOCK_SIZE, last_block), mask=is_item, other=other
         )
         blocks = tl.where(n // piece == i, block, blocks)
     return blocks

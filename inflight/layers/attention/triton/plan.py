@@ -105,9 +105,9 @@ def plan_decode(
     # The shortest come last. If they are too few to keep the memory busy, they are split, too.
     num_last, spare_items = num_entries % at_once, extra_items - int(own_splits.sum()) + num_entries
     if num_entries > at_once and 0 < num_last <= spare_items:
-        last = own_lens.argsort(kind="stable")[:num_last]
-        split_keys = split_size(int(own_lens[last].sum()), spare_items, tile, LAST_MIN_SPLIT)
-        own_splits[last] = np.maximum(own_splits[last], -(-own_lens[last] // split_keys))
+        final = own_lens.argsort(kind="stable")[:num_last]
+        split_keys = split_size(int(own_lens[final].sum()), spare_items, tile, LAST_MIN_SPLIT)
+        own_splits[final] = np.maximum(own_splits[final], -(-own_lens[final] // split_keys))
     split_lens = -(-own_lens // (own_splits * tile)) * tile
     own_splits = -(-own_lens // split_lens)
     num_splits = own_splits + prefix_splits

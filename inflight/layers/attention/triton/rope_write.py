@@ -219,8 +219,8 @@ def rotate_heads(
         _store_codes(cached[:, None] + low_at, heads[:, None] + low_at, new_low, exponent, rotated)
         _store_codes(cached[:, None] + high_at, heads[:, None] + high_at, new_high, exponent, rotated)
         if REST > 0:
-            at = ROTARY_DIM + j[None, :]
-            _store_codes(cached[:, None] + at, heads[:, None] + at, rest, exponent, still)
+            rest_at = ROTARY_DIM + j[None, :]
+            _store_codes(cached[:, None] + rest_at, heads[:, None] + rest_at, rest, exponent, still)
 
 
 @triton.jit

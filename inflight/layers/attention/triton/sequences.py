@@ -125,8 +125,8 @@ def _sequences(
     if not is_item:
         return
 
-    at = position + tl.arange(0, ROWS)
-    token = first + tl.minimum(at, length - 1)  # rows past the last position repeat it
+    query_positions = position + tl.arange(0, ROWS)
+    token = first + tl.minimum(query_positions, length - 1)  # rows past the last position repeat it
     q = load_rows(qkv + token.to(tl.int64) * qkv_stride + head * HEAD_DIM, HEAD_DIM, DIM)
     begin, end = 0, length
     if WINDOW:
@@ -157,11 +157,11 @@ def _sequences(
         v = load_rows(k_at + width, HEAD_DIM, DIM)
         seen = (key < end)[None, :]
         if WINDOW:
-            seen = seen & (tl.abs(key[None, :] - at[:, None]) <= window)
+            seen = seen & (tl.abs(key[None, :] - query_positions[:, None]) <= window)
         acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION)
     result, _ = finish(acc, row_max, row_sum)
     out_rows = out + token.to(tl.int64) * width + head * HEAD_DIM
-    store_rows(out_rows, result, at < length, HEAD_DIM, DIM)
+    store_rows(out_rows, result, query_positions < length, HEAD_DIM, DIM)
 
 
 def rotate(

@@ -231,7 +231,7 @@ def take_pages(
     masks every tile; otherwise only a last, partly filled one is masked, after the loop.
     """
     n = tl.arange(0, BLOCK_N)
-    last = tl.maximum(end - 1, 0)
+    last_key = tl.maximum(end - 1, 0)
     masked_from = begin if MASK_ALL else begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
     if not MASK_ALL:
         for start in tl.range(begin, masked_from, BLOCK_N):
@@ -240,7 +240,7 @@ def take_pages(
             v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
             if scales is not None:
                 words = load_words(scales, blocks, start + n, block_stride, BLOCK_SIZE)
-            blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last) // BLOCK_SIZE)
+            blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last_key) // BLOCK_SIZE)
             if scales is None:
                 acc, row_max, row_sum = take_tile(
                     q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION, CAP
@@ -251,13 +251,13 @@ def take_pages(
                 )
     for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
         position = start + n
-        readable = tl.minimum(position, last)
+        readable = tl.minimum(position, last_key)
         k_at = page_pointers(keys, blocks, readable, block_stride, HEAD_DIM, BLOCK_SIZE)
         k = load_rows(k_at, HEAD_DIM, DIM)
         v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
         if scales is not None:
             words = load_words(scales, blocks, readable, block_stride, BLOCK_SIZE)
-        blocks = tl.load(table + tl.minimum(position + BLOCK_N, last) // BLOCK_SIZE)
+        blocks = tl.load(table + tl.minimum(position + BLOCK_N, last_key) // BLOCK_SIZE)
         seen = (position < end)[None, :]
         if WINDOW:
             seen = seen & (position[None, :] >= lowest[:, None])
@@ -343,10 +343,10 @@ def merge(
     acc = tl.zeros([M, DIM], tl.float32)
     for first in range(0, num_splits, SPLITS_AT_ONCE):
         there = (first + p < num_splits)[:, None] & kept[None, :]  # [SPLITS_AT_ONCE, M]
-        at = index[None, :] + (first + p)[:, None] * stride
-        lse = tl.load(lses + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        partial = index[None, :] + (first + p)[:, None] * stride
+        lse = tl.load(lses + partial, mask=there, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
-            outs + at.to(tl.int64)[:, :, None] * HEAD_DIM + d[None, None, :],
+            outs + partial.to(tl.int64)[:, :, None] * HEAD_DIM + d[None, None, :],
             mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
