@@ -87,10 +87,10 @@ def load_decoder_engine(
             shared.ranks = ranks
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
-        decoder = _fill_decoder(config, platform, checkpoint, plan, memory, shared)
+        decoder = fill_decoder(config, platform, checkpoint, plan, memory, shared)
         num_blocks = _num_blocks(config, platform, decoder, plan.context, ranks)
         max_model_len = _max_model_len(config, platform, kv_layout(config, decoder, ranks), num_blocks, plan)
-        grammars = _grammar_compiler(platform, tokenizer, vocab_size, eos)
+        grammars = grammar_compiler(platform, tokenizer, vocab_size, eos)
         build = partial(decoder_core, platform, decoder, ranks, num_blocks, max_model_len, grammars)
         inputs = InputProcessor.create(tokenizer, vocab_size, max_model_len, eos, config.model.seed, grammars)
         generates, pooling = decoder.generates, plan.decoder.pooling
@@ -134,7 +134,7 @@ def _max_model_len(
     return longest
 
 
-def _grammar_compiler(
+def grammar_compiler(
     platform: Platform, tokenizer: Tokenizer | None, vocab_size: int, eos: tuple[int, ...]
 ) -> GrammarCompiler:
     vocabulary = partial(vocabulary_of, tokenizer, vocab_size, eos)
@@ -168,13 +168,13 @@ class _SharedProgress:
             self._progress(*self._last)
 
 
-def _fill_decoder(
+def fill_decoder(
     config: EngineConfig,
     platform: Platform,
     checkpoint: Checkpoint,
     plan: ModelPlan,
-    memory: RankMemory | None,
-    progress: LoadProgress | None,
+    memory: RankMemory | None = None,
+    progress: LoadProgress | None = None,
 ) -> Decoder:
     """Return the decoder with its weights; with `memory`, the shard of the calling rank."""
     shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, platform)
@@ -204,9 +204,9 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     plan = plan_model(config, checkpoint, plain_ids(tokenizer))
     platform = platforms.platform(config.model.device)
     eos = eos_ids(checkpoint, tokenizer)
-    grammars = _grammar_compiler(platform, tokenizer, plan.spec.vocab_size, eos)
+    grammars = grammar_compiler(platform, tokenizer, plan.spec.vocab_size, eos)
     config = _with_rows(config, plan.spec, platform)
-    decoder = _fill_decoder(config, platform, checkpoint, plan, memory, progress)
+    decoder = fill_decoder(config, platform, checkpoint, plan, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
     if platform.device.type == "cpu":
