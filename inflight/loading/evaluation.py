@@ -24,11 +24,10 @@ from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading.checkpoint import load_tokenizer, model_name, open_configured, plain_ids, plan_model
+from inflight.loading.checkpoint import OpenModel, model_name
 from inflight.loading.engine import decoder_core, policy_of
 from inflight.loading.load import fill_decoder, grammar_compiler
 from inflight.models.decoders.footprint import num_bytes
-from inflight.models.encoders.families import encoder_architecture
 from inflight.request import MAX_SCORED_CHUNK, Request
 from inflight.sampling_params import SamplingParams
 
@@ -111,18 +110,17 @@ class _ScoringEngine:
     """A model in an engine that computes one window of a text at a time, and the text's tokens."""
 
     def __init__(self, config: EngineConfig, platform: Platform, text: str, window: int) -> None:
-        checkpoint, name = open_configured(config, config.model.load_format), model_name(config)
-        if encoder_architecture(checkpoint.config) is not None:
+        model, name = OpenModel.open(config), model_name(config)
+        if model.is_encoder:
             raise ConfigError(f"{name} is an encoder: it predicts no tokens")
-        tokenizer = load_tokenizer(config, checkpoint)
-        if tokenizer is None:
+        if model.tokenizer is None:
             raise ConfigError(f"{name} has no tokenizer: a text cannot be split into tokens")
-        plan = plan_model(config, checkpoint, plain_ids(tokenizer))
+        plan = model.plan()
         if not plan.spec.has_lm_head:
             raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
-        self.token_ids = list(tokenizer.encode(text))
+        self.token_ids = list(model.tokenizer.encode(text))
         self.window = min(window, plan.spec.default_context)
-        self.decoder = decoder = fill_decoder(config, platform, checkpoint, plan)
+        self.decoder = decoder = fill_decoder(model, platform, plan)
         # Neither graphs nor cached prefixes: they pay off only for many requests.
         config = replace(
             config,
@@ -134,7 +132,7 @@ class _ScoringEngine:
         )
         layout = decoder.kv_shape(config.cache.block_size).layout
         num_blocks = most_blocks(layout, 1, self.window, MAX_SCORED_CHUNK)
-        grammars = grammar_compiler(platform, tokenizer, plan.spec.vocab_size, ())
+        grammars = grammar_compiler(model, platform, plan.spec.vocab_size)
         policy = policy_of(config.scheduler)
         self._core = decoder_core(platform, decoder, None, num_blocks, self.window, grammars, config, policy)
 

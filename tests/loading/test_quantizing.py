@@ -21,8 +21,9 @@ from inflight.layers.formats.weight_format import PlainFormat
 from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec
 from inflight.loading.evaluation import evaluate, unquantized
 from inflight.loading.planning import Devices, plan_devices
-from inflight.loading.quantizing import FORMATS, quantize_checkpoint
+from inflight.loading.quantizing import quantize_checkpoint
 from inflight.models.decoders.families import decoder_spec
+from inflight.models.quantization import ON_LOADING
 from tests.models.running import load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
 from tests.support.specs import attentions
@@ -41,7 +42,7 @@ def config(model: Path | str, **options: Any) -> EngineConfig:
     return EngineConfig.create(str(model), device="cpu", **options)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ON_LOADING)
 def test_written_checkpoint_is_what_its_library_reads(name: str, folder: Path, tmp_path: Path) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
