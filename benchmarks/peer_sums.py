@@ -18,7 +18,7 @@ from torch import Tensor
 from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
 from inflight.layers.triton.linear_parts import NextNorm
 
-SLOT = 1 << 22
+REGION_BYTES = 1 << 22
 NUM_FEATURES = 4096
 NUM_SUMS = 50  # of a graph
 DEVICE = torch.device("cuda")
@@ -34,11 +34,11 @@ class SumResult:
 
 class TwoRanks:
     def __init__(self) -> None:
-        self._buffers = torch.zeros(2, buffer_bytes(2, SLOT), dtype=torch.uint8, device=DEVICE)
+        self._buffers = torch.zeros(2, buffer_bytes(2, REGION_BYTES), dtype=torch.uint8, device=DEVICE)
         self._lost = torch.ones(1, dtype=torch.int32, pin_memory=True)
         addresses = [buffer.data_ptr() for buffer in self._buffers]
         self._ranks = [
-            PeerCollective(rank, addresses, SLOT, self._lost.data_ptr(), DEVICE) for rank in range(2)
+            PeerCollective(rank, addresses, REGION_BYTES, self._lost.data_ptr(), DEVICE) for rank in range(2)
         ]
         self._streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._norm = torch.rand(NUM_FEATURES, device=DEVICE)

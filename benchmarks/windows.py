@@ -31,8 +31,8 @@ class PromptSkippingRunner:
 
     def __init__(self, runner: GpuRunner) -> None:
         self._runner = runner
-        for slot in runner.cache.slots:
-            slot.zero_()
+        for lane in runner.cache.lanes:
+            lane.zero_()
 
     def launch(self, batch: Batch) -> Any:
         if not batch.num_prompt_tokens:

@@ -157,7 +157,7 @@ class ForwardPass:
         kv_shape = decoder.kv_shape(block_size)
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
-        self.states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
+        self.states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
         self.scored = ScoredRows()
         self._pooled = PooledRows()
 

@@ -1,17 +1,17 @@
-"""Where the layers of a model keep their keys and values: block tables, and slots of the memory behind the blocks.
+"""Where the layers of a model keep their keys and values: block tables, and lanes of the memory behind the blocks.
 
 All blocks of the KV memory are equal, so memory goes where it is needed. A block holds `block_size` tokens and has the
-same number of bytes in each of a few *slots*, one tensor per slot. A *block table* belongs to layers with equal heads
-that keep the same tokens, all or the last `window` of them, and gives each a slot (small layers may share one):
+same number of bytes in each of a few *lanes*, one tensor per lane. A *block table* belongs to layers with equal heads
+that keep the same tokens, all or the last `window` of them, and gives each a lane (small layers may share one):
 
-                 slot 0      slot 1      slot 2
+                 lane 0      lane 1      lane 2
     table 0      layer 5     layer 11    layer 17      all tokens
     table 1      layer 0     layer 6     layer 12      the last 1024 tokens
     table 2      layer 1     layer 7     layer 13      the last 1024 tokens
     ...
 
-A model in which all layers keep all tokens has one table and a slot for each layer. Layers are dealt out in order of
-depth, so a pipeline stage uses neighbouring slots and allocates only those.
+A model in which all layers keep all tokens has one table and a lane for each layer. Layers are dealt out in order of
+depth, so a pipeline stage uses neighbouring lanes and allocates only those.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _NO_LIMIT = 1 << 40  # tokens: a request whose layers all have windows may be this long
-# A context of this many tokens decides how many slots waste too much memory.
+# A context of this many tokens decides how many lanes waste too much memory.
 _USUAL_CONTEXT = 8192
-# The part of a request's memory that unused slots may take; fewer tables are cheaper to plan and to upload.
+# The part of a request's memory that unused lanes may take; fewer tables are cheaper to plan and to upload.
 _MAX_WASTE = 1 / 12
 # The scales of a quantized key and value of one head, 16 bits each.
 SCALE_BYTES = 4
@@ -133,8 +133,8 @@ class KVPlace:
     """Where a layer keeps its keys and values."""
 
     table: int
-    slot: int
-    part: int = 0  # among the layers of the same table that share the slot
+    lane: int
+    part: int = 0  # among the layers of the same table that share the lane
 
 
 def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlace], tuple[int | None, ...]]:
@@ -151,30 +151,30 @@ def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlac
     ordered = [
         (layer_kind[1] or None, largest // layer_kind[2], kinds[layer_kind]) for layer_kind in sorted(kinds)
     ]
-    num_slots = _num_slots([(window, -(-len(indices) // share)) for window, share, indices in ordered])
+    num_lanes = _num_lanes([(window, -(-len(indices) // share)) for window, share, indices in ordered])
     places: dict[int, KVPlace] = {}
     windows: list[int | None] = []
     for window, share, indices in ordered:
         num_units = -(-len(indices) // share)
         for number, index in enumerate(indices):
             unit, part = divmod(number, share)
-            slot = unit * num_slots // num_units
-            first = -(-slot * num_units // num_slots)  # the first unit in this slot
-            places[index] = KVPlace(len(windows) + unit - first, slot, part)
-        windows += [window] * -(-num_units // num_slots)
+            lane = unit * num_lanes // num_units
+            first = -(-lane * num_units // num_lanes)  # the first unit in this lane
+            places[index] = KVPlace(len(windows) + unit - first, lane, part)
+        windows += [window] * -(-num_units // num_lanes)
     return [places[index] for index in range(len(layers))], tuple(windows) or (None,)
 
 
-def _num_slots(kinds: Sequence[tuple[int | None, int]]) -> int:
-    """Return the largest number of slots that wastes little, for kinds of layers given as (window, slots needed)."""
+def _num_lanes(kinds: Sequence[tuple[int | None, int]]) -> int:
+    """Return the largest number of lanes that wastes little, for kinds of layers given as (window, lanes needed)."""
 
-    def memory(num_slots: int) -> int:
+    def memory(num_lanes: int) -> int:
         tables = (
-            (min(window or _USUAL_CONTEXT, _USUAL_CONTEXT), -(-num_units // num_slots))
+            (min(window or _USUAL_CONTEXT, _USUAL_CONTEXT), -(-num_units // num_lanes))
             for window, num_units in kinds
         )
-        return sum(tokens * count * num_slots for tokens, count in tables)
+        return sum(tokens * count * num_lanes for tokens, count in tables)
 
     allowed = memory(1) * (1 + _MAX_WASTE)
     most = max((num_units for _, num_units in kinds), default=1)
-    return next(num_slots for num_slots in range(most, 0, -1) if memory(num_slots) <= allowed)
+    return next(num_lanes for num_lanes in range(most, 0, -1) if memory(num_lanes) <= allowed)

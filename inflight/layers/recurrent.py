@@ -5,8 +5,8 @@ computes the layer lays out as it likes. The row of an entry that starts at posi
 starts from zeros.
 
 A snapshot is a copy of a row's states in all recurrent layers, in some blocks of the KV memory. A block has a part in
-each slot of that memory (one cache tensor per slot), and the recurrent layers are dealt out to the slots in turn: the
-states of a slot's layers lie one behind the other, across the parts that the snapshot's blocks have there.
+each lane of that memory (one cache tensor per lane), and the recurrent layers are dealt out to the lanes in turn: the
+states of a lane's layers lie one behind the other, across the parts that the snapshot's blocks have there.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class LayerStates:
     """The states of one recurrent layer: those of all rows, and the place of its part of a snapshot."""
 
     rows: Tensor  # [max_rows, state_size] float32
-    blocks: Tensor  # [num_blocks, values of a block's part] float32: a slot of the KV memory
-    offset: int  # where the layer's values begin in the slot's part of a snapshot
+    blocks: Tensor  # [num_blocks, values of a block's part] float32: a lane of the KV memory
+    offset: int  # where the layer's values begin in the lane's part of a snapshot
 
     def save(self, row: int, block_ids: Sequence[int]) -> None:
         """Copy the state of a row into a snapshot."""
@@ -105,21 +105,21 @@ class LayerStates:
 
 
 def allocate_states(state_sizes: Sequence[int], caches: Sequence[Tensor], max_rows: int) -> list[LayerStates]:
-    """Return the states of recurrent layers with these sizes, given the KV memory's slots, [num_blocks, ...] each."""
+    """Return the states of recurrent layers with these sizes, given the KV memory's lanes, [num_blocks, ...] each."""
     states, ends = [], [0] * len(caches)
     for index, size in enumerate(state_sizes):
-        slot = index % len(caches)
-        cache = caches[slot]
+        lane = index % len(caches)
+        cache = caches[lane]
         rows = torch.zeros(max_rows, size, dtype=torch.float32, device=cache.device)
         blocks = cache.view(len(cache), -1).view(torch.float32)
-        states.append(LayerStates(rows, blocks, ends[slot]))
-        ends[slot] += size
+        states.append(LayerStates(rows, blocks, ends[lane]))
+        ends[lane] += size
     return states
 
 
-def blocks_per_snapshot(state_sizes: Sequence[int], num_slots: int, bytes_per_part: int) -> int:
-    """Return how many blocks a snapshot takes, if a block has this many bytes in each slot."""
-    largest = max((sum(state_sizes[slot::num_slots]) for slot in range(num_slots)), default=0)
+def blocks_per_snapshot(state_sizes: Sequence[int], num_lanes: int, bytes_per_part: int) -> int:
+    """Return how many blocks a snapshot takes, if a block has this many bytes in each lane."""
+    largest = max((sum(state_sizes[lane::num_lanes]) for lane in range(num_lanes)), default=0)
     return -(-largest * torch.float32.itemsize // bytes_per_part)
 
 

@@ -19,10 +19,10 @@ from inflight.layers.recurrent import DeltaNetShape, allocate_states, blocks_per
     st.randoms(use_true_random=False),
 )
 def test_restored_states_are_those_that_were_saved(
-    sizes: list[int], num_slots: int, part: int, random: Random
+    sizes: list[int], num_lanes: int, part: int, random: Random
 ) -> None:
-    num_blocks = blocks_per_snapshot(sizes, num_slots, 4 * part)
-    caches = [torch.zeros(2 * num_blocks, part) for _ in range(num_slots)]
+    num_blocks = blocks_per_snapshot(sizes, num_lanes, 4 * part)
+    caches = [torch.zeros(2 * num_blocks, part) for _ in range(num_lanes)]
     states = allocate_states(sizes, caches, max_rows=3)
     for layer in states:
         layer.rows.copy_(torch.randn(layer.rows.shape))
@@ -40,13 +40,13 @@ def test_restored_states_are_those_that_were_saved(
 
 
 def test_snapshot_has_no_block_to_spare() -> None:
-    assert blocks_per_snapshot([10, 20, 10], 2, 40) == 2  # 20 values in each slot, 10 in a part
+    assert blocks_per_snapshot([10, 20, 10], 2, 40) == 2  # 20 values in each lane, 10 in a part
     assert blocks_per_snapshot([10, 21, 10], 2, 40) == 3
     assert blocks_per_snapshot([], 2, 40) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_may_have_any_type_and_shape(dtype: torch.dtype) -> None:
+def test_lanes_may_have_any_type_and_shape(dtype: torch.dtype) -> None:
     caches = [torch.zeros(4, 2, 2, 4, 2, dtype=dtype)]
     (layer,) = allocate_states([20], caches, max_rows=1)
     layer.rows.copy_(torch.randn(1, 20))

@@ -85,7 +85,7 @@ class GpuRunner:
         num_tables = len(kv_shape.windows)
         self.rows = DeviceRows(max_rows, max_len, block_size, device, num_tables, max_tokens)
         self.attention = DeviceAttention(decoder, kv_shape, self.rows)
-        states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
+        states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
         self.states: DeviceStates | None = None
         if states:
             self.states = DeviceStates(states, kv_shape.snapshot_blocks, PROMPT_INTERVAL * block_size)

@@ -31,29 +31,29 @@ logger = logging.getLogger(__name__)
 # read each part once but take many hops. An estimate: it has never been measured between GPUs.
 ONE_SHOT = 1 << 20
 # Bytes that a rank contributes to an exchange at once: the logits of some dozens of rows.
-SLOT = 1 << 24
+REGION_BYTES = 1 << 24
 _BLOCK = 4096  # most columns that a gather copies at once
 
 
-def buffer_bytes(size: int, slot: int) -> int:
-    """Return the bytes of the buffer of one of `size` ranks, with slots of `slot` bytes."""
-    return size * MAX_PROGRAMS * 4 + 2 * slot
+def buffer_bytes(size: int, region: int) -> int:
+    """Return the bytes of the buffer of one of `size` ranks, with regions of `region` bytes."""
+    return size * MAX_PROGRAMS * 4 + 2 * region
 
 
 class PeerCollective:
     """Implements `Collective` and `AddingReduce`: every rank reads the parts of all ranks and adds them in order.
 
-    What does not fit a slot is exchanged piece by piece. Steps can be captured.
+    What does not fit a region is exchanged piece by piece. Steps can be captured.
     """
 
     capturable = True
 
     def __init__(
-        self, rank: int, addresses: Sequence[int], slot: int, lost: int, device: torch.device
+        self, rank: int, addresses: Sequence[int], region: int, lost: int, device: torch.device
     ) -> None:
         """`addresses`: the ranks' buffers, as mapped in this process. `lost`: the address of a word that becomes
         nonzero when a rank is lost, which ends every wait."""
-        self.slot = slot
+        self.region = region
         self._rank = rank
         self._size = len(addresses)
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -77,12 +77,12 @@ class PeerCollective:
 
     def fits(self, x: Tensor) -> bool:
         """Return whether x fits one exchange."""
-        return x.nbytes <= self.slot
+        return x.nbytes <= self.region
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
-        at_once = self.slot // (4 * max(widths))
+        at_once = self.region // (4 * max(widths))
         block = min(_BLOCK, triton.next_power_of_2(out.shape[1] // self._size + 1))
         for first in range(0, len(x), at_once):
             rows = slice(first, first + at_once)
@@ -94,7 +94,7 @@ class PeerCollective:
                 target,
                 *self._group_arguments(num_rows),
                 num_columns,
-                self.slot,
+                self.region,
                 SIZE=self._size,
                 BLOCK=block,
                 PDL=self._pdl,
@@ -104,7 +104,7 @@ class PeerCollective:
         return out
 
     def _rows_at_once(self, x: Tensor) -> int:
-        return self.slot // (x.shape[1] * x.element_size())
+        return self.region // (x.shape[1] * x.element_size())
 
     def _sum(
         self, x: Tensor, hidden: Tensor | None, norm: Tensor | None, eps: float, next_norm: NextNorm | None
@@ -121,7 +121,7 @@ class PeerCollective:
             *self._group_arguments(num_tokens),
             num_features,
             eps,
-            self.slot,
+            self.region,
             SIZE=self._size,
             BLOCK=block,
             PDL=self._pdl,
@@ -204,7 +204,7 @@ def device_collective(memory: RankMemory, shared: SharedCollective, device: torc
     nccl = _nccl(memory, shared, device)
     if peers is not None and nccl is not None:
         logger.info("collectives: peer memory, NCCL for large sums")
-        return DeviceCollective(peers, nccl, min(peers.slot, ONE_SHOT // (shared.size - 1)))
+        return DeviceCollective(peers, nccl, min(peers.region, ONE_SHOT // (shared.size - 1)))
     if peers is not None:
         logger.info("collectives: peer memory")
         return peers
@@ -220,9 +220,9 @@ def device_collective(memory: RankMemory, shared: SharedCollective, device: torc
 def _peers(memory: RankMemory, shared: SharedCollective, device: torch.device) -> PeerCollective | None:
     """Return a collective over peer memory; None if some rank cannot reach another."""
     buffer: PeerMemory | None = None
-    handle, lost, slot = b"", 0, max(SLOT, shared.slot)
+    handle, lost, region = b"", 0, max(REGION_BYTES, shared.region)
     try:
-        buffer = PeerMemory(buffer_bytes(shared.size, slot))
+        buffer = PeerMemory(buffer_bytes(shared.size, region))
         lost, handle = buffer.map_host_page(shared.address), buffer.handle
     except (EngineError, OSError) as error:
         logger.debug("peer memory cannot be allocated: %s", error)
@@ -239,7 +239,7 @@ def _peers(memory: RankMemory, shared: SharedCollective, device: torch.device) -
     if all_agree(shared, bool(addresses)):
         assert buffer is not None
         memory.before_close(buffer.close)
-        return PeerCollective(shared.rank, addresses, slot, lost, device)
+        return PeerCollective(shared.rank, addresses, region, lost, device)
     if buffer is not None:
         buffer.close()
     return None

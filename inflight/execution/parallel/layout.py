@@ -31,7 +31,7 @@ class RankLayout:
     tensor: int  # ranks per stage
     pipeline: int  # stages
     threads: int  # per rank
-    slot: int  # bytes that a rank can contribute to an exchange at once
+    region: int  # bytes that a rank can contribute to an exchange at once
     hand_over: int  # capacity, in bytes, of the ring of hidden states between two ranks
     layers: tuple[tuple[int, int], ...]  # of each stage: first, and last + 1
 
@@ -69,7 +69,7 @@ class RankMemory:
         self._on_loss = on_loss
         self._before_close: list[Callable[[], None]] = []
         self._when_lost: list[Callable[[], None]] = []
-        self._group_size = _aligned(library.group_bytes + 2 * ranks.tensor * ranks.slot)
+        self._group_size = _aligned(library.group_bytes + 2 * ranks.tensor * ranks.region)
         self._steps_at = MAX_RANKS * _LINE
         self._results_at = self._steps_at + _aligned(library.stream_bytes + _STEPS_RING)
         self._groups_at = self._results_at + _aligned(library.stream_bytes + _RESULTS_RING)
@@ -114,7 +114,7 @@ class RankMemory:
             group,
             index,
             ranks.tensor,
-            ranks.slot,
+            ranks.region,
             self._spins,
             self._on_loss,
         )

@@ -45,7 +45,7 @@ def device_links(memory: RankMemory, decoder: Decoder) -> StageLinks:
     """Connect the stages: through the host where two GPUs cannot reach each other. Both ends decide the same."""
     layout, rank = memory.ranks, memory.rank
     device, hidden_size = decoder.device, decoder.spec.hidden_size
-    slot = (
+    region = (
         layout.hand_over // layout.pipeline // torch.float32.itemsize * decoder.kernels.compute_dtype.itemsize
     )
     torch.cuda.set_device(device)
@@ -53,10 +53,10 @@ def device_links(memory: RankMemory, decoder: Decoder) -> StageLinks:
     previous_stage: PeerRing | SharedLinks | None = None
     if not layout.is_last_stage(rank):
         reaches = _reach(device, layout.tensor)
-        next_stage = Ring(memory, slot, device) if reaches else SharedLinks(memory, hidden_size)
+        next_stage = Ring(memory, region, device) if reaches else SharedLinks(memory, hidden_size)
     if layout.stage(rank):
         reaches = _reach(device, -layout.tensor)
-        previous_stage = PeerRing(memory, slot, device) if reaches else SharedLinks(memory, hidden_size)
+        previous_stage = PeerRing(memory, region, device) if reaches else SharedLinks(memory, hidden_size)
     return DeviceLinks(previous_stage, next_stage)
 
 
@@ -89,18 +89,18 @@ class DeviceLinks:
 
 
 class Ring:
-    """The sending end: a ring in memory of this stage's device, with a slot and an event for each step in flight.
+    """The sending end: a ring in memory of this stage's device, with a region and an event for each step in flight.
 
-    As many steps are in flight as there are stages, so a slot has been read before it is written again. The host
+    As many steps are in flight as there are stages, so a region has been read before it is written again. The host
     notifies the next stage's host when a step is launched, and that one makes its device wait for the event. No host
     waits for a device.
     """
 
-    def __init__(self, memory: RankMemory, slot: int, device: torch.device) -> None:
+    def __init__(self, memory: RankMemory, region: int, device: torch.device) -> None:
         layout = memory.ranks
         self._stream: SharedStream = memory.hand_over(memory.rank + layout.tensor)
-        self._slot = slot  # bytes
-        self._buffer = PeerMemory(layout.pipeline * slot)
+        self._region = region  # bytes
+        self._buffer = PeerMemory(layout.pipeline * region)
         memory.before_close(self._buffer.close)
         self._events = [torch.cuda.Event(interprocess=True) for _ in range(layout.pipeline)]  # type: ignore[no-untyped-call]
         self._count = 0
@@ -112,10 +112,10 @@ class Ring:
         index = self._count % len(self._events)
         self._count += 1
         hidden = hidden.contiguous()
-        if hidden.nbytes > self._slot:
-            raise EngineError(f"hidden states of {hidden.nbytes} bytes do not fit a slot of {self._slot}")
+        if hidden.nbytes > self._region:
+            raise EngineError(f"hidden states of {hidden.nbytes} bytes do not fit a region of {self._region}")
         stream = torch.cuda.current_stream(self._device)
-        copy_on_device(self._buffer.address + index * self._slot, hidden.data_ptr(), hidden.nbytes, stream)
+        copy_on_device(self._buffer.address + index * self._region, hidden.data_ptr(), hidden.nbytes, stream)
         self._events[index].record(stream)
         self._stream.write(_LAUNCHED, len(_LAUNCHED))
 
@@ -123,9 +123,9 @@ class Ring:
 class PeerRing:
     """The receiving end: the ring of the previous stage."""
 
-    def __init__(self, memory: RankMemory, slot: int, device: torch.device) -> None:
+    def __init__(self, memory: RankMemory, region: int, device: torch.device) -> None:
         self._stream: SharedStream = memory.hand_over(memory.rank)
-        self._slot = slot
+        self._region = region
         self._device = device
         self._memory = memory
         self._message = ctypes.create_string_buffer(len(_LAUNCHED))
@@ -143,7 +143,7 @@ class PeerRing:
         self._count += 1
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._events[index])
-        copy_on_device(into.data_ptr(), self._address + index * self._slot, into.nbytes, stream)
+        copy_on_device(into.data_ptr(), self._address + index * self._region, into.nbytes, stream)
 
     def _open(self) -> None:
         message = bytes(self._stream.receive(0))

@@ -110,7 +110,7 @@ class SharedCollective:
     address: int
     rank: int
     size: int
-    slot: int  # bytes
+    region: int  # bytes
     spins: int
     on_loss: OnLoss
     watches: bool = False  # whether a rank that does not arrive is lost, or waited for
@@ -142,7 +142,7 @@ class SharedCollective:
         limit = 0
         if self.watches:
             limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since) + self._extra))
-        group = self.address, self.rank, self.size, self.slot, self.spins, limit
+        group = self.address, self.rank, self.size, self.region, self.spins, limit
         code = function(*group, *arguments)
         if code:
             self.on_loss(code)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LOADER = "inflight.loading.load:load_rank"
 GIB = 1 << 30
 LINE = 64  # bytes of a cache line
-SLOT = 1 << 20  # bytes that a rank contributes to an exchange at once: they stay in its cache
+REGION_BYTES = 1 << 20  # bytes that a rank contributes to an exchange at once: they stay in its cache
 
 
 def start_ranks(
@@ -76,7 +76,7 @@ def start_ranks(
         tensor=tensor,
         pipeline=pipeline,
         threads=_threads(library, parallel.num_ranks),
-        slot=slot_bytes(spec.vocab_size, tensor),
+        region=region_bytes(spec.vocab_size, tensor),
         # Holds all steps in flight: no stage waits for the next one to read.
         hand_over=pipeline * max_tokens * spec.hidden_size * 4,
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
@@ -161,9 +161,9 @@ def begin_ranks(
     return runner
 
 
-def slot_bytes(vocab_size: int, size: int) -> int:
-    """Return the bytes of a slot that holds the logits of one of `size` ranks for one row."""
-    return max(SLOT, -(-4 * -(-vocab_size // size) // LINE) * LINE)
+def region_bytes(vocab_size: int, size: int) -> int:
+    """Return the bytes of a region that holds the logits of one of `size` ranks for one row."""
+    return max(REGION_BYTES, -(-4 * -(-vocab_size // size) // LINE) * LINE)
 
 
 def _named(share: RankShare, count: int) -> str:

@@ -12,17 +12,17 @@ from torch import Tensor
 from inflight.kv.layout import KVLayout, KVPlace, LayerKV, place_layers
 from inflight.layers.recurrent import StateInputs
 
-_ALIGNMENT = 16  # bytes, of blocks in slots with quantized layers
+_ALIGNMENT = 16  # bytes, of blocks in lanes with quantized layers
 
 BlockShape = Callable[[LayerKV], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV memory of one rank: its attention layers, and their places among the slots and tables (`kv/layout.py`)."""
+    """The KV memory of one rank: its attention layers, and their places among the lanes and tables (`kv/layout.py`)."""
 
     layers: tuple[LayerKV, ...]
-    places: tuple[KVPlace, ...]  # of each layer; slots are those of the whole model
+    places: tuple[KVPlace, ...]  # of each layer; lanes are those of the whole model
     windows: tuple[int | None, ...]  # of each block table of the whole model
     block_size: int
     dtype: torch.dtype  # of layers that are not quantized
@@ -38,36 +38,36 @@ class KVShape:
         return cls(tuple(layers[part]), tuple(places[part]), windows, block_size, dtype)
 
     @property
-    def slots(self) -> range:
-        """The slots that this rank has: those of its layers, and at least one, for snapshots."""
-        used = [place.slot for place in self.places]
+    def lanes(self) -> range:
+        """The lanes that this rank has: those of its layers, and at least one, for snapshots."""
+        used = [place.lane for place in self.places]
         return range(min(used, default=0), max(used, default=0) + 1)
 
     @property
-    def slot_dtype(self) -> torch.dtype:
-        """The dtype of the slots: bytes if some layers are quantized."""
+    def lane_dtype(self) -> torch.dtype:
+        """The dtype of the lanes: bytes if some layers are quantized."""
         return torch.uint8 if any(layer.is_quantized for layer in self.layers) else self.dtype
 
     @property
     def values_per_part(self) -> int:
-        """Values of `slot_dtype` of a block in one slot."""
-        return self.bytes_per_part // self.slot_dtype.itemsize
+        """Values of `lane_dtype` of a block in one lane."""
+        return self.bytes_per_part // self.lane_dtype.itemsize
 
     @property
     def bytes_per_part(self) -> int:
-        """Bytes of a block in one slot."""
+        """Bytes of a block in one lane."""
         width = self.dtype.itemsize
         ends = [
             (place.part + 1) * layer.block_bytes(self.block_size, width)
             for layer, place in zip(self.layers, self.places, strict=True)
         ]
         most = max(ends, default=self.block_size * width)
-        return most if self.slot_dtype == self.dtype else -(-most // _ALIGNMENT) * _ALIGNMENT
+        return most if self.lane_dtype == self.dtype else -(-most // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in all slots."""
-        return len(self.slots) * self.bytes_per_part
+        """Bytes of one block in all lanes."""
+        return len(self.lanes) * self.bytes_per_part
 
     @property
     def layout(self) -> KVLayout:
@@ -96,21 +96,21 @@ def halves(cache: LayerCache) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(slots=True)
 class KVCache:
-    """The KV memory: one tensor per slot, and the part of it that belongs to each attention layer."""
+    """The KV memory: one tensor per lane, and the part of it that belongs to each attention layer."""
 
-    slots: list[Tensor]  # [num_blocks, values_per_part] of `slot_dtype`
+    lanes: list[Tensor]  # [num_blocks, values_per_part] of `lane_dtype`
     # A LayerCache each, [num_blocks, ...], as the backend lays out a block; blocks may be apart.
     layers: list[Any]
 
     @classmethod
-    def divide(cls, slots: list[Tensor], shape: KVShape, block_shape: BlockShape) -> KVCache:
-        """Divide slots among the layers. `block_shape` returns the shape of a layer's block."""
+    def divide(cls, lanes: list[Tensor], shape: KVShape, block_shape: BlockShape) -> KVCache:
+        """Divide lanes among the layers. `block_shape` returns the shape of a layer's block."""
         layers: list[LayerCache] = []
-        first_slot, block_size = shape.slots.start, shape.block_size
+        first_lane, block_size = shape.lanes.start, shape.block_size
         for layer, place in zip(shape.layers, shape.places, strict=True):
-            slot = slots[place.slot - first_slot]
-            size = layer.block_bytes(block_size, shape.dtype.itemsize) // slot.dtype.itemsize
-            part = slot[:, place.part * size : (place.part + 1) * size]
+            lane = lanes[place.lane - first_lane]
+            size = layer.block_bytes(block_size, shape.dtype.itemsize) // lane.dtype.itemsize
+            part = lane[:, place.part * size : (place.part + 1) * size]
             if layer.is_quantized:
                 num_codes, num_blocks = layer.size * block_size, len(part)
                 kind = torch.int8 if layer.quantized == "int8" else torch.uint8
@@ -119,10 +119,10 @@ class KVCache:
                 layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_heads, block_size)))
             else:
                 layers.append(part.view(shape.dtype).view(len(part), *block_shape(layer)))
-        return cls(slots, layers)
+        return cls(lanes, layers)
 
     def clear(self) -> None:
-        self.slots.clear()
+        self.lanes.clear()
         self.layers.clear()
 
 

@@ -120,9 +120,9 @@ class NativeAttention:
         if any(layer.quantized == "fp8" for layer in shape.layers):
             raise ConfigError("the KV cache is fp8 on a CPU: it must be float32 or int8")
         # Not initialised, so a large cache takes memory only as its blocks are written.
-        slots = [torch.empty(num_blocks, shape.values_per_part, dtype=shape.slot_dtype) for _ in shape.slots]
+        lanes = [torch.empty(num_blocks, shape.values_per_part, dtype=shape.lane_dtype) for _ in shape.lanes]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (layer.num_heads, 2, layer.key_dim, size))
+        return KVCache.divide(lanes, shape, lambda layer: (layer.num_heads, 2, layer.key_dim, size))
 
     def attend(
         self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: AttentionInputs
@@ -175,12 +175,12 @@ class TorchCpuAttention:
     """
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
-        slots = [
-            torch.empty(num_blocks, shape.values_per_part, dtype=shape.slot_dtype, device=device)
-            for _ in shape.slots
+        lanes = [
+            torch.empty(num_blocks, shape.values_per_part, dtype=shape.lane_dtype, device=device)
+            for _ in shape.lanes
         ]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (2, size, layer.num_heads, layer.key_dim))
+        return KVCache.divide(lanes, shape, lambda layer: (2, size, layer.num_heads, layer.key_dim))
 
     def attend(
         self,

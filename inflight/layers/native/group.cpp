@@ -40,10 +40,10 @@ int64_t inflight_stream_bytes() { return sizeof(Stream); }
 void inflight_group_lose(void* group) { static_cast<Group*>(group)->lost.store(1); }
 
 // x [count] becomes the sum of all ranks' x, added in the order of the ranks: the same bits on each of them.
-int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, float* x,
+int inflight_group_sum(void* group, int rank, int size, int64_t region, int spins, int64_t limit, float* x,
                        int64_t count) {
-    const Member member{static_cast<Group*>(group), rank, size, spins, slot, limit};
-    const int64_t most = slot / static_cast<int64_t>(sizeof(float));
+    const Member member{static_cast<Group*>(group), rank, size, spins, region, limit};
+    const int64_t most = region / static_cast<int64_t>(sizeof(float));
     for (int64_t done = 0; done < count; done += most) {
         const int64_t n = std::min(most, count - done);
         const uint32_t round = member.next();
@@ -61,13 +61,13 @@ int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins,
     return 0;
 }
 
-// Rank r contributes x [num_rows][widths[r]]: out [num_rows] gets the columns of all ranks side by side. A slot holds at
+// Rank r contributes x [num_rows][widths[r]]: out [num_rows] gets the columns of all ranks side by side. A region holds at
 // least one row of the widest rank.
-int inflight_group_gather(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, const float* x,
+int inflight_group_gather(void* group, int rank, int size, int64_t region, int spins, int64_t limit, const float* x,
                           int64_t num_rows, const int64_t* widths, float* out) {
-    const Member member{static_cast<Group*>(group), rank, size, spins, slot, limit};
+    const Member member{static_cast<Group*>(group), rank, size, spins, region, limit};
     const int64_t mine = widths[rank], total = std::accumulate(widths, widths + size, int64_t{0});
-    const int64_t most = slot / (*std::max_element(widths, widths + size) * static_cast<int64_t>(sizeof(float)));
+    const int64_t most = region / (*std::max_element(widths, widths + size) * static_cast<int64_t>(sizeof(float)));
     for (int64_t done = 0; done < num_rows; done += most) {
         const int64_t n = std::min(most, num_rows - done);
         const uint32_t round = member.next();

@@ -86,7 +86,7 @@ struct alignas(64) Counter {
     }
 };
 
-// The start of a group's memory; two slots per rank follow.
+// The start of a group's memory; two regions per rank follow.
 struct Group {
     std::atomic<uint32_t> lost;
     Counter rounds[kMaxRanks];  // exchanges that each rank has contributed to
@@ -95,16 +95,16 @@ struct Group {
 struct Member {
     Group* group;
     int rank, size, spins;
-    int64_t slot, limit;
+    int64_t region, limit;
 
-    char* part(int of, uint32_t round) const {
-        return reinterpret_cast<char*>(group + 1) + (2 * of + (round & 1)) * slot;
+    char* part(int owner, uint32_t round) const {
+        return reinterpret_cast<char*>(group + 1) + (2 * owner + (round & 1)) * region;
     }
 
     uint32_t next() const { return group->rounds[rank].value.load(std::memory_order_relaxed) + 1; }
 
     // Publish this rank's part of `round` and wait for the others'. No rank can be a whole round ahead of one that still
-    // reads, so two slots per rank are enough.
+    // reads, so two regions per rank are enough.
     int meet(uint32_t round) const {
         group->rounds[rank].set(round);
         for (int other = 0; other < size; ++other) {

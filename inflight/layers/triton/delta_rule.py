@@ -181,7 +181,7 @@ def prepare(
 
 @triton.jit
 def _snapshot_pointers(blocks, block_ids, index, block_stride, PART: tl.constexpr):
-    """Return where the values number `index` of a slot's part of a snapshot lie."""
+    """Return where the values number `index` of a lane's part of a snapshot lie."""
     return blocks + tl.load(block_ids + index // PART).to(tl.int64) * block_stride + index % PART
 
 

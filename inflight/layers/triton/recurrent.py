@@ -288,7 +288,7 @@ def _copy_states(
     SAVE: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Copy a piece of a block's part. layers [L, 4] int64: addresses of the rows and of the blocks, and where the state
-    starts and ends in the slot's part of a snapshot."""
+    starts and ends in the lane's part of a snapshot."""
     layer = layers + tl.program_id(1) * 4
     rows = tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.float32)), 4 * VALUES)
     blocks = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.float32)), 4 * VALUES)

@@ -160,7 +160,7 @@ class Decoder:
         before = sum(index < shard.layers.start for index in kv_layers)
         rank_layers = range(before, before + sum(index in shard.layers for index in kv_layers))
         shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, rank_layers)
-        num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
+        num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.lanes), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
 
     def _kept(self, kv: LayerKV | None) -> LayerKV:

@@ -102,7 +102,7 @@ def test_host_collective_sums_and_gathers() -> None:
 class NamedCollective:
     """A collective whose results are its name."""
 
-    slot = 1 << 30
+    region = 1 << 30
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -16,7 +16,7 @@ from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton_kernels import TritonKernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SLOT = 1024
+REGION_BYTES = 1024
 EPS = 1e-5
 
 
@@ -25,10 +25,10 @@ class OneOfSeveral:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
-        self.buffers = torch.zeros(size, buffer_bytes(size, SLOT), dtype=torch.uint8, device=DEVICE)
+        self.buffers = torch.zeros(size, buffer_bytes(size, REGION_BYTES), dtype=torch.uint8, device=DEVICE)
         self.lost = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
-        self.collective = PeerCollective(rank, addresses, SLOT, self.lost.data_ptr(), DEVICE)
+        self.collective = PeerCollective(rank, addresses, REGION_BYTES, self.lost.data_ptr(), DEVICE)
         self.number = 0
         self._flag_bytes = size * MAX_PROGRAMS * 4
 
@@ -37,7 +37,7 @@ class OneOfSeveral:
         flags = self.buffers[self.rank, : self._flag_bytes].view(torch.int32).view(-1, MAX_PROGRAMS)
         for ahead, tensors in enumerate(parts, start=1):
             number = self.number + ahead
-            first = self._flag_bytes + (number & 1) * SLOT
+            first = self._flag_bytes + (number & 1) * REGION_BYTES
             for peer, part in enumerate(tensors):
                 if peer != self.rank:
                     flat = part.contiguous().view(-1).view(torch.uint8)
@@ -66,7 +66,7 @@ def test_sums_are_taken_in_the_order_of_the_ranks(rank: int, size: int) -> None:
     assert ranks.collective.sum(torch.empty(0, 33, device=DEVICE)).shape == (0, 33)
 
 
-def test_tensors_larger_than_a_slot_are_exchanged_in_pieces() -> None:
+def test_tensors_larger_than_a_region_are_exchanged_in_pieces() -> None:
     ranks = OneOfSeveral(1, 2)
     parts = torch.randn(2, 5, 64, device=DEVICE)
     ranks.others_give(parts[:, :4], parts[:, 4:])
@@ -102,7 +102,7 @@ def test_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_colum
     whole = torch.randn(12, num_columns, device=DEVICE)
     parts = list(whole.tensor_split(size, dim=1))
     widths = [part.shape[1] for part in parts]
-    at_once = SLOT // (4 * max(widths))
+    at_once = REGION_BYTES // (4 * max(widths))
     ranks.others_give(*([part[i : i + at_once] for part in parts] for i in range(0, 12, at_once)))
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 

@@ -13,7 +13,7 @@ import torch
 
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.parallel.starting import slot_bytes
+from inflight.execution.parallel.starting import region_bytes
 from inflight.layers.native.library import native_library
 from tests.support.waiting import SECONDS, wait_until
 
@@ -42,16 +42,16 @@ def content(memory: RankMemory) -> bytes:
     return bytes(memory._memory._map)
 
 
-def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int = 4096) -> list[Any]:
+def together(size: int, work: Callable[[int, SharedCollective], Any], region: int = 4096) -> list[Any]:
     """Run `work` on each rank, and return the results."""
-    collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, slot, 0, ()))]
+    collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, region, 0, ()))]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size), collectives))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
-    """This includes sums that are larger than a slot."""
+    """This includes sums that are larger than a region."""
     torch.manual_seed(0)
     parts = torch.randn(size, 300, 17) * 10.0 ** torch.randint(-6, 6, (size, 300, 17))
     expected = parts[0]
@@ -74,9 +74,9 @@ def test_gathers_return_the_columns_of_all_ranks(size: int, num_rows: int) -> No
         assert all(torch.equal(each.isnan(), whole.isnan()) for each in results)
 
 
-def test_one_row_of_the_widest_rank_fits_a_slot() -> None:
+def test_one_row_of_the_widest_rank_fits_a_region() -> None:
     for vocab_size, size in ((151_936, 2), (1_000_001, 3), (2_000_000, 2)):
-        assert slot_bytes(vocab_size, size) >= 4 * -(-vocab_size // size)
+        assert region_bytes(vocab_size, size) >= 4 * -(-vocab_size // size)
 
 
 def test_extra_patience_applies_to_one_exchange() -> None:

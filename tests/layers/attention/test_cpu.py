@@ -311,7 +311,7 @@ def test_one_call_is_bit_identical_to_single_operations(
     attends = composed.attend, fused.attend
     caches = [fused.allocate(shape, scene.num_blocks, torch.device("cpu")) for _ in attends]
     for cache in caches:
-        cache.slots[0].zero_()
+        cache.lanes[0].zero_()
     for step in scene.chunks(13):
         inputs = scene.inputs(step)
         qkv = torch.cat([scene.qkv[r][first : first + n] for r, first, n in step])
@@ -324,7 +324,7 @@ def test_one_call_is_bit_identical_to_single_operations(
             outs.append(attend(queries.clone(), without, cache.layers[0], inputs))
         assert torch.equal(outs[0], outs[2])
         assert torch.equal(outs[1], outs[3])
-    assert torch.equal(caches[0].slots[0], caches[1].slots[0])
+    assert torch.equal(caches[0].lanes[0], caches[1].lanes[0])
 
 
 def test_wrong_preparation_is_rejected() -> None:

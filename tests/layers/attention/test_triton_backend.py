@@ -117,11 +117,11 @@ def test_quantized_decodes_begin_with_blocks_under_every_plan(
     assert all(few.keys % many.keys == 0 for few, many in pairwise(tiles))
 
 
-def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
+def test_quantized_and_plain_layers_share_lanes_without_overlap() -> None:
     layers = [LayerKV(2, 64, 64, quantized="fp8"), LayerKV(2, 64, 64), LayerKV(2, 64, 64, quantized="fp8")]
     shape = KVShape.from_layers(layers, block_size=8, dtype=torch.bfloat16)
     cache = TritonAttention(torch.bfloat16, torch.device("cpu")).allocate(shape, 5, torch.device("cpu"))
-    assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block
+    assert sum(lane.nbytes for lane in cache.lanes) == 5 * shape.bytes_per_block
     first, plain, second = cache.layers
     first.codes.fill_(1)
     first.scales.fill_(2)

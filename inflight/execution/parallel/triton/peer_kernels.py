@@ -1,19 +1,19 @@
 """Sums and gathers of ranks on GPUs, each as one kernel over memory that all ranks can read.
 
-A rank's buffer has two slots, used alternately, and flags that the other ranks write:
+A rank's buffer has two regions, used alternately, and flags that the other ranks write:
 
-    flags [rank, program] int32 | slot 0 | slot 1
+    flags [rank, program] int32 | region 0 | region 1
 
 Exchanges are numbered. The number is in device memory and incremented by the kernel itself, so a captured step can be
 replayed. Program p of a rank
 
-    copies its part to the slot of this number,
+    copies its part to the region of this number,
     writes the number to flag [rank, p] of all others       (release),
     waits until its own flags [*, p] reach the number       (acquire),
     and reads the same part of all ranks.
 
-Two slots are enough: once a rank has all flags of an exchange, the others have finished reading the previous one, since
-kernels of a device run one after another. All ranks launch the same kernels in the same order.
+Two regions are enough: once a rank has all flags of an exchange, the others have finished reading the previous one,
+since kernels of a device run one after another. All ranks launch the same kernels in the same order.
 
 With programmatic dependent launch, a sum lets only the next kernel start while it waits for other ranks, not all that
 follow: these would fill the device, and where ranks share a GPU, the kernels that are waited for could not run. A
@@ -48,7 +48,7 @@ def sum_kernel(
     num_tokens,
     num_features,
     eps,
-    slot_bytes,
+    region_bytes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,17 +59,17 @@ def sum_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     wait_then_launch_dependents(PDL)
     number = tl.load(state) + 1
-    mine = _slot(peers, rank, number, slot_bytes, x.dtype.element_ty, SIZE)
+    mine = _region(peers, rank, number, region_bytes, x.dtype.element_ty, SIZE)
     for token in range(program, num_tokens, num_programs):
-        place = token * num_features + column  # a slot is far smaller than 2 GiB
+        place = token * num_features + column  # a region is far smaller than 2 GiB
         tl.store(mine + place, tl.load(x + place, mask=mask), mask=mask)
     _wait_for_all(peers, lost, rank, program, number, SIZE)
     for token in range(program, num_tokens, num_programs):
         place = token * num_features + column
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(SIZE):
-            slot = _slot(peers, peer, number, slot_bytes, x.dtype.element_ty, SIZE)
-            total += tl.load(slot + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            region = _region(peers, peer, number, region_bytes, x.dtype.element_ty, SIZE)
+            total += tl.load(region + place, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         if norm is not None:
             total *= tl.rsqrt(tl.sum(total * total, 0) / num_features + eps)
             total *= tl.load(norm + column, mask=mask, other=0.0)
@@ -97,7 +97,7 @@ def gather_kernel(
     rank,
     num_rows,
     num_columns,  # of all ranks together, divided evenly; the first ranks have one more if needed
-    slot_bytes,
+    region_bytes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -109,7 +109,7 @@ def gather_kernel(
     base, more = num_columns // SIZE, num_columns % SIZE
     num_blocks = tl.cdiv(base + 1, BLOCK)
     width = base + (rank < more).to(tl.int32)
-    mine = _slot(peers, rank, number, slot_bytes, tl.float32, SIZE)
+    mine = _region(peers, rank, number, region_bytes, tl.float32, SIZE)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
@@ -123,16 +123,16 @@ def gather_kernel(
             width = base + (peer < more).to(tl.int32)
             mask = column < width
             first = peer * base + tl.minimum(peer, more)
-            slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
-            values = tl.load(slot + row * width + column, mask=mask, cache_modifier=".cg")
+            region = _region(peers, peer, number, region_bytes, tl.float32, SIZE)
+            values = tl.load(region + row * width + column, mask=mask, cache_modifier=".cg")
             tl.store(out + row * num_columns + first + column, values, mask=mask)
     _finish(state, number)
 
 
 @triton.jit
-def _slot(peers, rank, number, slot_bytes, KIND: tl.constexpr, SIZE: tl.constexpr):
-    address = tl.load(peers + rank) + SIZE * _MAX_PROGRAMS * 4 + (number & 1).to(tl.int64) * slot_bytes
-    return address.to(tl.pointer_type(KIND))
+def _region(peers, rank, number, region_bytes, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    address = tl.load(peers + rank) + SIZE * _MAX_PROGRAMS * 4 + (number & 1).to(tl.int64) * region_bytes
+    return address.to(tl.pointer_type(DTYPE))
 
 
 @triton.jit

@@ -61,17 +61,17 @@ class TritonAttention:
         return choose(self._dtype, heads.head_dim, heads.group, self._device)
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> KVCache:
-        dtype = shape.slot_dtype
+        dtype = shape.lane_dtype
         num_elements, width = num_blocks * shape.values_per_part, dtype.itemsize
         # Torch allocates device memory in such pieces and puts other tensors into the rest of a piece: the KV cache
         # could then not be released for as long as they live.
         rounded = -(-num_elements * width // PIECE) * PIECE // width
-        slots = [
+        lanes = [
             torch.empty(rounded, dtype=dtype, device=device)[:num_elements].view(num_blocks, -1)
-            for _ in shape.slots
+            for _ in shape.lanes
         ]
         size = shape.block_size
-        return KVCache.divide(slots, shape, lambda layer: (2, layer.num_heads, size, layer.key_dim))
+        return KVCache.divide(lanes, shape, lambda layer: (2, layer.num_heads, size, layer.key_dim))
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: LayerCache, inputs: TritonInputs) -> Tensor:
         """Attend. Rows of the result that belong to no item are undefined."""
