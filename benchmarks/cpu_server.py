@@ -3,7 +3,7 @@
     python -m benchmarks.cpu_server
     python -m benchmarks.cpu_server --threads 2 --encoder-threads 2 --json
 
-The weights are random bf16, written once and read by both engines. Each number of threads has a process of its own, in
+The weights are random bf16, written once and read by both engines. Each number of threads has its own process, in
 which the two take turns: the decode step with 1 and 16 requests (the median of a run), and prefill of one prompt. The
 better of `--repeat` turns counts. One thread is only measured in prefill. MiniLM runs in float32 by
 `python -m benchmarks.encoders`. A ratio above 1 means that inflight is faster. Each figure is told on standard error as

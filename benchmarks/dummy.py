@@ -1,4 +1,4 @@
-"""A checkpoint without weights: a config, and a tokenizer that gives every id a text of its own.
+"""A checkpoint without weights: a config, and a tokenizer that gives every id its own text.
 
 Random weights produce any id of the vocabulary. With a text for each, an answer is streamed token by token, as that of
 a real model is.

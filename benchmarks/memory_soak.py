@@ -58,7 +58,7 @@ def schema_of(number: int, random_source: random.Random) -> dict[str, Any]:
 
 
 def body_of(number: int, max_tokens: int) -> dict[str, Any]:
-    """A chat request: mostly with a schema of its own, one in three with tools of its own, all streamed."""
+    """A chat request: mostly with its own schema, one in three with its own tools, all streamed."""
     random_source = random.Random(number)
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"Tell me about fox number {number}."}],

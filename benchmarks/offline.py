@@ -8,7 +8,7 @@ ragged:  prompts and outputs of uniform random length; output tokens/s from the 
 decode:  equal requests; the median time of a step in which all of them decode. On a GPU at a context of about 300.
 long:    the same at a context of about 8,300.
 prefill: long prompts with one output token each; prompt tokens/s.
-agent:   requests that share a long prompt and have a few tokens of their own; output tokens/s once the shared part is
+agent:   requests that share a long prompt and each add a few tokens; output tokens/s once the shared part is
          cached, and the time to the first token of one such request alone.
 
 The prefix cache is on for agent and off for the others; --prefix-caching and --no-prefix-caching set it for all. Where
@@ -146,7 +146,7 @@ def measure_prefill(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict
 
 
 def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
-    """Every run has new tokens of its own, so that only the shared part is ever a hit."""
+    """Every run has new tokens, so that only the shared part is ever a hit."""
     count, shared, own, output_len = sizes.agents
 
     def work(requests: int, seed: int) -> Workload:
@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
 def measure(
     options: argparse.Namespace, sizes: Sizes, load: Callable[..., LLM]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Results, and how many rows have none: one that fails is told of, and those that took minutes are kept."""
+    """Results, and the number of failed rows: a failure is reported, and the results of other rows are kept."""
     results: list[dict[str, Any]] = []
     num_failed = 0
     chosen = options.workload

@@ -38,7 +38,7 @@ def _lost(code: int) -> NoReturn:
 
 
 def decode_step(step: int, num_stages: int) -> RankStep:
-    """256 decodes, of which one in sixteen gets a new block. Stages also get the tokens of an earlier step."""
+    """256 decodes; one in sixteen gets a new block. Stages also get the tokens of an earlier step."""
     rows = list(range(NUM_REQUESTS))
     starts, counts, samples = [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS
     batch = Batch(step, rows, starts, counts, samples, NUM_REQUESTS, NUM_REQUESTS)

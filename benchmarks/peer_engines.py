@@ -1,4 +1,4 @@
-"""One engine in a process of its own, for `benchmarks.cpu_peers`: it reads workloads and writes what they took.
+"""One engine in its own process, for `benchmarks.cpu_peers`: it reads workloads and writes what they took.
 
     python -m benchmarks.peer_engines openvino --options '{"folder": "model-ov", "threads": 2}'
 

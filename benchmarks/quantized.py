@@ -1,6 +1,6 @@
 """The speed of quantized linear layers and experts, and the best of a few tiles: `benchmarks.kernels --quantized`.
 
-Products are computed in processes of their own, so that one that fails costs nothing else. In the first half of the
+Products are computed in their own processes, so that one that fails costs nothing else. In the first half of the
 time, many processes compile all kernels at once, run each of them and check its result. Then one process measures them
 one by one; kernels that failed before are left out.
 """
@@ -63,7 +63,7 @@ class Result:
         return min(own, key=lambda name: own[name]) if own else None
 
 
-# ---- in a process of its own ----
+# ---- in its own process ----
 
 
 def perform(task: Task, device: torch.device) -> Iterator[Message]:

@@ -2,7 +2,7 @@
 
 Kernels start before those ahead of them have ended, so their own times overlap and say too much. What counts here is by
 how much each moves the end of all work forward: these times add up to the step. Time in which the device does nothing
-is a row of its own. Needs a GPU.
+is its own row. Needs a GPU.
 """
 
 from __future__ import annotations

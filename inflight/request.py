@@ -66,7 +66,7 @@ class ContextOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What all requests of a call share besides their parameters: how they are scheduled, and who shares their cache.
+    """The settings besides parameters that all requests of a call share: scheduling, and who shares their cache.
 
     Every layer from the API down to `RequestSpec` passes it on unchanged, so a field added here reaches all of them.
     Raises ParameterError for values that would break the queue or the wire for other requests.
@@ -140,7 +140,7 @@ class RequestSpec:
 
     @property
     def cache_key(self) -> str:
-        """What names the request's blocks besides the ids: requests with different keys share none."""
+        """The key that names the request's blocks together with the ids: requests with different keys share none."""
         return self.context.cache_salt
 
     @property

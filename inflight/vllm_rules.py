@@ -4,7 +4,7 @@
 
 An option is listed under its name in Python, from which the name of its flag follows. `mapping` says, value by value,
 which arguments replace it; empty arguments mean that the value is accepted and has no effect. "*" stands for every
-value without an entry of its own. Unset values (none, false, 0, empty) have no effect unless `mapping` says otherwise.
+value without its own entry. Unset values (none, false, 0, empty) have no effect unless `mapping` says otherwise.
 All other values are rejected with the reason. Values are compared in lower case, and switches have the values true and
 false.
 """

@@ -23,10 +23,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# What tests have frozen is taken apart at the end as ever: some libraries complain about what is left.
+# Unfreeze at exit: some libraries warn about objects that were never collected.
 atexit.register(gc.unfreeze)
 
-# Machines that run tests are busy and slow at times: that is no failure. Those of CI draw the same examples each time,
+# Machines that run tests are busy and slow at times: that is no failure. In CI the same examples are drawn each time,
 # so that a change is not judged by luck; all others explore.
 settings.register_profile(
     "tests",
@@ -100,7 +100,7 @@ def frozen_imports() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """The tensors here are so small that handing work to torch's threads takes longer than the work. Nor do engines in
-    processes of their own share it, with cores that others use; the compiled library in this one does."""
+    their own processes share it, with cores that others use; the compiled library in this one does."""
     import torch
 
     native_library()

@@ -1,4 +1,4 @@
-"""What contributors are given runs the gate's own tools."""
+"""Contributors' hooks and workflows run the gate's own tools."""
 
 from __future__ import annotations
 

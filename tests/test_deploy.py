@@ -1,4 +1,4 @@
-"""What is in deploy/ names things that exist: metrics, labels, options, routes."""
+"""Files in deploy/ name things that exist: metrics, labels, options, routes."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def ray_commands() -> list[list[str]]:
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """What servers were started with, none of which really was."""
+    """The options that servers would have been started with."""
     started: list[ServerConfig] = []
     monkeypatch.setattr("inflight.server.run.run", lambda options, _: started.append(options))
     return started

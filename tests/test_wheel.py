@@ -71,7 +71,7 @@ def empty(wheel: Path) -> Path:
 
 
 def variables() -> dict[str, str]:
-    """Those of a user; compiled kernels come from where the tests have theirs."""
+    """A user's environment; compiled kernels come from the tests' cache."""
     dropped = re.compile("PYTHON|INFLIGHT_(?!CACHE)")
     return {name: value for name, value in os.environ.items() if not dropped.match(name)}
 

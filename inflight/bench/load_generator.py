@@ -1,6 +1,6 @@
 """The load generator: sends requests at their scheduled times, whether or not earlier ones have been answered.
 
-A plan runs in this process, or is split over worker processes so that each has a core of its own:
+A plan runs in this process, or is split over worker processes so that each has its own core:
 
 parent                worker (python -m inflight.bench.load_generator)
 RunPlan ───────────►  decodes its share of the requests

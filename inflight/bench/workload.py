@@ -72,7 +72,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class ServingWorkload:
-    """The requests of a benchmark; each rate is a run of its own."""
+    """The requests of a benchmark; each rate is a separate run."""
 
     model: str
     endpoint: Endpoint = "completions"

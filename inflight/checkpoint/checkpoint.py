@@ -91,7 +91,7 @@ def open_checkpoint(
 
 
 def _separate_quantization(folder: Path) -> dict[str, Any]:
-    """Return the quantization that older checkpoints describe in a file of its own, as config.json would."""
+    """Return the quantization that older checkpoints describe in a separate file, as config.json would."""
     for name, method in QUANTIZATION_FILES.items():
         described = read_object(folder, name)
         if described is not None:

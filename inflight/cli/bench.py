@@ -266,7 +266,7 @@ class ResultFiles:
             return None
         if filename is not None and num_rates > 1:
             raise ConfigError(
-                f"result_filename is {filename!r}: with {num_rates} rates each has a file of its own"
+                f"result_filename is {filename!r}: with {num_rates} rates each has a separate file"
             )
         results = cls(folder or Path(), filename)
         try:

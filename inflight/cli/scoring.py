@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # The engine's options that these commands have flags for.
 ENGINE_FLAGS = ("device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 STDIN = "-"
-FIRST_CHARACTERS = 400  # of a document, of which the table shows as many as fit
+FIRST_CHARACTERS = 400  # of a document; the table shows as many as fit
 
 _MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in model")
 _FILES = typer.Argument(

@@ -1,4 +1,4 @@
-"""Decides which grammars are attempted for a constraint, and what users are told about those that fail.
+"""Decides which grammars are attempted for a constraint, and which errors users get for the failed ones.
 
 The validator has the grammars written and compiled by its sandboxed process, and the engine does both itself. Both use
 `first_success`, so they attempt the same grammars and reach the same outcome.

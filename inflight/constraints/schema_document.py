@@ -26,7 +26,7 @@ DATA_KEYWORDS = {
     "x-guidance",
 }  # no schemas in their values
 
-# Of the schemas that replacing keywords may create: one each, and more for those with long texts.
+# Limits on the schemas that replacing keywords may create: one each, and more for those with long texts.
 MAX_COST = 10_000
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _INTEGER_KEYWORDS = {

@@ -185,7 +185,7 @@ class Negation:
 
 
 def _outside_types(types: list[str]) -> list[Any]:
-    """Return a schema of all other types. Numbers that are no integers cannot be told apart, and are left out."""
+    """Return a schema of all other types. Non-integer numbers cannot be distinguished and are left out."""
     excluded = {"number" if type_name == "integer" else type_name for type_name in types}
     others = [type_name for type_name in TYPES if type_name not in excluded]
     return [{"type": others}] if others else []

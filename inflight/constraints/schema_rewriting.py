@@ -14,7 +14,7 @@ from typing import Any
 from inflight.constraints.schema import FAR, OMIT, OUTWARD, expanded_schema, rewritten
 from inflight.constraints.schema_document import has_no_effect
 
-# Removes the control characters without an escape of their own (\b, \t, \n, \f, \r) from a class.
+# Removes the control characters without their own escape (\b, \t, \n, \f, \r) from a class.
 _EXCEPT_CONTROL = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
 _TINY, _SMALL = 1e-9, 1 << 20  # their sum is exact enough
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,64}\}|[A-Za-z])")  # no property name is longer

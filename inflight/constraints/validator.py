@@ -2,7 +2,7 @@
 
 llguidance counts its work and stops at its limits almost everywhere. But an intersection of a few dozen patterns keeps
 it busy forever, in code that cannot be interrupted, and where it has no limit it may crash its process. So everything a
-user sends is first compiled by a sandboxed process (`trial_worker.py`). Those processes already hold the vocabulary, so
+user sends is first compiled by a sandboxed process (`trial_worker.py`). These processes already hold the vocabulary, so
 a trial takes no longer than compiling does; a process that dies is replaced.
 
     GrammarValidator.validate ──► Trial, shared by the owner's equal requests ──► FairThreads ──► _TrialProcess
@@ -202,7 +202,7 @@ class GrammarTrials:
             NUM_WORKERS,
             MAX_PER_OWNER,
             MAX_WAITING,
-            "{} new grammars of this tenant are waiting to be compiled, which is the limit: try again later",
+            "too many new grammars of this tenant are waiting to be compiled: the limit is {}, try again later",
         )
 
     def start(self) -> None:

@@ -41,7 +41,7 @@ class EncoderKernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What is known of a kind of device where there is none."""
+    """Facts about a kind of device, for machines without one."""
 
     max_num_seqs: int  # default
     max_num_batched_tokens: int  # default

@@ -19,7 +19,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(slots=True)
 class HostStep:
-    """A batch as arrays: B entries, of which the first `num_decodes` decode; T tokens; S samples.
+    """A batch as arrays: B entries (the first `num_decodes` decode), T tokens and S samples.
 
     Sample i needs the hidden state of the step's token `sample_tokens[i]`. The first ones sample a token each, for
     `sampling_entries`, in which an entry may occur several times; the others belong to `pooled_entries`.

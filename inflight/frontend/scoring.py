@@ -98,7 +98,7 @@ class CallOptions(ContextOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ScoringCall:
-    """What all texts of one call share."""
+    """The parameters that all texts of one call share."""
 
     context: RequestContext
     request_id: str | None = None

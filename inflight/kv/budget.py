@@ -31,7 +31,7 @@ class GpuMemory:
         """Return what this process holds.
 
         CUDA does not report how much a process holds outside its allocator, only what all processes hold together.
-        On a GPU of its own that is the measured difference. On a shared GPU the difference includes the other
+        On its own GPU that is the measured difference. On a shared GPU the difference includes the other
         processes, so it is bounded by what a process can need.
         """
         outside = self.total - self.free - self.reserved

@@ -32,7 +32,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """The block tables that keep the same tokens. They behave alike: their blocks come and go together."""
+    """Block tables that keep the same tokens, so their blocks are allocated and freed together."""
 
     window: int | None  # a token is needed by the next window - 1 tokens; None: by all
     tables: tuple[int, ...]
@@ -102,7 +102,7 @@ def _max_tokens(layout: KVLayout, num_blocks: int, chunk: int) -> int:
 class LayerKV:
     """The memory that an attention layer needs for each token, and how long it keeps the token."""
 
-    num_heads: int  # each has scales of its own if it is quantized
+    num_heads: int  # each has its own scales if it is quantized
     key_dim: int  # values of one head's key
     value_dim: int  # and of its value; 0: values are made from the keys
     window: int | None = None  # a token is needed by the next window - 1 tokens; None: by all

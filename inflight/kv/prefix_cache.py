@@ -1,7 +1,7 @@
 """Prefix caches: find blocks by their content, and report what they store and evict.
 
-A request shares the longest prefix of which every KV group has what its next token needs: all blocks, those of the last
-window, and a snapshot of the recurrent state if there is one.
+A request shares the longest prefix for which every KV group has what its next token needs: all blocks, those of the
+last window, and a snapshot of the recurrent state if there is one.
 
 The hash of a full block is SHA-256 over the request's `cache_key` and all its `name_ids` up to the block's end. Equal
 hashes therefore mean equal prefixes, and requests with different keys never share blocks. A caller that needs only a
@@ -170,7 +170,7 @@ class PrefixCache(Protocol):
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens available to prefix hits.
 
-        Those of windows behind `request.num_continued` are not yet: most leave their window before anybody needs them.
+        Blocks of windows behind `request.num_continued` are not yet: most leave their window before anybody needs them.
         """
 
     def publish_windows(self, request: Request) -> None:
@@ -205,7 +205,7 @@ class ChainHashCache:
         self._groups = layout.groups
         self._num_full = sum(group.window is None for group in self._groups)  # these come first: none or one
         self._has_state = layout.snapshot_blocks > 0
-        # Of each group, then of snapshots: bundles by hash.
+        # Bundles by hash, for each group and then for snapshots.
         self._bundle_of: list[dict[bytes, int]] = [{} for _ in range(len(self._groups) + 1)]
         self._key_of: dict[int, tuple[int, bytes]] = {}  # by bundle: index into the above, and hash
         # The hashes that tell a router what can be hit: snapshots, or the blocks of the first group.

@@ -54,8 +54,10 @@ class Linear(Protocol):
     out_features: int
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
-        """Copy `weight` [n, m] into rows [first_row, first_row + n) and columns [first_column, first_column + m). A
-        layer that holds quantized weights takes them as its scheme has them, in whole rows; others take any."""
+        """Copy `weight` [n, m] into rows [first_row, first_row + n) and columns [first_column, first_column + m).
+
+        Quantized layers accept only whole rows, in their own scheme; unquantized layers accept any rectangle.
+        """
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
         """Copy `bias` [n] into outputs [first_row, first_row + n)."""
@@ -314,7 +316,7 @@ def check_activation(activation: str) -> None:
 
 
 class LoadedExperts(ABC):
-    """What implementations of `Experts` share: tensors beside the matrices, and where parts of an expert go.
+    """A base for implementations of `Experts`: tensors beside the matrices, and where parts of an expert go.
 
     Gate and up of an expert are one matrix: rows of gate, then those of up, or both in turns.
     """

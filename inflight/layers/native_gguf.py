@@ -210,7 +210,5 @@ class ExpertBlocks(_BlockPanels):
 
     def _part(self, index: int, part: int, type_name: str | None) -> Any:
         if type_name is None:
-            raise ConfigError(
-                f"not all of the matrices of expert {index} of those held here have been loaded"
-            )
+            raise ConfigError(f"local expert {index} is incomplete: some of its matrices were not loaded")
         return self._matrix(self._stacks[part, type_name][index], type_name, self._part_rows)

@@ -297,9 +297,9 @@ class TritonLinear:
         return _read_through(hidden, next_norm, buffers)
 
     def next_norm_buffers(self, norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
-        """Return what to fill in for the next norm if half of it is done here: in small steps, unless hidden states
-        are float16. This half scales them up before the other half scales them down, which could overflow. Where inputs
-        are quantized in a kernel of their own, that does all of the norm."""
+        """Allocate the buffers for the next layer's norm if this kernel precomputes half of it: in small steps, unless
+        hidden states are float16. This half scales them up before the other half scales them down, which could
+        overflow. Where a separate kernel quantizes inputs, that kernel does all of the norm."""
         if norm is None or hidden.dtype == torch.float16 or not self._is_fused(x):
             return None
         if self.weights.quantizes_inputs and not self._is_small(x):

@@ -159,7 +159,7 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A configured model of which everything is known but its weights."""
+    """A configured model, with everything known except its weights."""
 
     config: EngineConfig
     checkpoint: Checkpoint

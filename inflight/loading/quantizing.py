@@ -33,7 +33,7 @@ from inflight.models.decoders.weights import check_files, placements
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.models.tensors import StoredTensor, open_tensors, read_headers
 
-GROUPS = (128, 64, 32)  # columns, of which the first that divides all matrices is used
+GROUPS = (128, 64, 32)  # columns; the first size that divides all matrices is used
 
 Progress = Callable[[int, int], None]  # (tensors done, all tensors)
 

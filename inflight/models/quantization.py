@@ -77,7 +77,7 @@ class Unquantized(Quantization):
 UNQUANTIZED = Unquantized()
 
 
-# What `--quantization` can do while loading.
+# The values of `--quantization`, for quantizing while loading.
 ON_LOADING: Mapping[str, GroupScheme] = {
     "fp8": GroupScheme("fp8", inputs="fp8"),
     "int8": GroupScheme("int8", inputs="int8"),
@@ -99,7 +99,7 @@ class QuantizedOnLoading(Quantization):
 
 @dataclass(frozen=True)
 class GgufTypes(Quantization):
-    """A GGUF file, in which each tensor has a type of its own."""
+    """A GGUF file, in which each tensor has its own type."""
 
     types: Mapping[str, str] = field(hash=False)  # tensor -> type
     ignored: tuple[str, ...] = ()

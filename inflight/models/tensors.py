@@ -139,7 +139,7 @@ def _matrix_placements(
     columns: range,
     load: Callable[[Weight, int], None],
 ) -> Iterator[Placement]:
-    """Yield the tensors of a checkpoint's matrix, of which `load` needs these rows and columns."""
+    """Yield the tensors of a checkpoint's matrix; `load` needs these rows and columns of it."""
 
     def convert(tensors: dict[str, Tensor], first: int) -> None:
         with named_errors(module):
@@ -489,7 +489,7 @@ def fill(
     progress: Progress | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Copy every tensor to its place, file by file. Those that are converted go to `device` first."""
+    """Copy every tensor to its place, file by file. Tensors that are converted go to `device` first."""
     total = sum(stored[name].num_bytes for name in placements)
     done = 0
     names: dict[Path, list[str]] = {}

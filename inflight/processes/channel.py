@@ -144,7 +144,7 @@ class Codec(Generic[MessageT]):
 
 
 def _call_in(body: bytes) -> int | None:
-    """Return the number of the call in a message of which nothing else can be decoded."""
+    """Return the number of the call in a message that cannot be decoded otherwise."""
     with contextlib.suppress(Exception):
         match msgspec.msgpack.decode(body):
             case [str(), int(call), *_]:

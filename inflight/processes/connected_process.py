@@ -116,7 +116,7 @@ class ConnectedProcess(Generic[MessageT]):
             socket.bind(f"tcp://{host}:*")
         return public.decode()
 
-    # ---- in a thread of its own ----
+    # ---- in its own thread ----
 
     def _run(self) -> None:
         was_started = True

@@ -101,7 +101,7 @@ WorkerT = TypeVar("WorkerT", bound=SandboxWorker)
 
 
 class SandboxPool(Generic[WorkerT]):
-    """The idle workers. Its users bound how many are taken at a time. A fork has workers of its own."""
+    """The idle workers. Its users bound how many are taken at a time. A fork has its own workers."""
 
     def __init__(self, start: Callable[[], WorkerT]) -> None:
         self.idle: list[WorkerT] = []

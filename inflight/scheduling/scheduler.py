@@ -208,7 +208,7 @@ class Scheduler:
                     step.batch.tables += updates
                     return True
             finished = next((other for other in pool.lingering if other.tables), None)
-            if finished is not None:  # it keeps its row, but its memory goes before anything is preempted
+            if finished is not None:  # reclaim finished requests' memory before preempting a running one
                 pool.release(finished)
                 continue
             if step.batch.admissions:  # their blocks may already be shared: preempt nothing any more

@@ -43,7 +43,7 @@ class ServerConfig:
         (), MODEL, "Model name in the API; may be repeated.", unset="the name of the model"
     )
     in_process: bool = option(
-        False, SCHEDULING, "Run the engine in a thread of the server process instead of a process of its own."
+        False, SCHEDULING, "Run the engine in a thread of the server process instead of its own process."
     )
 
     host: str = option("127.0.0.1", NETWORK, "Address to listen on.")
@@ -261,9 +261,7 @@ class ServerConfig:
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an api_key is empty")
         if self.in_process and self.router.is_enabled:
-            raise ConfigError(
-                "in_process cannot be combined with replicas, which run in processes of their own"
-            )
+            raise ConfigError("in_process cannot be combined with replicas, which run in their own processes")
 
     @classmethod
     def create(cls, **values: Any) -> ServerConfig:

@@ -258,7 +258,7 @@ class EngineResponse(Response):
             await self.respond(Response(data, media_type="application/json"))
 
     async def _send_error(self, error: ApiError) -> None:
-        """Send a response of its own or, in a stream, the last event. JSON that has started breaks off together with
+        """Send a separate response or, in a stream, the last event. JSON that has started breaks off together with
         the connection, so that the client sees that its end is missing."""
         if self._stream_started:
             data = self._formatter.error_event(error)
@@ -330,7 +330,7 @@ def _next_part(pieces: Iterator[bytes]) -> bytes:
 class CancelScope:
     """A context that may be interrupted with TimeoutError; `reason` then says why.
 
-    A task of its own waits for the client to disconnect, so that this costs nothing while tokens flow.
+    A separate task waits for the client to disconnect, so that this costs nothing while tokens flow.
     """
 
     def __init__(self, receive: Receive, first_token_timeout: float, request_timeout: float) -> None:

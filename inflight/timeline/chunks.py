@@ -39,7 +39,7 @@ COLUMNS = (
     "cached",
     "filled",  # the tokens in used blocks; it is not sent to viewers
 )
-MAX_KNOWN = 1 << 14  # requests of which a reader is known to have the description
+MAX_KNOWN = 1 << 14  # requests whose description a reader is known to have
 ENDS = ("finish", "abort")  # the last events of a request
 RUN_LENGTH = 8  # numbers in a run, without its counts
 
@@ -162,7 +162,7 @@ class Chunk(NamedTuple):
     events: list[TimelineEvent]
     first_event: int  # number of events before this chunk
     skipped: int = 0  # steps before this chunk that were left out
-    # What the experts of the model received since the reading before, by the step that it was read in: about once a
+    # Tokens that the experts of the model received since the previous reading, by the step of the reading: about once a
     # second. It is not sent to viewers.
     experts: Mapping[int, ExpertUsage] = MappingProxyType({})
 

@@ -49,7 +49,7 @@ class OpenRun(NamedTuple):
 
 
 class OpenRuns:
-    """The open run of each request that has a slot. Those that end are passed to `close` with their end and outputs."""
+    """The open run of each request that has a slot. Runs that end are passed to `close` with their end and outputs."""
 
     def __init__(
         self,

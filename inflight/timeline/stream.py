@@ -194,7 +194,7 @@ class ChunkConverter:
 
 
 class TimelineStream:
-    """The chunks for one viewer. Those that it does not take in time are left out."""
+    """The chunks for one viewer. Chunks that it does not take in time are left out."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class TimelineStream:
         step, event = self._next.get(engine, (chunk.first_step, chunk.first_event))
         if since is None and not is_new and chunk.end_step <= step and chunk.end_event <= event:
             return None
-        # What the chunk does not have need not be cut: so viewers share what was converted.
+        # Nothing that the chunk lacks need be cut, so viewers share converted chunks.
         begin = -math.inf if since is None or since <= chunk.began_at else since
         cut = Cut(begin, max(step, chunk.first_step), max(event, chunk.first_event))
         if cut != (-math.inf, chunk.first_step, chunk.first_event):

@@ -36,7 +36,7 @@ HEADER_LINES = 5
 
 
 class Bar(NamedTuple):
-    """What a slot did for a request; `begin` and `end` are shares of the picture's width."""
+    """A slot's work for a request; `begin` and `end` are shares of the picture's width."""
 
     slot: int
     request: int

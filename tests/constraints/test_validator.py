@@ -249,7 +249,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarValidator]:
 
 
 def tools(num_tools: int, wrong: int, strict: bool) -> StructuredOutputs:
-    """Return the constraint of `num_tools` tools, of which number `wrong` has an invalid schema."""
+    """Return the constraint of `num_tools` tools; number `wrong` has an invalid schema."""
     schemas = {
         f"rule{i}": RuleSchema(
             {"type": "string", "pattern": "WRONG" if i == wrong else f"a{i}"}, f"tools[{i}]", strict

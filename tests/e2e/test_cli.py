@@ -1,4 +1,4 @@
-"""The command line, mostly within this process; as a process of its own where that is the point."""
+"""The command line, mostly within this process; as its own process where that is the point."""
 
 from __future__ import annotations
 

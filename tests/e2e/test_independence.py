@@ -79,7 +79,7 @@ def check_same(
 
 @pytest.fixture(scope="module")
 def alone(folder: Folder) -> dict[str, tuple[list[int], list[dict[int, float]]]]:
-    """Every request by itself, in an engine of its own."""
+    """Every request by itself, in its own engine."""
     return {
         name: answer(LLM(folder("qwen3")).generate(PROMPTS[3], params)[0]) for name, params in PARAMS.items()
     }

@@ -1,4 +1,4 @@
-"""`AsyncEngine` over a process of its own: the same answers, the same errors, no weights on this side."""
+"""`AsyncEngine` over its own process: the same answers, the same errors, no weights on this side."""
 
 from __future__ import annotations
 

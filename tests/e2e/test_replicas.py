@@ -63,7 +63,7 @@ def same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:
 
 
 class ReplicasBackend(Backend):
-    """Engines that are not restarted: those that are left go on."""
+    """Engines that are not restarted: the remaining ones go on."""
 
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         watched = ProcessConfig(heartbeat=0.05, max_restarts=0)

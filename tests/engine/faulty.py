@@ -1,4 +1,4 @@
-"""Engines for a process of their own, over the fake runner, that go wrong when a prompt tells them to.
+"""Engines for their own process, over the fake runner, that go wrong when a prompt tells them to.
 
 `build` is what `ProcessClient.start(..., build="tests.engine.faulty:build")` names. The first token of a prompt is
 the fault; the engine's `model` option is one that happens at the start. `script:FILE` reads it from a file, so that it

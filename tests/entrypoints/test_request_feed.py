@@ -22,7 +22,7 @@ def requests(count: int, longest: int, made: list[str]) -> Iterator[Request]:
 
 
 def run(engine: FakeEngine, feed: RequestFeed) -> list[list[str]]:
-    """Who was in each step."""
+    """Return the requests of each step."""
     while engine.core.has_work or not feed.is_empty:
         feed.fill()
         for request_id in feed.added:
@@ -38,7 +38,7 @@ def make_engine(depth: int) -> FakeEngine:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("longest", [3, 40])
 def test_lazy_steps_are_as_full_as_eager_ones(longest: int, depth: int) -> None:
-    """Texts so short that slots run out, and longer ones of which one must fit into what is left."""
+    """Texts so short that slots run out, and longer ones, one of which must fit into the remaining memory."""
     lazy, eager = make_engine(depth), make_engine(depth)
     made: list[str] = []
     lazily = run(lazy, RequestFeed(lazy.core, requests(300, longest, made), lazily=True))

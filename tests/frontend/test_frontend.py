@@ -30,7 +30,7 @@ FACTS = replace(FakeEngine().facts, tokenizer_folder=ENGINE_CACHE)
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str | None]]:
-    """What this machine gets from the hub: name, revision, folder of the cache."""
+    """Downloads from the hub: name, revision, folder of the cache."""
     downloaded: list[tuple[str, str | None, str | None]] = []
 
     def download(

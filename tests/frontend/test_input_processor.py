@@ -1,4 +1,4 @@
-"""What no caller can see from outside: the requests that come of a prompt."""
+"""The requests made from a prompt, which no caller sees from outside."""
 
 from __future__ import annotations
 

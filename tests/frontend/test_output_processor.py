@@ -1,4 +1,4 @@
-"""What is read from the tokens of a chat's answer, however they come."""
+"""Reading the tokens of a chat's answer, however they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: not collected where there is none. What can be tested without one is tested in Triton's
+"""Tests that need a GPU: not collected where there is none. Everything else is tested in Triton's
 interpreter, beside the code (tests/attention, tests/layers, tests/execution)."""
 
 from __future__ import annotations

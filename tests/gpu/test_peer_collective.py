@@ -1,5 +1,5 @@
 """Two ranks that meet on the device, in captured graphs. Here they are two CUDA streams of one process: their kernels
-run side by side and wait for each other, as those of two processes do on GPUs of their own."""
+run side by side and wait for each other, as those of two processes do on their own GPUs."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_weights_take_the_planned_memory(shape: str, more: dict[str, Any]) -> No
     ids=["0.9", "0.25", "fp8", "int4", "mxfp4", "hybrid"],
 )
 def test_engine_takes_the_planned_memory(share: float, options: dict[str, Any]) -> None:
-    """In a process of its own: this one may hold memory that earlier tests have left, which an engine in it would be
+    """In its own process: this one may hold memory that earlier tests have left, which an engine in it would be
     charged for."""
     torch.cuda.empty_cache()
 

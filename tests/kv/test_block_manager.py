@@ -36,7 +36,7 @@ Content = tuple[str, tuple[int, ...]]  # the salt and the whole prefix that a bl
 
 
 def naive_hit(cache: ChainHashCache, layout: KVLayout, request: Request) -> int:
-    """Return the blocks of the longest prefix of which every group has what it needs, by the definition."""
+    """Return the blocks of the longest prefix for which every group has what it needs, by the definition."""
     size = layout.block_size
     most = (len(request.token_ids) - 1) // size
     hashes = BlockHasher(size).hashes(
@@ -63,7 +63,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.content: dict[int, Content] = {}  # of every block, as the model would have written it
 
     def compute(self, request: Request, count: int) -> bool:
-        """Compute tokens in a step of their own; return whether there is memory for them."""
+        """Compute tokens in their own step; return whether there is memory for them."""
         start, salt, ids = request.num_computed, request.spec.cache_key, request.token_ids
         if self.blocks.grow(request, start + count) is None:
             return False
@@ -208,7 +208,7 @@ def num_hits(blocks: BlockManager, prompt: list[int], **fields: Any) -> int:
 
 
 def allocate(blocks: BlockManager, num_tokens: int) -> Request:
-    """Give blocks to a request of which nothing is cached."""
+    """Give blocks to a request without cached blocks."""
     request = make_request([99] * num_tokens)
     blocks.attach(request, blocks.match(request))
     assert blocks.grow(request, num_tokens) is not None
@@ -228,7 +228,7 @@ def run_through(blocks: BlockManager, prompt: list[int], cache_salt: str = "") -
 
 
 def decode(blocks: BlockManager, request: Request, ids: list[int]) -> None:
-    """Compute tokens one by one, each in a step of its own, and grow at block boundaries, as the scheduler does."""
+    """Compute tokens one by one, each in its own step, and grow at block boundaries, as the scheduler does."""
     for token_id in ids:
         request.token_ids.append(token_id)
         if request.num_computed == request.kv_capacity:

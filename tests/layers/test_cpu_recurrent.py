@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest, library: Library) -> RecurrentBacken
 
 
 class Scene:
-    """Sequences that are computed step by step, each in a row of its own."""
+    """Sequences that are computed step by step, each in its own row."""
 
     def __init__(
         self,

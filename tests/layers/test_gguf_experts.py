@@ -86,7 +86,7 @@ class Layer:
         return experts
 
     def expected(self, x: Tensor, held: range = range(COUNT)) -> Tensor:
-        """What the experts add to x, token by token in float64, of inputs rounded as the kernels round them."""
+        """Return the experts' output, token by token in float64, from inputs rounded as the kernels round them."""
         matrices, biases = self.matrices, self.biases
         out = torch.zeros(x.shape, dtype=torch.float64)
         for token, row in enumerate(x):
@@ -117,7 +117,7 @@ def product(matrix: BlockMatrix, x: Tensor) -> Tensor:
 
 
 def added(experts: Experts, x: Tensor) -> Tensor:
-    """What the experts add to x."""
+    """Return the experts' output for x."""
     return experts.add_to(Residual(x.clone(), None), EPS, None, partial=torch.zeros(x.shape)).x - x
 
 
@@ -194,5 +194,5 @@ def test_matrices_that_are_missing_or_incomplete_are_rejected(library: Library) 
     with pytest.raises(ConfigError, match="cannot be loaded into a layer of 64 columns"):
         experts.load("down", 0, blocks("Q8_0", 64, 32))
     experts.load("gate", 0, blocks("Q8_0", 64, 64))
-    with pytest.raises(ConfigError, match="not all of the matrices of expert 0"):
+    with pytest.raises(ConfigError, match="local expert 0 is incomplete"):
         added(experts, inputs(1, 64))

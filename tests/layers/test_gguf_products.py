@@ -119,7 +119,7 @@ def test_rows_are_looked_up_exactly(library: Library, name: str) -> None:
 
 
 def test_layer_may_pack_rows_of_several_types(library: Library) -> None:
-    """Queries, keys and values in one product, each in a type of its own; gate and up in one type."""
+    """Queries, keys and values in one product, each in its own type; gate and up in one type."""
     kernels, x = kernels_of(library, "others"), inputs(5)
     matrices = [
         blocks("Q4_K", 64, seed=1),

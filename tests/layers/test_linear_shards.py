@@ -130,7 +130,7 @@ def test_halves_of_the_columns_add_up_to_the_whole(
 
     class OtherRank:
         def sum(self, partial: Tensor) -> Tensor:
-            """What the other rank computes at the same time, added."""
+            """Adds the other rank's simultaneous result."""
             reduced.append(partial.clone())
             return partial + right(x[:, 20:].contiguous())
 

@@ -25,7 +25,7 @@ from tests.models.running import CPU, logprobs, prompt
 from tests.support.checkpoints import write_checkpoint
 from tests.support.specs import attentions
 
-# Families of which some layers are plain, with how many of the first ones.
+# Families with fusable layers, and how many of the leading layers are fusable.
 NUM_PLAIN = {"llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "olmo2": 0, "mixtral": 0}
 
 

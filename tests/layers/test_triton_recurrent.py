@@ -42,7 +42,7 @@ MAX_ROWS = 4
 
 
 class Scene:
-    """Sequences that are computed step by step, each in a row of its own."""
+    """Sequences that are computed step by step, each in its own row."""
 
     def __init__(self, shape: DeltaNetShape, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self.layer = draw_layer(shape, DEVICE)

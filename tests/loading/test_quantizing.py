@@ -186,7 +186,7 @@ def test_models_with_windows_and_recurrent_layers_are_evaluated(family: str, tmp
     write_tokenizer(folder)
     ids = list(Tokenizer.load(folder).encode(TEXT))[:60]
     decoder, scores = load(folder), []
-    for start in range(0, 59, 39):  # windows of 40 tokens, of which the next one begins with the last
+    for start in range(0, 59, 39):  # windows of 40 tokens; each begins with the last token of the one before
         window = ids[start : start + 40]
         scores.append(logprobs(decoder, window)[:-1].gather(1, torch.tensor(window[1:])[:, None]))
     expected = math.exp(-torch.cat(scores).double().mean().item())

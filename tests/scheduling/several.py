@@ -10,7 +10,7 @@ from tests.support.fake_runner import FakeRunner, expected_tokens
 
 
 class SeveralRunner(FakeRunner):
-    """The fake runner three tokens ahead. Only the first of them has a step of its own: the KV of the others is
+    """The fake runner three tokens ahead. Only the first of them has its own step: the KV of the others is
     computed by the next one."""
 
     def _sample(self, row: Any, length: int) -> list[int]:

@@ -24,7 +24,7 @@ for number, one in enumerate((*RUNNING, *WAITING)):
 
 
 def checked(question: str, answer: Any) -> CheckedPolicy:
-    """A policy of which one answer is this; an exception is raised."""
+    """A policy that gives this as one of its answers; an exception is raised."""
 
     def respond(*_: object) -> Any:
         if isinstance(answer, Exception):

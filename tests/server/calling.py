@@ -33,7 +33,7 @@ CALLS = "<think>\nI should add.\n</think>\n\nLet me add." + call("add", a=1, b=2
 
 
 class CallingBackend(ScriptedBackend):
-    """Says what it is told to."""
+    """Answers with a given text."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(write_folder(folder, TEMPLATE))
@@ -43,7 +43,7 @@ class CallingBackend(ScriptedBackend):
 
     @property
     def prompt(self) -> str:
-        """Of the latest request, as text."""
+        """Return the latest request's prompt as text."""
         tokenizer = self.engine.frontend.tokenizer
         assert tokenizer is not None
         return tokenizer.decode(self.client.requests[-1].token_ids, skip_special_tokens=False)

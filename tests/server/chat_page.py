@@ -1,4 +1,4 @@
-"""What a reader of the chat page does and sees."""
+"""The actions and views of a reader of the chat page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def wait_for_figures(page: Page, number: int = 1) -> str:
-    """What is told below the answer of this number, once it is over."""
+    """Return the line below the answer of this number, once it is over."""
     page.wait_for(f"document.querySelectorAll('.figures').length === {number}")
     return str(page.run("[...document.querySelectorAll('.figures')].at(-1).innerText"))
 

@@ -1,4 +1,4 @@
-"""The built-in model in a process of its own, whose steps go wrong when a prompt tells them to."""
+"""The built-in model in its own process, whose steps go wrong when a prompt tells them to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real servers on free ports, over one engine, in a thread of their own."""
+"""Real servers on free ports, over one engine, in their own thread."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Backend:
 
 
 class ProcessBackend(Backend):
-    """The same with the engine in a process of its own."""
+    """The same with the engine in its own process."""
 
     def __init__(self, process: ProcessConfig | None = None, **options: Any) -> None:
         self._process = process or ProcessConfig(heartbeat=0.05)

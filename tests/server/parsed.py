@@ -1,4 +1,4 @@
-"""What parsers say of a few answers, and streams of server-sent events read back."""
+"""Parsed messages of a few answers, and streams of server-sent events read back."""
 
 from __future__ import annotations
 

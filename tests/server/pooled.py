@@ -52,7 +52,7 @@ MAX_LEN = 512
 
 
 def vector_of(ids: Sequence[int], size: int) -> NDArray[np.float32]:
-    """What the head returns for a text."""
+    """Return the head's vector for a text."""
     seed = crc32(np.asarray(ids, dtype="<i8").tobytes())
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 

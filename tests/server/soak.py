@@ -67,7 +67,7 @@ def questions_of(llm: LLM) -> list[Question]:
 
 
 class Soak:
-    """A crowd of clients. What a request is depends on its number alone, not on who comes to it first."""
+    """A crowd of clients. A request depends only on its number, not on the client that sends it."""
 
     def __init__(self, url: str, questions: list[Question], seed: int) -> None:
         self._url = url

@@ -15,7 +15,7 @@ from tests.server.live import Backend, Live, live_server, stream
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER = {"role": "user", "content": "Hello"}
 
-# What is added to a good body: (path, parameters, the parameter named, part of the message or code)
+# Additions to a good body: (path, parameters, the parameter named, part of the message or code)
 ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     # unknown, unsupported, of the wrong type
     (COMPLETIONS, {"foo": 1}, "foo", "unknown parameter: foo"),
@@ -176,7 +176,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
 ]
 
-# What else may be in a body: with --ignore-unknown-fields it is not looked at, and what is missing is refused as ever.
+# Unknown fields: with --ignore-unknown-fields they are ignored, and missing fields are still refused.
 UNKNOWN: list[tuple[dict[str, Any], int]] = [
     ({"foo": {"bar": 1}}, 200),
     ({"messages": [{**USER, "colour": "red"}]}, 200),

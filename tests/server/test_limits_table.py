@@ -27,7 +27,7 @@ FLAG = re.compile(r"`(--[a-z-]+)`")
 RENDER = RenderLimits()
 BYTES = {"max_body_size", "max_header_size", "max_stored_bytes", "max_unsent_bytes"}
 
-# What the table says where the declaration's default is not all of it, or there is no declaration.
+# The table's text where it says more than the declared default, or there is no declaration.
 AT_MOST = {
     "max_logprobs": f"20, at most {MAX_LOGPROBS}",
     "max_stop_strings": f"16, at most {MAX_STOP_STRINGS}",

@@ -175,7 +175,7 @@ def make_answerable(path: str, body: dict[str, Any]) -> None:
         if body.get(name):
             body[name] = min(body[name], 4)
     body.setdefault("max_output_tokens" if path == "/v1/responses" else "max_tokens", 4)
-    if path in CONVERSING:  # their events have tests of their own
+    if path in CONVERSING:  # their events have their own tests
         body.pop("stream", None)
     if body.get("n"):
         body["n"] = min(body["n"], 2)

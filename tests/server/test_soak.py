@@ -144,7 +144,7 @@ class Held:
     memory: dict[str, int]  # bytes
     num_engines: int
     num_workers: dict[str, int]  # of each script
-    num_others: int  # children of which nothing is known
+    num_others: int  # unknown children
     num_files: int  # sockets too; without those to the workers
     num_disconnects: float  # so far
     paths: list[Path]  # in its temporary folder
@@ -196,7 +196,7 @@ def test_soak_does_not_grow_memory(
         with capfd.disabled():
             print_summary(soak, seconds, before, after)
     assert sum(server.blocks().values()) == NUM_BLOCKS
-    # What one more kind of request first needs is not growth; what each of them leaves would be.
+    # Memory that a new kind of request needs once is not growth; memory that every request leaves would be.
     assert all(after.memory[name] - before.memory[name] < 24 * MIB for name in before.memory)
 
 

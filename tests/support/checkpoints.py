@@ -198,7 +198,7 @@ def tolerance(family: str) -> float:
     return 3e-4 if family in RECURRENT_FAMILIES else 1e-4
 
 
-# Families of which models with other heads than a language model's exist here.
+# Families that have models with other heads than a language model's here.
 DENSE_FAMILIES = tuple(
     name
     for name in FAMILIES

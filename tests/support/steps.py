@@ -1,4 +1,4 @@
-"""What the steps of an engine did, step by step, for tests that look at them while the engine runs."""
+"""Records of an engine's steps, for tests that look at them while the engine runs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def chunks_of(recorder: Recorder, since: float = 0.0) -> list[Chunk]:
 
 
 class Replay:
-    """An engine that has recorded the first chunks, of which a page has three, and records others in `go_on`."""
+    """An engine that has recorded the first chunks (a page has three) and records others in `go_on`."""
 
     def __init__(self, past: Sequence[Chunk], later: Sequence[Chunk] = ()) -> None:
         self._past, self._later = past, later

@@ -1,4 +1,4 @@
-"""Of others' requests, a reader gets the slots in use in each step and nothing else: whatever they were, it reads the
+"""A reader learns only how many slots others' requests use in each step: whatever they were, it reads the
 same bytes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one viewer gets: the past, then the present, from one engine or from several replicas."""
+"""The stream of one viewer: the past, then the present, from one engine or from several replicas."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def evaluated() -> Any:
-    """What was measured after the training."""
+    """Return the measurements after the training."""
     return json.loads((ROOT / "tools" / "rerankers" / "eval.json").read_text(encoding="utf-8"))
 
 

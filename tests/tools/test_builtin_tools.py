@@ -223,7 +223,7 @@ def test_easy_chats_are_short() -> None:
 
 
 def _by_the_book(loop: Loop) -> str:
-    """What a perfect model writes next."""
+    """Return the text that a perfect model writes next."""
     done = sum(message.role == "tool" for message in loop.messages)
     tasks = loop.tasks[:1] if loop.kind in ("one tool", "extraction") else loop.tasks
     return tasks[done].call.text if done < len(tasks) else " ".join(loop.needed)

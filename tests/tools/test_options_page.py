@@ -1,4 +1,4 @@
-"""What the docs say about options is what is declared."""
+"""The docs describe options as they are declared."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RequestRun:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run did. Times are seconds after the start."""
+    """A recorded run. Times are seconds after the start."""
 
     steps: list[RecordedStep]
     begins: list[

@@ -20,7 +20,7 @@ GUTTER = 4  # columns for the slots' numbers
 MIN_COLUMNS = 10
 FOLD = 2  # if more slots than this are never used, they share one line
 
-# How spans are told apart without colour.
+# Marks that distinguish spans without colour.
 Marks = dict[SlotKind, str]
 _MARKS = {SlotKind.PREFILL: "▓", SlotKind.DECODE: "━", SlotKind.HELD: "·", SlotKind.PADDING: "·"}
 _ASCII_MARKS = {SlotKind.PREFILL: "#", SlotKind.DECODE: "-", SlotKind.HELD: ".", SlotKind.PADDING: "."}

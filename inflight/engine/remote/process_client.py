@@ -368,7 +368,7 @@ def _options_on_wire(config: EngineConfig) -> dict[str, Any]:
     policy = config.scheduler.policy
     if not isinstance(policy, str):
         raise ConfigError(
-            f"policy is {policy!r}: an engine in a process of its own takes a policy by name, or as module:Class"
+            f"policy is {policy!r}: an engine in its own process takes a policy by name, or as module:Class"
         )
     options = config.options()
     try:

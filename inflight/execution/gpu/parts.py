@@ -28,7 +28,7 @@ class Section(NamedTuple):
 
 
 class StepPart:
-    """What one feature of the rows adds to a step. A part overrides the methods that it needs.
+    """The contribution of one feature of the rows to a step. A part overrides the methods that it needs.
 
     For every step, `GpuRunner` calls each method for all parts in order, and the methods in the order in which they
     stand here. Only `open` is part of a captured graph.

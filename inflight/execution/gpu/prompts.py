@@ -1,4 +1,4 @@
-"""What steps return for prompts: the log-probabilities of their own tokens, and vectors from the model's head."""
+"""Results of steps for prompts: the log-probabilities of the prompt's tokens, and vectors from the model's head."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PromptVectors(StepPart):
             step.pool(entries)
 
     def results(self, step: HostStep, sections: dict[str, Tensor], hidden: Tensor) -> StepVectors | None:
-        """The head computes all samples of the shape, so that it sees few sizes. Those that want vectors come last."""
+        """Compute the vectors. The head computes all samples of the shape, so it sees few sizes; vectors come last."""
         head, entries = self._decoder.pooling_head, step.pooled_entries
         if head is None or not entries:
             return None

@@ -43,7 +43,7 @@ def buffer_bytes(size: int, region: int) -> int:
 class PeerCollective:
     """Implements `Collective` and `AddingReduce`: every rank reads the parts of all ranks and adds them in order.
 
-    What does not fit a region is exchanged piece by piece. Steps can be captured.
+    Tensors larger than a region are exchanged piece by piece. Steps can be captured.
     """
 
     capturable = True
@@ -159,7 +159,7 @@ class NcclCollective:
 
 
 def nccl_group(shared: SharedCollective, device: torch.device) -> Any:
-    """Create a group of all ranks, each on a GPU of its own. They meet through a temporary file."""
+    """Create a group of all ranks, each on its own GPU. They meet through a temporary file."""
     with tempfile.TemporaryDirectory(prefix="inflight-nccl-") as folder:
         path = exchange(shared, folder.encode())[0].decode()
         store = dist.FileStore(str(Path(path) / "ranks"), shared.size)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@
     rank 0 ◄────────── Sampled ────────  last stage      through shared memory, where that is not rank 0's own
     rank 0 ◄── Loading, Loaded, Begun, Broken ── each    through a pipe, one line each
 
-The tokens of a step travel with a later step: no rank needs them before, so they need no message of their own.
+The tokens of a step travel with a later step: no rank needs them before, so they need no separate message.
 """
 
 from __future__ import annotations

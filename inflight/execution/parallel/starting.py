@@ -134,7 +134,7 @@ def begin_ranks(
     make_runner: Callable[[], Runner[Any]],
 ) -> Runner[Any]:
     """Have all ranks begin with empty memory, and return the runner of the first one, which the others follow.
-    `make_runner` makes the runner of its own part."""
+    `make_runner` makes the runner of this rank's part."""
     from inflight.execution.parallel.runner import (
         FirstRank,
         Follower,

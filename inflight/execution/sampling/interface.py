@@ -91,7 +91,7 @@ def first_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32]:
 
 
 def host_masks(max_rows: int, vocab_size: int) -> NDArray[np.int32]:
-    """Return memory for the masks of constrained rows, [max_rows, words]. What is never written takes no space."""
+    """Return memory for the masks of constrained rows, [max_rows, words]. Unwritten pages take no space."""
     return np.empty((max_rows, -(-vocab_size // WORD)), dtype=np.int32)
 
 

@@ -169,7 +169,7 @@ def _only_around_results(template: ChatTemplate, texts: Sequence[str]) -> bool:
 
 
 def call_marker_ids(tool_format: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokens that start a call, where the format has tokens of its own for that."""
+    """Return the tokens that start a call, where the format has its own tokens for that."""
     if tool_format is None or tokenizer is None:
         return frozenset()
     openings = TOOL_FORMATS.get(tool_format_name(tool_format) or "").openings.texts

@@ -79,7 +79,7 @@ class CallGrammar:
     opening: str
     # Returns the expression after the opening: one call, or several if the flag is true.
     write: Callable[[GrammarWriter, Sequence[Tool], bool], str]
-    repeats_opening: bool = True  # every call has an opening of its own
+    repeats_opening: bool = True  # every call has its own opening
     # The character that starts a call at the start of an answer, if no opening is needed there.
     bare_start: str = ""
     # Other texts that the format's reader would take for the start of a call; they are never generated.

@@ -74,7 +74,7 @@ class MessageParser:
         return self._source.in_reasoning
 
     def runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split the ids of a delta so that each of `marker_ids` is in a piece of its own.
+        """Split the ids of a delta so that each of `marker_ids` is in a separate piece.
 
         If the pieces are fed one by one with their text, it is unambiguous where in the text a marker is a token.
         """

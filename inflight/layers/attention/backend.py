@@ -144,7 +144,7 @@ class AttentionLayer:
     sinks: Tensor | None = None  # [num_heads] float32: exp(sink) is added to the softmax denominator, once
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     v_norm: Tensor | None = None  # [head_dim] float32
-    # Whether it has keys and values of its own; otherwise an earlier layer's are in its cache.
+    # Whether it has its own keys and values; otherwise an earlier layer's are in its cache.
     has_kv: bool = True
 
 
@@ -169,7 +169,7 @@ class AttentionInputs:
 
 
 class BackendStep(Protocol):
-    """What every backend's step has beside the inputs of its attention."""
+    """Inputs of a step that every backend has, beside those of its attention."""
 
     @property
     def padding_mask(self) -> Tensor | None:
@@ -200,7 +200,7 @@ class AttentionBackend(Protocol[InputsT]):
         """Normalise and rotate queries and keys, normalise values, write this step's keys and values for all entries,
         then attend. So an entry may read blocks that another entry of the same step fills.
 
-        A layer without keys and values of its own reads those that an earlier layer of the step wrote to `cache`.
+        A layer without its own keys and values reads those that an earlier layer of the step wrote to `cache`.
         """
 
 

@@ -320,7 +320,7 @@ def _batched(heads: Tensor) -> Tensor:
 
 
 def _near(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask [length, length] of which tokens see which, or None if all see all."""
+    """Return the mask [length, length] of the tokens that each token sees, or None if all see all."""
     if window is None or window >= length - 1:
         return None
     positions = torch.arange(length, device=device)

@@ -44,7 +44,7 @@ class BlockScheme:
         )
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> BlockMatrix:
-        """Return a matrix in the largest of the types. Rows that are copied into it bring their own."""
+        """Return an empty matrix, sized for the largest type. Copied rows keep their own type."""
         largest = max(self.types, key=lambda name: row_bytes(name, num_columns))
         data = torch.empty(num_rows, row_bytes(largest, num_columns), dtype=torch.uint8, device=device)
         return BlockMatrix([BlockRun(largest, data)], num_columns, self)

@@ -36,7 +36,7 @@ class _IntegerFormat(WeightFormat):
     @property
     def scheme(self) -> Scheme | None:  # type: ignore[override]
         if not self.ordered:
-            return None  # each packed part of a layer would need the inputs in an order of its own
+            return None  # each packed part of a layer would need the inputs in its own order
         return GroupScheme("int4" if self.bits == 4 else "int8", self.group, self.zeros)
 
     @property

@@ -11,7 +11,7 @@ possibly one zero point:
     int4   4     uint8 [N, K / 2], low nibble first   uint8                         8
     fp4    4     the same, indices into FP4_VALUES    -
 
-Scales are float32 [N, groups]. Those of fp4 are powers of two, held as uint8 exponents plus 127.
+Scales are float32 [N, groups]. fp4 scales are powers of two, held as uint8 exponents plus 127.
 
 A scheme describes such a matrix; it is hashable, and kernels choose by it. A format that does not fit this pattern
 brings its own `Scheme` and `QuantizedMatrix`.
@@ -94,7 +94,7 @@ class QuantizedMatrix(ABC):
         return self.cut(rows, columns)
 
 
-# What layers are loaded from. Both kinds have a shape and a length, and are cut by slices of rows and columns.
+# The sources that layers are loaded from. Both have a shape and a length, and are cut by slices of rows and columns.
 Weight = Tensor | QuantizedMatrix
 
 

@@ -15,7 +15,7 @@
 //     row at 20   [ tile 0 ][ tile 1..)            masked after token 20
 //     row at 37   [ tile 0 ][ tile 1 ][ tile 2..)  masked after token 37
 //
-// A tile of which a row sees nothing does not change the row. Slots that no row sees may hold anything: their scores
+// A tile in which a row sees nothing does not change the row. Slots that no row sees may hold anything: their scores
 // are replaced, not weighted, and their values are never read. A row with a sink starts as if it had seen one key with
 // that score and a value of zeros.
 //

@@ -1,6 +1,6 @@
 // Layers of a decoder in one call: attention over the KV cache, then a gated MLP.
 //
-// Every operation is the one that has a function of its own, with the same bits. Between two of them there is no Python,
+// Every operation is the one that has a separate function, with the same bits. Between two of them there is no Python,
 // and intermediate results stay in the same memory for all layers.
 
 #include <algorithm>

@@ -47,7 +47,7 @@ struct Job {
     }
 };
 
-// Vectors at the end of a row, of which only `count` floats exist. The others are 0 and are not stored.
+// Vectors at the end of a row, where only `count` floats exist. The others are 0 and are not stored.
 Vec load_some(const float* from, int64_t count) {
     if (count >= kWidth) return load<Vec>(from);
     float x[kWidth] = {};

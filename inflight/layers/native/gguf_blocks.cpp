@@ -426,7 +426,7 @@ void multiply_rows(const NarrowTile& tile, float* sums) {
     }
 }
 
-// Rows past the last one may be read, so that not every number needs a function of its own.
+// Rows past the last one may be read, so that not every number needs a separate function.
 template <Kind kind, class Dot, int Rows>
 void multiply_tile(const NarrowTile& tile, float* sums) {
     constexpr int fewer = Rows > 8 ? 8 : Rows > 6 ? 6 : Rows > 4 ? 4 : Rows / 2;

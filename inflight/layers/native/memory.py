@@ -16,7 +16,7 @@ def available_memory() -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
         kilobytes = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
         available = int(kilobytes) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
+    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit itself
         limit = int((CONTAINER / "memory.max").read_text())
         available = min(available, limit - int((CONTAINER / "memory.current").read_text()) + _page_cache())
     return available

@@ -262,7 +262,7 @@ def _max_blocks(chosen: Chosen, num_experts: int, block_m: int) -> int:
 
 
 def _quantizes_before(matrices: HeldWeights, tile: GroupedTile) -> bool:
-    """Return whether inputs are quantized in a kernel of its own, and not where they are multiplied."""
+    """Return whether inputs are quantized in a separate kernel, and not where they are multiplied."""
     return matrices.quantizes_inputs and tile.quantize_first
 
 

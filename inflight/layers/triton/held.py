@@ -158,7 +158,7 @@ class PlainWeights(HeldWeights):
 
 
 class QuantizedWeights(HeldWeights):
-    """What the ways of holding quantized weights share."""
+    """A base for quantized weights on a device."""
 
     __slots__ = ()
 

@@ -9,7 +9,7 @@ not padding tokens, fill the long side of a tensor core's tile.
 
 `fetch_tile` prefetches weights into the L2 cache while the previous kernel is still running.
 
-A norm in two halves (`NextNorm`) needs no kernel of its own:
+A norm in two halves (`NextNorm`) needs no separate kernel:
 
     rms_norm(x) @ W.T = ((x * weight) @ W.T) / rms(x)
 
@@ -243,7 +243,7 @@ def leave_for_norm(
 
 
 class Epilogue(TypedDict, total=False):
-    """What a linear kernel does beside its product."""
+    """The options of a linear kernel beside its product."""
 
     squares: Tensor | None  # [n, T], where x is already scaled for its norm: see `NextNorm`
     eps: float
@@ -309,7 +309,7 @@ def launch_linear(
 def empty_result(
     x: Tensor, weight: Tensor, activation: str | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return memory for the product of x and weight, of which a gate leaves half; by default of x's type."""
+    """Return memory for the product of x and weight (a gate leaves half of it), by default of x's type."""
     num_out = weight.shape[-2] // (1 if activation is None else 2)
     return padded_empty(len(x), num_out, dtype or x.dtype, x.device)
 

@@ -10,7 +10,7 @@ exactly. Words hold their codes such that most of them are in place after one sh
     2       9  2 1 0                          6
     3      14 13 11 10                        1, -5, -4
 
-Word j of a tile holds column j of each of its four groups. No lane is shuffled, and each group is a product of its own
+Word j of a tile holds column j of each of its four groups. No lane is shuffled, and each group is a separate product
 that has one scale for each row:
 
     column of code i in word w of a row = w // 32 * 128 + 32 * i + w % 32

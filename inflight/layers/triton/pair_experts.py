@@ -132,7 +132,7 @@ def _byte_sums(
     parts, rows, scales, zeros, place, stride, exists, x, x_rows, K,
     AHEAD: tl.constexpr, ALL_AHEAD: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of 8-bit rows, of which `parts` are the first steps, with features: [S, N] float32."""
+    """Return the products of 8-bit rows, whose first steps are in `parts`, with features: [S, N] float32."""
     ZEROS: tl.constexpr = zeros is not None
     sums = tl.zeros([rows.shape[0], rows.shape[1], BLOCK_K // 16], tl.float32)
     for step in tl.static_range(AHEAD):

@@ -7,7 +7,7 @@ on to choose its experts. With more tokens the logits come from a linear layer.
 
 Pairs are grouped by expert with one atomic addition each: the number of pairs that an expert already has is the place
 of the next one. Their order among each other differs from run to run, but no result depends on it: a pair's product is
-a row of its own, and a token's products are added in the order of its experts.
+its own row, and a token's products are added in the order of its experts.
 
 The tokens of each expert are also counted in total, for people (`Experts.tokens`).
 """

@@ -61,7 +61,7 @@ _BYTES_TO_PLACED = tl.constexpr(
 
 @triton.jit
 def _placed_numbers(words, dtype: tl.constexpr):
-    """Return the four MXFP4 numbers of each word (int16). Those of bfloat16 are 2^-126 times as large, which saves the
+    """Return the four MXFP4 numbers of each word (int16). bfloat16 values are 2^-126 times as large, which saves the
     product that would make them normal numbers: tensor cores do not need those."""
     if dtype == tl.bfloat16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
@@ -91,7 +91,7 @@ def _placed_number(words, CODE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _placed_bytes(codes, dtype: tl.constexpr):
-    """Return the numbers of fp8 codes. Those of bfloat16 are 2^-120 times as large."""
+    """Return the numbers of fp8 codes. bfloat16 values are 2^-120 times as large."""
     if dtype == tl.bfloat16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
             _BYTES_TO_PLACED, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -181,7 +181,7 @@ def _step_products(
     float32, to be added along the last dimension.
 
     Tensor cores multiply with eight columns, and there is one token. So column n has the features of group n alone (of
-    fp8: of piece n, if there are that many), and groups have sums of their own, which are scaled once.
+    fp8: of piece n, if there are that many), and groups have their own sums, which are scaled once.
     """
     codes, scale = loaded
     S: tl.constexpr = codes[0].shape[1]

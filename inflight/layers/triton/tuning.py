@@ -22,7 +22,7 @@ MAX_BYTES_SMALL = 16  # tokens up to which `small_linear` multiplies 8-bit weigh
 MAX_CONVERTED_SMALL = 128  # and 8-bit weights that it converts
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
-_MODERATE = 24 << 20  # bytes of weights of which one or two tokens are multiplied without tensor cores
+_MODERATE = 24 << 20  # bytes of weights up to which one or two tokens are multiplied without tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class GroupedTile:
     num_warps: int
     stages: int
     weights_left: bool  # weights, not pairs, are the left operand: for blocks of few pairs
-    quantize_first: bool = False  # inputs of 8-bit weights are quantized in a kernel of its own
+    quantize_first: bool = False  # inputs of 8-bit weights are quantized in a separate kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def choose_medium(
         if num_tokens <= 64:
             return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
         return LinearTile(block_m=128, block_n=256, block_k=64, num_warps=8, stages=4)
-    # The smallest tiles of which there is at most one per multiprocessor.
+    # The smallest tiles that leave at most one per multiprocessor.
     for block_m, block_n, stages in ((64, 32, 5), (64, 64, 6), (128, 64, 4)):
         num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
         if num_tiles <= num_sms:
@@ -282,7 +282,7 @@ def _choose_medium_bytes(
 ) -> LinearTile:
     """Return the tile for fp8 or int8 (measured with fp8 up to MAX_TOKENS, a guess beyond)."""
     if num_tokens > MAX_TOKENS:
-        # The largest tiles of which there is one for each multiprocessor. Groups need the registers for their sums.
+        # The largest tiles that leave one for each multiprocessor. Groups need the registers for their sums.
         widths = [width for width in (256, 128) if not (group and width == 256)]
         token_tiles = -(-num_tokens // 128)
         fits = [width for width in widths if token_tiles * -(-num_rows // width) >= num_sms]

@@ -258,7 +258,7 @@ class Decoder:
 
     @cached_property
     def _fused(self) -> FusedLayers | None:
-        """The first layers in one call, known with the first step: the weights are loaded by then."""
+        """The leading layers that run as one call. Computed on the first step, when the weights are loaded."""
         fusable: list[FusableLayer] = []
         for layer in self.layers:
             fusable_layer = layer.fusable()

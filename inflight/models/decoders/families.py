@@ -48,7 +48,7 @@ class Family:
     scaled_embedding: bool = False
     multipliers: bool = False  # whether the config scales embeddings and logits
     layer_scales: bool = False
-    layer_inputs: bool = False  # whether layers have inputs of their own, if the config says so
+    layer_inputs: bool = False  # whether layers have their own inputs, if the config says so
     section: str | None = None  # the text model's part of a multimodal config
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -289,7 +289,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def _of_model_type(model_type: str) -> str:
     """Return the architecture of a config that names only its model type, such as qwen3_moe. The text model of a
-    multimodal one has a type of its own, such as gemma3_text."""
+    multimodal one has its own type, such as gemma3_text."""
     base = model_type.removesuffix("_text").replace("_", "")
     is_text = model_type.endswith("_text")
     for suffix in ("ForCausalLM",) if is_text else ("ForConditionalGeneration", "ForCausalLM"):

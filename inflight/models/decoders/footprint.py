@@ -103,7 +103,7 @@ def cut_layers(
 
 
 def _balanced(sizes: list[int], num_stages: int, table: int) -> list[range]:
-    """Cut layers of these sizes into stages, of which the first and the last also hold a table, so that the largest
+    """Cut layers of these sizes into stages (the first and the last also hold a table), so that the largest
     stage is as small as possible, and the others are as even as that allows."""
     ends = [0, *accumulate(sizes)]
     # (largest stage, sum of squares, first layer of the last stage) for the first `end` layers in some stages

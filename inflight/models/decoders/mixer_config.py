@@ -254,7 +254,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
 
 def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
     """Return the fields with the heads of layers without a window. New configs list the fields that differ in each of
-    these layers, older ones have fields of their own."""
+    these layers, older ones have their own fields."""
     names = {"head_dim": "global_head_dim"}
     if fields.boolean("attention_k_eq_v", False):
         names["num_key_value_heads"] = "num_global_key_value_heads"

@@ -41,7 +41,7 @@ class DenseMlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMlpSpec:
-    """Implements `MlpSpec`: experts, of which each token uses a few, and a shared MLP that all tokens use."""
+    """Implements `MlpSpec`: experts, a few of which each token uses, and a shared MLP that all tokens use."""
 
     inner: int  # features of one expert
     activation: str
@@ -50,7 +50,7 @@ class ExpertsMlpSpec:
     limit: float = 0.0  # of the clamped activation
     shared_inner: int = 0  # 0: there is no shared MLP
     has_shared_gate: bool = False  # whether each token scales the shared MLP's output
-    # Whether the router, the experts and the shared MLP have norms of their own, before and after them.
+    # Whether the router, the experts and the shared MLP have their own norms, before and after them.
     has_own_norms: bool = False
 
     def step_values(self, hidden: int) -> int:
@@ -209,7 +209,7 @@ class ExpertsMlp:
 
 class NormedExpertsMlp(ExpertsMlp):
     """Implements `Mlp` as Gemma 4 has it: a router, its experts and a dense MLP, each of which reads the residual
-    through a norm of its own. The sums of experts and dense MLP are normalised, added, and normalised again."""
+    through its own norm. The sums of experts and dense MLP are normalised, added, and normalised again."""
 
     shared_part = "mlp"
 

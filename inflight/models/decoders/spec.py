@@ -76,7 +76,7 @@ class MixerSpec(Protocol):
 
     @property
     def kv(self) -> LayerKV | None:
-        """What the layer keeps of each token; None: nothing."""
+        """The keys and values that the layer keeps for each token; None: nothing."""
 
     @property
     def kv_source(self) -> int | None:
@@ -189,8 +189,8 @@ class DecoderSpec:
         return weights if not self.tied_embeddings or isinstance(weights, PlainFormat) else PLAIN_FORMAT
 
     def scheme(self, layer: int, *targets: str) -> Scheme | None:
-        """Return how a linear layer or matrices of the experts, which pack these targets, hold their weights: quantized
-        if all modules that are loaded into them are, and in ways that fit together."""
+        """Return the scheme for the weights packed into these targets, or None unless every source module is quantized
+        compatibly."""
         modules = [
             f"{self.names.layers}.{layer}.{module}"
             for names in (self.names.layer, *self.names.experts)

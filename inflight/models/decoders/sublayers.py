@@ -1,4 +1,4 @@
-"""What mixers and MLPs have in common: their interfaces, and how their empty weights are created and named."""
+"""The common parts of mixers and MLPs: their interfaces, and how their empty weights are created and named."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _wrong(param: str, message: str) -> ApiError:
 
 
 def _tools(body: ConversationBody) -> list[dict[str, Any]]:
-    """Return the tools as functions. Those with `defer_loading` are left out until a result refers to them."""
+    """Return the tools as functions. Tools with `defer_loading` are left out until a result refers to them."""
     loaded = _referenced_tools(body)
     functions = [
         {

@@ -147,7 +147,7 @@ class CustomTool(CachedPart):
 
 MessageTool = Annotated[
     Annotated[CustomTool, Tag("<custom>")],
-    by_type("only tools with an input_schema can be called; the server runs none of its own", "custom"),
+    by_type("only tools with an input_schema can be called; the server itself runs none", "custom"),
 ]
 
 

@@ -314,7 +314,7 @@ class ApiWorkerPool:
     # ---- calls from the workers ----
 
     async def counts(self) -> list[MetricCounts]:
-        """Return the metric counts of all workers. Those of ended workers are part of the main process's own."""
+        """Return the metric counts of all workers. Counts of ended workers are part of the main process's."""
 
         async def of_one(worker: ApiWorkerProcess) -> MetricCounts | None:
             with contextlib.suppress(EngineError, TimeoutError):

@@ -80,7 +80,7 @@ def fit_open_files(max_connections: int) -> int:
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    except (ValueError, OSError):  # the system has a limit of its own
+    except (ValueError, OSError):  # the system has its own limit
         limit = soft
     fitting = max(1, min(max_connections, limit - NUM_OTHER_FILES))
     if fitting < max_connections:

@@ -56,7 +56,7 @@ class LoggedRequest:
     num_answers: int = 0  # or texts; each has its own id in the engine
     engine_ids: list[str] = field(default_factory=list)  # of all answers, or of the first texts
     num_prompt_tokens: int = 0  # of all answers, or of the texts that have ended
-    # Of all answers or texts that have ended, and of answers that were cut short:
+    # Counts of all answers or texts that have ended, and of answers that were cut short:
     num_ended_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -83,7 +83,7 @@ class LoggedRequest:
 
     @property
     def first_without_record(self) -> str | None:
-        """The engine's id of the first answer that has not ended, or of which nothing is recorded."""
+        """The engine's id of the first answer that has not ended or has no record."""
         if self._packed is not None:
             return self._first_without_record
         return next((engine_id for engine_id in self.engine_ids if engine_id not in self._records), None)
@@ -285,7 +285,7 @@ class RequestSource(Protocol):
 def latest_first(keys: Reversible[RequestKey], caller: Caller) -> list[RequestKey]:
     """Return those of the keys that a caller sees, the latest first; an administrator sees those of all callers.
 
-    Of requests with the same id only the latest is seen, which is the one that `RequestLog.find` returns.
+    Only the latest of several requests with the same id is seen, as in `RequestLog.find`.
     """
     seen: dict[str, RequestKey] = {}
     for key in reversed(keys):

@@ -170,7 +170,7 @@ Status = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
 class RequestSummary(BaseModel):
-    """What happened to a request, with totals of its answers."""
+    """The history of a request, with totals of its answers."""
 
     id: str
     object: Literal["request"] = "request"

@@ -188,7 +188,7 @@ async def steps(request: Request) -> Response:
     """Stream the engines' steps as server-sent events: which request had which slot, and what happened to requests.
 
     Each event is named `steps` and has a chunk of consecutive steps of one replica; new steps come at most 30 times a
-    second. Of the requests of other API keys, only the number of their slots is shown; the admin key sees everything.
+    second. For requests of other API keys, only the number of their slots is shown; the admin key sees everything.
     """
     state, caller = state_of(request), caller_of(request)
     since = _number(request, "since", None)

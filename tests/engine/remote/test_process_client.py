@@ -1,4 +1,4 @@
-"""The client of an engine in a process of its own: a real one, over the fake runner, whose answers are known."""
+"""The client of an engine in its own process: a real one, over the fake runner, whose answers are known."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_every_step_of_texts_fits_its_shape(max_texts: int, max_tokens: int, dat
     shape = buckets.shape(num_tokens, num_texts)
     assert num_tokens <= shape.num_tokens <= buckets.largest.num_tokens == max_tokens
     assert num_texts <= shape.num_texts <= min(shape.num_tokens, buckets.largest.num_texts)
-    # Of large steps little is padding.
+    # Little of a large step is padding.
     assert shape.num_tokens - num_tokens < max(32, num_tokens / 4)
 
 

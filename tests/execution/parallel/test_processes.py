@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the same answers, one error when one of them is lost, nothing left behind."""
+"""Ranks in their own processes: the same answers, one error when one of them is lost, nothing left behind."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_hanging_stage_ends_the_engine_with_an_error_that_names_it(
 
 
 def hang(config: object, memory: object, progress: object) -> None:  # noqa: ARG001
-    """Replaces `load_rank` in a process of its own."""
+    """Replaces `load_rank` in its own process."""
     time.sleep(3600)
 
 

@@ -17,7 +17,7 @@ from inflight.execution.sampling.native import ROW, NativeSampler, cpu_sampler
 from inflight.layers.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted, job
 
-# Of each parameter something; ids are taken modulo the vocabulary.
+# Some values for each parameter; ids are taken modulo the vocabulary.
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.7},

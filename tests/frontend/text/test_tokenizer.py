@@ -1,4 +1,4 @@
-"""What stands around texts, against what the package itself puts there."""
+"""Special tokens around texts, against those that the package itself adds."""
 
 from __future__ import annotations
 

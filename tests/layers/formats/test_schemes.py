@@ -33,7 +33,7 @@ def test_quantized_weight_is_within_half_a_step(scheme: GroupScheme) -> None:
     error = (back - weight).norm() / weight.norm()
     assert error < {"fp8": 0.03, "int8": 0.01, "int4": 0.12, "fp4": 0.15}[scheme.codes]
     torch.testing.assert_close(matrix.dequantize(), back.float())
-    # What a matrix holds is quantized without any error, unless some weights were clipped.
+    # A quantized matrix is quantized again without any error, unless some weights were clipped.
     if scheme.codes in ("fp8", "fp4") or scheme == GroupScheme("int8"):
         torch.testing.assert_close(scheme.quantize(back).dequantize(torch.float64), back)
 

@@ -1,4 +1,4 @@
-"""What Python and the compiled library agree on: structures field by field, and numbers by name."""
+"""Python and the compiled library agree on structures field by field, and on numbers by name."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.layers.native.library import native_library, numa_nodes
 
-# Helpers stay where they were placed, so this runs in a process of its own. Both halves of a weight are asked for from
+# Helpers stay where they were placed, so this runs in its own process. Both halves of a weight are asked for from
 # the one node that every machine has.
 PLACED = """
 import os, torch

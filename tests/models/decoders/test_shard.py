@@ -112,7 +112,7 @@ def test_stages_are_cut_by_the_bytes_they_hold() -> None:
 
 
 def test_stages_are_cut_by_how_shared_mlps_are_quantized() -> None:
-    """Layers that differ in nothing else have sizes of their own."""
+    """Layers that differ in nothing else have their own sizes."""
     config = FAMILIES["qwen2-moe"](num_hidden_layers=4, shared_expert_intermediate_size=4096, vocab_size=64)
     plain = [f"model.layers.{layer}.mlp.shared_expert.{part}_proj" for layer in (0, 1) for part in PARTS]
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": ["lm_head", *plain]}

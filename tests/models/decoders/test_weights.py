@@ -163,7 +163,7 @@ def test_dummy_norms_are_one_whatever_their_offset() -> None:
 
 
 def test_dummy_weights_are_normal_beyond_one_block() -> None:
-    """More values than the block that they are cut from: still small, centred, and rows of their own."""
+    """More values than the block that they are cut from: still small, centred, and their own rows."""
     decoder = dummy("llama", seed=3, vocab_size=20_000, num_hidden_layers=1)
     table = decoder.embedding
     assert table is not None

@@ -221,7 +221,7 @@ def test_metadata_that_does_not_fit_is_rejected_in_one_line(
 
 
 def test_types_of_matrices_may_differ(folder: Path, tmp_path: Path) -> None:
-    """As in files of llama.cpp, where each tensor has a type of its own."""
+    """As in files of llama.cpp, where each tensor has its own type."""
     types = iter(["F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4", "Q4_1", "Q5_1"] * 10)
     path = write_gguf(tmp_path / "model.gguf", folder, lambda _name, _tensor: next(types))
     opened = open_checkpoint(str(path))

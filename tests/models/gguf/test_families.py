@@ -32,8 +32,8 @@ LONG_ROPE = {
     "original_max_position_embeddings": 256,
     "attention_factor": 1.19,
 }
-# What converters do not support is left out: windows of Mistral and Mixtral, other divisors of Gemma's scores, layers
-# without experts.
+# Features that converters do not support are left out: windows of Mistral and Mixtral, other divisors of Gemma's
+# scores, layers without experts.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},

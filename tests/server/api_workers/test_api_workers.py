@@ -357,7 +357,7 @@ def test_dead_worker_loses_only_its_own_requests_and_is_restarted(server: TwoWor
         # The process that answered before frees the key's place a moment after its last byte.
         wait_until(partial(is_taken, http), "an answer")
     assert other in server.workers
-    # What the killed one had counted until about a second before its end is still there.
+    # Counts of the killed worker, up to about a second before its end, are still there.
     assert counts(second, "key_requests", 'key="one"') >= before + 3
 
 

@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 class ClientView:
-    """What a client received: the status, the text, the errors, and whether the stream had its end mark."""
+    """A client's view of an answer: the status, the text, the errors, and whether the stream had its end mark."""
 
     def __init__(self, live: Live, body: dict[str, Any]) -> None:
         self.text, self.done = "", False

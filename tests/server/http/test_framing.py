@@ -12,14 +12,14 @@ MAX = 1024
 
 
 class Parsed:
-    """What the parser sees, fed as far as the framing says."""
+    """The requests that the parser sees, fed as far as the framing says."""
 
     def __init__(self) -> None:
         self.framing = RequestFraming()
         self.parser = httptools.HttpRequestParser(self)
         self.headers: list[tuple[bytes, bytes]] = []
         self.bodies: list[bytes] = []
-        self.num_begun = 0  # of which the headers are complete
+        self.num_begun = 0  # requests whose headers are complete
         self.num_ended = 0
 
     def on_message_begin(self) -> None:

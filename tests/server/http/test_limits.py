@@ -219,7 +219,7 @@ def test_invalid_http_is_refused(small: Live) -> None:
 
 @pytest.fixture
 def patient(backend: Backend) -> Iterator[Live]:
-    """As small, but those who say nothing are kept for as long as a test takes."""
+    """As small, but silent clients are kept for as long as a test takes."""
     with live_server(backend, max_connections=8) as live:
         yield live
 
@@ -243,7 +243,7 @@ def test_connections_over_the_limit_are_refused_but_probes_are_answered(patient:
             assert b"connection: close" in answer
             assert (b"too_many_connections" in answer) is (status == b"503")
             patient.wait_until("its end", lambda: len(patient.server.server_state.connections) == 7)
-        # Whoever takes that one too, and sends nothing, loses it to the next.
+        # A client that takes this connection too and sends nothing loses it to the next.
         silent = [held.enter_context(connect(patient)) for _ in range(20)]
         with connect(patient) as probe:
             probe.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -96,7 +96,7 @@ def test_pipelined_chunked_requests_are_answered_in_order(own: Live) -> None:
 
 
 def test_body_that_the_app_does_not_read_is_skipped(own: Live) -> None:
-    """What has no route is answered at once, and its body is passed over."""
+    """A request without a route is answered at once, and its body is skipped."""
     head = b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with connect(own) as connection:
         connection.sendall(head + b"1\r\na\r\n" * 200_000 + b"0\r\n\r\n" + LAST)

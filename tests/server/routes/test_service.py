@@ -200,7 +200,7 @@ def test_metrics_count_requests_and_tokens(backend: Backend) -> None:
         assert grown("inflight:request_generation_tokens_count") == 3
         assert grown("inflight:request_generation_tokens_sum") == 30
         assert grown("inflight:time_to_first_token_seconds_count") == 2
-        # Of tokens that come together with an answer's first one no time between them is known.
+        # Tokens that arrive with an answer's first one have no known time between them.
         assert 0 < grown("inflight:inter_token_latency_seconds_count") <= 27
         assert grown("inflight:e2e_request_latency_seconds_count") == 2
         assert grown("inflight:request_max_num_generation_tokens_count") == 2

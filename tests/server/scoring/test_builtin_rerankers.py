@@ -1,4 +1,4 @@
-"""The built-in reranker and embedder over HTTP: a real encoder in an engine process of its own."""
+"""The built-in reranker and embedder over HTTP: a real encoder in an engine with its own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gumbel-max in kernels: the random numbers of `sampling/gumbel.py`, and the first launches of sampling.
 
 Each chunk of the vocabulary finds its own winner. Plain rows have one program per chunk. Rows that modify logits or
-want log-probabilities ("special" rows) have a kernel of their own, with few programs per row that loop over the chunks:
+want log-probabilities ("special" rows) have a separate kernel, with few programs per row that loop over the chunks:
 a step without such rows hardly notices it. Modified logits are written beside the model's own, and later kernels read
 them there.
 """

@@ -1,6 +1,6 @@
 """Attention of prompt chunks: cached keys through the block table, the chunk's own keys from the projection.
 
-A layer without keys of its own finds those of the chunk in the cache, too.
+A layer without its own keys finds those of the chunk in the cache, too.
 """
 
 from __future__ import annotations

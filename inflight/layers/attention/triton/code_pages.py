@@ -4,7 +4,7 @@ A decode reads a byte per feature, so the conversion of codes and the arrangemen
 memory. Three choices keep both small:
 
 - *Keys times queries.* Scores are computed as [keys, rows] and results as [features, rows]: the tensor cores' long side
-  then holds keys or features, and their short side of 8 the rows, of which there are few.
+  then holds keys or features, and their short side of 8 the few rows.
 - *Values as 16-bit words.* Products over keys need pairs of neighbouring keys in a register, but the codes of a key's
   features are neighbours in memory, and only elements of 16 bits can be transposed on their way from shared memory. So
   a word holds the codes of two features; it is split into the even and the odd ones in registers, and these have an
@@ -99,7 +99,7 @@ def take_code_pages(
     """Attend to cached keys at positions [begin, end), all of which every row sees -> acc [M, DIM], row_max, row_sum.
 
     Items begin at a block, or a whole number of tiles further; only a window may begin anywhere, and then the positions
-    before it are masked. What is not written yet is not loaded: it could be NaN.
+    before it are masked. Unwritten positions are not loaded: they could be NaN.
     """
     M: tl.constexpr = q.shape[0]
     queries, factor = half_queries(q)

@@ -1,6 +1,6 @@
 """Attention of single query tokens over paged keys, split over keys inside one launch.
 
-A prefix that several decode entries share is read once for all of them, by a kernel of its own. It writes partial
+A prefix that several decode entries share is read once for all of them, by a separate kernel. It writes partial
 results, which the decode kernel merges with those of each entry's own keys.
 """
 

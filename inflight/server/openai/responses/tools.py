@@ -66,7 +66,7 @@ class ResponseTools:
         tools = checked_tools([{"type": "function", "function": function} for function in functions])
         names, choice = _choice(body, by_name)
         if choice == "required" and dropped and not names:
-            raise _wrong_choice(f"requires {', '.join(dropped)}", "the server runs no tools of its own")
+            raise _wrong_choice(f"requires {', '.join(dropped)}", "the server itself runs no tools")
         return cls([tool for tool in tools if tool["function"]["name"] in names], choice, by_name, dropped)
 
 
@@ -117,7 +117,7 @@ def _choice(
         if isinstance(tool, ChosenTool):
             names.add(shown_name(tool.name, tool.namespace))
         elif not isinstance(choice, AllowedTools):
-            raise _wrong_choice(f"requires {tool.type}", "the server runs no tools of its own")
+            raise _wrong_choice(f"requires {tool.type}", "the server itself runs no tools")
     unknown = names - by_name.keys()
     if unknown:
         raise _wrong_choice(f"names {clipped(', '.join(sorted(unknown)), 200)}", "there are no such tools")

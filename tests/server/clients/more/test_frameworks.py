@@ -1,4 +1,4 @@
-"""Agent packages that do not share .venv, each in a process of its own: smolagents, llama-index and dspy."""
+"""Agent packages that do not share .venv, each in its own process: smolagents, llama-index and dspy."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 def test_object_is_parsed(client: openai.OpenAI, served: Served, mode: str) -> None:
     patched: Any = instructor.from_openai(client, mode=instructor.Mode[mode])
     arguments = {"model": served.model, "messages": MESSAGES, "max_retries": 0}
-    whole = patched.chat.completions.create(response_model=Report, **arguments)  # of a class of its own
+    whole = patched.chat.completions.create(response_model=Report, **arguments)  # of its own class
     *_, last = patched.chat.completions.create_partial(response_model=Report, **arguments)
     assert whole.model_dump() == last.model_dump() == REPORT.model_dump()
 

@@ -18,7 +18,7 @@ QUERY = "why does it rain?"
 DOCUMENTS = ["a fox in the hills", "rain is water that falls", "seven", "snow"]
 SECRET: Any = "secret"
 
-# Of their own making.
+# The clients' own warnings.
 its_own = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning"
 )
