@@ -13,21 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
+from inflight.engine.remote import wire
 from inflight.engine.remote.engine_loop import Outbox
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Add,
-    Describe,
-    ReadMemory,
-    ReadMessage,
-    ReadTimeline,
-    Reply,
-    RunCommand,
-    ServiceMessage,
-    StepOutputs,
-    WatchTimeline,
-)
 from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
@@ -45,7 +32,7 @@ class ClientService:
     def __init__(
         self,
         client: EngineClient,
-        send: Callable[[StepOutputs], None],
+        send: Callable[[wire.StepOutputs], None],
         stats: Callable[[], EngineStats],
     ) -> None:
         self._client = client
@@ -60,23 +47,23 @@ class ClientService:
     def num_requests(self) -> int:
         return len(self._served)
 
-    def handle(self, message: ServiceMessage) -> None:
+    def handle(self, message: wire.ServiceMessage) -> None:
         match message:
-            case Add(handle, added):
+            case wire.Add(handle, added):
                 served = self._served[handle] = _ServedRequest(added.request_id)
                 self._begin(self._run(handle, served, added))
-            case Abort():
+            case wire.Abort():
                 self._begin(self._answer(message.call, lambda: self._abort(message)))
-            case Describe():
+            case wire.Describe():
                 self._begin(self._answer(message.call, lambda: self._describe(message)))
-            case RunCommand():
+            case wire.RunCommand():
                 self._begin(self._answer(message.call, lambda: self._run_command(message)))
-            case Ack(num_read):
+            case wire.Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
-            case WatchTimeline(enabled):
+            case wire.WatchTimeline(enabled):
                 self._watch_timeline(enabled)
-            case ReadTimeline() | ReadMemory():
+            case wire.ReadTimeline() | wire.ReadMemory():
                 self._begin(self._answer(message.call, lambda: self._read(message)))
 
     def send_stats(self) -> None:
@@ -102,10 +89,10 @@ class ClientService:
                 request = Request(added)
                 await self._client.add(request)
             except Exception as error:
-                self._reply(Reply(handle, remote_error=RemoteError.of(error)))
+                self._reply(wire.Reply(handle, remote_error=RemoteError.of(error)))
                 return
             self._outbox.open(request.request_id, handle)
-            self._reply(Reply(handle))
+            self._reply(wire.Reply(handle))
             served.settled.set()
             try:
                 async with contextlib.aclosing(self._client.stream(request.request_id)) as deltas:
@@ -119,31 +106,31 @@ class ClientService:
             del self._served[handle]
             served.settled.set()
 
-    async def _answer(self, call: int | None, work: Callable[[], Awaitable[Reply]]) -> None:
+    async def _answer(self, call: int | None, work: Callable[[], Awaitable[wire.Reply]]) -> None:
         """Send the reply that `work` returns, or its error. No reply is expected if `call` is None."""
         try:
             reply = await work()
         except Exception as error:
-            reply = Reply(call or 0, remote_error=RemoteError.of(error))
+            reply = wire.Reply(call or 0, remote_error=RemoteError.of(error))
         if call is not None:
             self._reply(reply)
 
-    async def _abort(self, message: Abort) -> Reply:
+    async def _abort(self, message: wire.Abort) -> wire.Reply:
         served, num_freed = self._served.get(message.handle), 0
         if served is not None:
             await served.settled.wait()
             if message.handle in self._served:
                 num_freed = await self._client.abort(served.request_id, message.reason)
-        return Reply(message.call or 0, num_freed)
+        return wire.Reply(message.call or 0, num_freed)
 
-    async def _describe(self, message: Describe) -> Reply:
+    async def _describe(self, message: wire.Describe) -> wire.Reply:
         served = self._served.get(message.handle)
         state = None if served is None else await self._client.describe(served.request_id)
-        return Reply(message.call, state=state)
+        return wire.Reply(message.call, state=state)
 
-    async def _run_command(self, message: RunCommand) -> Reply:
+    async def _run_command(self, message: wire.RunCommand) -> wire.Reply:
         await self._client.command(message.command)
-        return Reply(message.call)
+        return wire.Reply(message.call)
 
     def _watch_timeline(self, enabled: bool) -> None:
         if self._stop_timeline is not None:
@@ -154,12 +141,12 @@ class ClientService:
         self._outbox.show(data, replica)
         self._flush_soon()
 
-    async def _read(self, message: ReadMessage) -> Reply:
-        if isinstance(message, ReadTimeline):
-            return Reply(message.call, timeline=await self._client.read_timeline(message.query))
-        return Reply(message.call, memory=await self._client.read_memory(message.replica))
+    async def _read(self, message: wire.ReadMessage) -> wire.Reply:
+        if isinstance(message, wire.ReadTimeline):
+            return wire.Reply(message.call, timeline=await self._client.read_timeline(message.query))
+        return wire.Reply(message.call, memory=await self._client.read_memory(message.replica))
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: wire.Reply) -> None:
         self._outbox.reply(reply)
         self._flush_soon()
 
