@@ -44,12 +44,15 @@ class EngineStats:
     experts: ExpertStats | None = None  # of a model that has some, once they have received tokens
 
 
+MetricKind = Literal["gauge", "counter"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMetric:
     """A gauge, or a counter since the start."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: MetricKind
     text: str
     read: Callable[[EngineStats], float]
 
@@ -59,7 +62,7 @@ class MetricValue:
     """The value of a metric at one moment."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: MetricKind
     value: float
 
 

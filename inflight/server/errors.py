@@ -121,6 +121,11 @@ class ApiError(Exception):
         return OVERLOADED if self.status == 503 else self.status
 
 
+def invalid(param: str, message: str) -> ApiError:
+    """Return the error for a parameter whose value is not allowed."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
 def is_anthropic(scope: Scope) -> bool:
     """Return whether a request is one of Anthropic's API."""
     path: str = scope["path"]

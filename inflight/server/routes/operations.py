@@ -14,7 +14,7 @@ from inflight import __version__
 from inflight.engine.client import Command
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError, shown
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.observability.metrics import CONTENT_TYPE, exposition, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import PAGES, application_page
@@ -138,8 +138,9 @@ async def sleep(request: Request) -> Response:
     """Free the KV cache and move the weights to host memory until `/wake_up`. Needs the admin key."""
     level = request.query_params.get("level", "1")
     if level != "1":
-        message = f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
-        raise ApiError(400, message, code="invalid_value", param="level")
+        raise invalid(
+            "level", f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
+        )
     return await _command(request, "sleep")
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.errors import shown
 from inflight.server.access.keys import Caller
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.http.bodies import MAX_PARTS
 from inflight.server.openai.responses.schemas import (
     CallOutput,
@@ -177,10 +177,10 @@ class PageQuery(msgspec.Struct, frozen=True):
         """Read the query of a request. Raise ApiError if it is not valid."""
         limit = query.get("limit", str(DEFAULT_LIMIT))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
-            raise _wrong("limit", f"limit is {shown(limit)}: it must be an integer from 1 to {MAX_LIMIT}")
+            raise invalid("limit", f"limit is {shown(limit)}: it must be an integer from 1 to {MAX_LIMIT}")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise _wrong("order", f"order is {shown(order)}: allowed are asc and desc")
+            raise invalid("order", f"order is {shown(order)}: allowed are asc and desc")
         return cls(int(limit), order, query.get("after"))
 
 
@@ -219,11 +219,7 @@ def _index(items: Sequence[StoredItem], item_id: str) -> int:
     for index, item in enumerate(items):
         if item.item_id == item_id:
             return index
-    raise _wrong("after", f"after is {shown(item_id, 200)}: there is no such item in this response's input")
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param=param)
+    raise invalid("after", f"after is {shown(item_id, 200)}: there is no such item in this response's input")
 
 
 OVERHEAD = 1024  # bytes of a response in addition to its content and items
