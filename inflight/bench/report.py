@@ -179,10 +179,14 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
     return objectives
 
 
+def _seconds_per_token(record: Record) -> float:
+    return (record.last - record.first) / max(1, record.num_tokens - 1)
+
+
 def _is_good(record: Record, objectives: Mapping[str, float]) -> bool:
     took = {
         "ttft": record.first - record.sent,
-        "tpot": (record.last - record.first) / max(1, record.num_tokens - 1),
+        "tpot": _seconds_per_token(record),
         "e2el": record.ended - record.sent,
     }
     return all(took[name] <= limit for name, limit in objectives.items())
@@ -204,7 +208,7 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         num_events=sum(len(record.times) for record in complete),
         ttft=Spread.of([record.first - record.sent for record in complete]),
         itl=Spread.of([later - earlier for record in complete for earlier, later in pairwise(record.times)]),
-        tpot=Spread.of(_per_token(complete)),
+        tpot=Spread.of([_seconds_per_token(record) for record in complete if record.num_tokens > 1]),
         e2e=Spread.of([record.ended - record.sent for record in complete]),
         lag=Spread.of([record.lag for record in records if record.lag is not None]),
         loop_lag=Spread.of(result.loop_lags),
@@ -212,12 +216,6 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         problems=_problems(records),
         num_good=sum(_is_good(record, objectives) for record in complete) if objectives else None,
     )
-
-
-def _per_token(records: list[Record]) -> list[float]:
-    return [
-        (record.last - record.first) / (record.num_tokens - 1) for record in records if record.num_tokens > 1
-    ]
 
 
 def _problems(records: list[Record]) -> dict[str, Problem]:

@@ -120,7 +120,7 @@ class ExpertLoads:
         if totals is None:
             return
         before = self._totals or [[0] * len(layer) for layer in totals]
-        usage = ExpertUsage(tuple(map(_differences, totals, before)))
+        usage = ExpertUsage(tuple(tuple(map(sub, *layers)) for layers in zip(totals, before, strict=True)))
         imbalances = [own for own, layer in zip(usage.imbalances, usage.tokens, strict=True) if any(layer)]
         if not imbalances:  # nothing has happened since
             return
@@ -133,7 +133,3 @@ class ExpertLoads:
         """Return the last reading, once."""
         usage, self._usage = self._usage, None
         return usage
-
-
-def _differences(after: list[int], before: list[int]) -> tuple[int, ...]:
-    return tuple(map(sub, after, before))

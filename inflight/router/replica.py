@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from inflight.engine.client import Health, ModelFacts, ReplicaClient
 from inflight.engine.stats import EngineStats, ExpertStats
@@ -235,39 +235,21 @@ class KnownTokens(NamedTuple):
         return self.num_tokens - (self.block_size * self.marks[num_cached - 1] if num_cached else 0)
 
 
-class Routing(Protocol):
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica: ...
-
-
-class RoundRobin:
-    """Chooses replicas in turn."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:  # noqa: ARG002
-        return min(among, key=lambda replica: replica.chosen_at)
-
-
-class LeastLoaded:
-    """Chooses the replica with the least work queued and enough memory."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
-        return min(among, key=lambda replica: (replica.load(tokens.num_tokens), replica.chosen_at))
-
-
-class PrefixAware:
-    """Weighs cached tokens against load: requests with the same prefix go to the same replica until so much is queued
+def _prefix_aware(tokens: KnownTokens, replica: Replica) -> float:
+    """Weigh cached tokens against load: requests with the same prefix go to the same replica until so much is queued
     there that another one is faster, which then has the prefix too."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
-        def cost(replica: Replica) -> tuple[float, int]:
-            num_missing = tokens.num_missing(replica)
-            load = replica.load(num_missing) + replica.recent_tokens
-            return SAVED_WEIGHT * num_missing + load, replica.chosen_at
-
-        return min(among, key=cost)
+    num_missing = tokens.num_missing(replica)
+    return SAVED_WEIGHT * num_missing + replica.load(num_missing) + replica.recent_tokens
 
 
-ROUTINGS: dict[str, Callable[[], Routing]] = {
-    "prefix_aware": PrefixAware,
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
+# What it costs to send a request to a replica.
+ROUTINGS: dict[str, Callable[[KnownTokens, Replica], float]] = {
+    "prefix_aware": _prefix_aware,
+    "least_loaded": lambda tokens, replica: replica.load(tokens.num_tokens),
+    "round_robin": lambda *_: 0.0,  # in turn
 }
+
+
+def choose(routing: str, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
+    """Return the replica with the lowest cost; of several, the least recently chosen."""
+    return min(among, key=lambda replica: (ROUTINGS[routing](tokens, replica), replica.chosen_at))

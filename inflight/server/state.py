@@ -26,7 +26,7 @@ from inflight.processes.fair_threads import FairThreads
 from inflight.router.replicas import Replicas
 from inflight.router.router import Router
 from inflight.scoring import Task, tasks_of
-from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission, Turns
+from inflight.server.access.keys import AdmissionControl, Caller, Keys, LocalAdmission, Turns
 from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
@@ -111,7 +111,6 @@ class ServerState:
         self.metrics = Metrics(
             self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
-        self.admin_key = AdminKey(options.admin_key, self.keys)
         self.keys.set_admin(options.admin_key)
         # Readers of the timeline by key; None: those who see everyone's requests.
         self.viewers: Counter[str | None] = Counter()

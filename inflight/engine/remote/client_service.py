@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,19 +52,13 @@ class ClientService:
             case wire.Add(handle, added):
                 served = self._served[handle] = _ServedRequest(added.request_id)
                 self._begin(self._run(handle, served, added))
-            case wire.Abort():
-                self._begin(self._answer(message.call, lambda: self._abort(message)))
-            case wire.Describe():
-                self._begin(self._answer(message.call, lambda: self._describe(message)))
-            case wire.RunCommand():
-                self._begin(self._answer(message.call, lambda: self._run_command(message)))
             case wire.Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
             case wire.WatchTimeline(enabled):
                 self._watch_timeline(enabled)
-            case wire.ReadTimeline() | wire.ReadMemory():
-                self._begin(self._answer(message.call, lambda: self._read(message)))
+            case _:
+                self._begin(self._answer(message))
 
     def send_stats(self) -> None:
         """Send the statistics, even if there is nothing else to send."""
@@ -106,31 +100,38 @@ class ClientService:
             del self._served[handle]
             served.settled.set()
 
-    async def _answer(self, call: int | None, work: Callable[[], Awaitable[wire.Reply]]) -> None:
-        """Send the reply that `work` returns, or its error. No reply is expected if `call` is None."""
+    async def _answer(self, message: wire.ServiceCall) -> None:
+        """Send the reply to a call, or its error. An abort whose `call` is None expects no reply."""
         try:
-            reply = await work()
+            reply = await self._reply_to(message)
         except Exception as error:
-            reply = wire.Reply(call or 0, remote_error=RemoteError.of(error))
-        if call is not None:
+            reply = wire.Reply(message.call or 0, remote_error=RemoteError.of(error))
+        if message.call is not None:
             self._reply(reply)
 
-    async def _abort(self, message: wire.Abort) -> wire.Reply:
-        served, num_freed = self._served.get(message.handle), 0
-        if served is not None:
-            await served.settled.wait()
-            if message.handle in self._served:
-                num_freed = await self._client.abort(served.request_id, message.reason)
-        return wire.Reply(message.call or 0, num_freed)
+    async def _reply_to(self, message: wire.ServiceCall) -> wire.Reply:
+        client = self._client
+        match message:
+            case wire.Abort(call, handle, reason):
+                return wire.Reply(call or 0, await self._abort(handle, reason))
+            case wire.Describe(call, handle):
+                served = self._served.get(handle)
+                state = None if served is None else await client.describe(served.request_id)
+                return wire.Reply(call, state=state)
+            case wire.RunCommand(call, command):
+                await client.command(command)
+                return wire.Reply(call)
+            case wire.ReadTimeline(call, query):
+                return wire.Reply(call, timeline=await client.read_timeline(query))
+            case wire.ReadMemory(call, replica):
+                return wire.Reply(call, memory=await client.read_memory(replica))
 
-    async def _describe(self, message: wire.Describe) -> wire.Reply:
-        served = self._served.get(message.handle)
-        state = None if served is None else await self._client.describe(served.request_id)
-        return wire.Reply(message.call, state=state)
-
-    async def _run_command(self, message: wire.RunCommand) -> wire.Reply:
-        await self._client.command(message.command)
-        return wire.Reply(message.call)
+    async def _abort(self, handle: int, reason: str) -> int:
+        served = self._served.get(handle)
+        if served is None:
+            return 0
+        await served.settled.wait()
+        return await self._client.abort(served.request_id, reason) if handle in self._served else 0
 
     def _watch_timeline(self, enabled: bool) -> None:
         if self._stop_timeline is not None:
@@ -140,11 +141,6 @@ class ClientService:
     def _show(self, replica: str, data: bytes) -> None:
         self._outbox.show(data, replica)
         self._flush_soon()
-
-    async def _read(self, message: wire.ReadMessage) -> wire.Reply:
-        if isinstance(message, wire.ReadTimeline):
-            return wire.Reply(message.call, timeline=await self._client.read_timeline(message.query))
-        return wire.Reply(message.call, memory=await self._client.read_memory(message.replica))
 
     def _reply(self, reply: wire.Reply) -> None:
         self._outbox.reply(reply)

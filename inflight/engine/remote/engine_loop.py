@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from inflight.engine.client import Command, check_only_replica, merge
+from inflight.engine.client import check_only_replica, merge
 from inflight.engine.core import EngineCore
 from inflight.engine.remote import wire
 from inflight.engine.stats import EngineStats
@@ -113,7 +113,12 @@ class EngineLoop:
             case Unreadable(call, error):
                 self._outbox.reply(wire.Reply(call, remote_error=RemoteError.of(error)))
             case wire.RunCommand(call, command):
-                self._run_command(call, command)
+                try:
+                    self._core.run_command(command)
+                except EngineError as error:  # the engine continues unchanged
+                    self._outbox.reply(wire.Reply(call, remote_error=RemoteError.of(error)))
+                else:
+                    self._outbox.reply(wire.Reply(call))
             case wire.Ack(num_read):
                 self._outbox.taken(num_read)
             case wire.WatchCache(enabled):
@@ -172,14 +177,6 @@ class EngineLoop:
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(wire.Reply(handle))
-
-    def _run_command(self, call: int, command: Command) -> None:
-        try:
-            self._core.run_command(command)
-        except EngineError as error:  # the engine continues unchanged
-            self._outbox.reply(wire.Reply(call, remote_error=RemoteError.of(error)))
-        else:
-            self._outbox.reply(wire.Reply(call))
 
     def _abort(self, message: wire.Abort) -> None:
         if message.handle in self._preparing:

@@ -235,6 +235,11 @@ class ProcessClient:
             raise reply.remote_error.error()
         return reply
 
+    async def _ask(self, make_call: Callable[[int], Message]) -> wire.Reply:
+        """Send a call, made from its number, and return the reply."""
+        call = next(self._numbers)
+        return await self._call(call, lambda: self._send(make_call(call)))
+
     async def add(self, request: Request) -> None:
         if self._connection.closing:
             raise EngineDeadError(self._connection.trouble() or "the engine is closing")
@@ -279,9 +284,8 @@ class ProcessClient:
         opened = self._requests.get(request_id)
         if opened is None or opened.handle not in self._open:
             return 0
-        call = next(self._numbers)
         try:
-            reply = await self._call(call, lambda: self._send(wire.Abort(call, opened.handle, reason)))
+            reply = await self._ask(lambda call: wire.Abort(call, opened.handle, reason))
         except EngineDeadError:
             if opened.handle in self._open:
                 raise
@@ -291,15 +295,13 @@ class ProcessClient:
     async def describe(self, request_id: str) -> RequestState | None:
         opened = self._requests.get(request_id)
         if opened is not None and opened.handle in self._open:
-            call = next(self._numbers)
-            reply = await self._call(call, lambda: self._send(wire.Describe(call, opened.handle)))
+            reply = await self._ask(lambda call: wire.Describe(call, opened.handle))
             if reply.state is not None:
                 return self._history.complete(reply.state)
         return self._history.get(request_id)
 
     async def command(self, command: Command) -> None:
-        call = next(self._numbers)
-        await self._call(call, lambda: self._send(wire.RunCommand(call, command)))
+        await self._ask(lambda call: wire.RunCommand(call, command))
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         self._timeline_observers.append(observer)
@@ -313,14 +315,12 @@ class ProcessClient:
         return stop
 
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        call = next(self._numbers)
-        reply = await self._call(call, lambda: self._send(wire.ReadTimeline(call, query)))
+        reply = await self._ask(lambda call: wire.ReadTimeline(call, query))
         assert reply.timeline is not None
         return reply.timeline
 
     async def read_memory(self, replica: str) -> MemoryState:
-        call = next(self._numbers)
-        reply = await self._call(call, lambda: self._send(wire.ReadMemory(call, replica)))
+        reply = await self._ask(lambda call: wire.ReadMemory(call, replica))
         assert reply.memory is not None
         return reply.memory
 

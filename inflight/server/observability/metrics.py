@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -378,13 +377,8 @@ def with_counts(
     metrics: Metrics, callers: list[Caller], others: Iterable[MetricCounts]
 ) -> tuple[Metrics, list[Caller]]:
     """Return copies of both that include the counts of other processes."""
-    total, copies = metrics.empty_copy(), [_without_usage(caller) for caller in dict.fromkeys(callers)]
+    total = metrics.empty_copy()
+    copies = [replace(caller, usage=KeyUsage()) for caller in dict.fromkeys(callers)]
     for counts in (counts_of(metrics, callers), *others):
         add_counts(total, copies, counts)
     return total, copies
-
-
-def _without_usage(caller: Caller) -> Caller:
-    fresh = copy(caller)
-    fresh.usage = KeyUsage()
-    return fresh

@@ -123,7 +123,10 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Return the version and the engine's options, without keys. Needs the admin key."""
     state = state_of(request)
-    config = {name: _serializable(value) for name, value in state.options.engine.options().items()}
+    config: dict[str, Any] = {
+        name: value if isinstance(value, str | int | float | bool | None) else shown(value, 1000)
+        for name, value in state.options.engine.options().items()
+    }
     return respond(ServerInfo(version=__version__, config=config, models=list(state.model.names)))
 
 
@@ -169,7 +172,3 @@ async def _command(request: Request, command: Command) -> Response:
             raise ApiError(400, str(error), code="cannot_sleep") from None
         raise ApiError(409, str(error), code="engine_busy") from None
     return respond(Done())
-
-
-def _serializable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else shown(value, 1000)
