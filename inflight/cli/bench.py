@@ -150,7 +150,7 @@ def serve(**flags: Any) -> None:
         from inflight.bench.workload import parse_rate
 
     rates = [parse_rate(text) for item in options.rate for text in item.split(",")]
-    results = ResultFiles.of(options, len(rates))
+    results = ResultFiles.from_options(options, len(rates))
     objectives = parse_goodput(options.goodput)
     workload = _workload(options)
     server = ServerAddress.parse(_url(options.url, options.host, options.port), options.api_key)
@@ -250,9 +250,9 @@ def _measure(
 
 def _check_any_completed(run: Run) -> None:
     if not run.num_complete:
-        kind, problem = next(iter(run.problems.items()))
+        error, problem = next(iter(run.problems.items()))
         raise EngineError(
-            f"all {run.num_requests} requests failed; the most frequent error is {kind}: {problem.example}"
+            f"all {run.num_requests} requests failed; the most frequent error is {error}: {problem.example}"
         )
 
 
@@ -274,7 +274,7 @@ class ResultFiles:
     filename: str | None
 
     @classmethod
-    def of(cls, options: LoadOptions, num_rates: int) -> ResultFiles | None:
+    def from_options(cls, options: LoadOptions, num_rates: int) -> ResultFiles | None:
         """Return None if nothing is to be saved. Raises ConfigError if the files could not be written."""
         folder, filename = options.result_dir, options.result_filename
         if not options.save_result and filename is None:

@@ -83,7 +83,7 @@ class ClientService:
                 request = Request(added)
                 await self._client.add(request)
             except Exception as error:
-                self._reply(wire.Reply(handle, remote_error=RemoteError.of(error)))
+                self._reply(wire.Reply(handle, remote_error=RemoteError.from_exception(error)))
                 return
             self._outbox.open(request.request_id, handle)
             self._reply(wire.Reply(handle))
@@ -94,7 +94,7 @@ class ClientService:
                         self._outbox.put([delta])
                         self._flush_soon()
             except Exception as error:
-                self._outbox.lose(handle, RemoteError.of(error))
+                self._outbox.lose(handle, RemoteError.from_exception(error))
                 self._flush_soon()
         finally:
             del self._served[handle]
@@ -105,7 +105,7 @@ class ClientService:
         try:
             reply = await self._reply_to(message)
         except Exception as error:
-            reply = wire.Reply(message.call or 0, remote_error=RemoteError.of(error))
+            reply = wire.Reply(message.call or 0, remote_error=RemoteError.from_exception(error))
         if message.call is not None:
             self._reply(reply)
 

@@ -111,12 +111,12 @@ class EngineLoop:
             case wire.Add() | wire.Abort() | wire.Describe() | wire.ReadMemory():
                 self._handle_call(message)
             case Unreadable(call, error):
-                self._outbox.reply(wire.Reply(call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(wire.Reply(call, remote_error=RemoteError.from_exception(error)))
             case wire.RunCommand(call, command):
                 try:
                     self._core.run_command(command)
                 except EngineError as error:  # the engine continues unchanged
-                    self._outbox.reply(wire.Reply(call, remote_error=RemoteError.of(error)))
+                    self._outbox.reply(wire.Reply(call, remote_error=RemoteError.from_exception(error)))
                 else:
                     self._outbox.reply(wire.Reply(call))
             case wire.Ack(num_read):
@@ -152,7 +152,7 @@ class EngineLoop:
             if not isinstance(error, InflightError):
                 logger.exception("failed to handle a %s message", type(message).__name__)
             if message.call is not None:
-                self._outbox.reply(wire.Reply(message.call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(wire.Reply(message.call, remote_error=RemoteError.from_exception(error)))
 
     def _add(self, message: wire.Add) -> None:
         self._core.check_queue_limit(len(self._preparing))
@@ -173,7 +173,7 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:  # reported only to the owner of the request
-            self._outbox.reply(wire.Reply(handle, remote_error=RemoteError.of(error)))
+            self._outbox.reply(wire.Reply(handle, remote_error=RemoteError.from_exception(error)))
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(wire.Reply(handle))

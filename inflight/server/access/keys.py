@@ -45,8 +45,10 @@ class KeyUsage:
         """Add the queue time of a finished answer; `seconds` is its whole time if there is no record."""
         if record is None:
             self.queue_seconds += seconds
-        elif (left := record.finished_at if record.admitted_at is None else record.admitted_at) is not None:
-            self.queue_seconds += left - record.arrived_at
+        elif (
+            queue_end := record.finished_at if record.admitted_at is None else record.admitted_at
+        ) is not None:
+            self.queue_seconds += queue_end - record.arrived_at
 
 
 @dataclass(eq=False)
@@ -270,7 +272,7 @@ class Turns:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
-    def of(self, caller: Caller) -> asyncio.Lock:
+    def lock_of(self, caller: Caller) -> asyncio.Lock:
         """Return the lock to hold meanwhile."""
         return self._locks.setdefault((caller.name, caller.is_admin), asyncio.Lock())
 

@@ -61,7 +61,7 @@ class Histogram:
         self._sum += value * count
 
     @classmethod
-    def of(
+    def from_counts(
         cls, name: str, text: str, bounds: tuple[float, ...], counts: Sequence[int], total: float
     ) -> Histogram:
         """Return a histogram with counts made elsewhere."""
@@ -228,7 +228,7 @@ class Metrics:
             return
         for item in ENGINE_METRICS:
             yield _family(item.kind, f"{prefix}:{item.name}", item.text, names, [(values, item.read(stats))])
-        steps = Histogram.of(
+        steps = Histogram.from_counts(
             "iteration_tokens_total",
             "Tokens per engine step",
             STEP_SIZES,
