@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from inflight.bench.load_generator import LoadResult, Record
 from inflight.errors import ParameterError, shown
 
@@ -32,27 +34,11 @@ class Spread:
         """Return the distribution of the values, or None if there are none."""
         if not values:
             return None
-        ordered = sorted(values)
-        mean = math.fsum(ordered) / len(ordered)
-        return cls(
-            mean,
-            percentile(ordered, 0.5),
-            percentile(ordered, 0.9),
-            percentile(ordered, 0.99),
-            ordered[-1],
-            math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
-        )
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(float(np.mean(values)), p50, p90, p99, max(values), float(np.std(values)))
 
     def to_ms(self) -> dict[str, float]:
         return {name: round(getattr(self, name) * 1e3, 4) for name in self.__slots__}
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values, with linear interpolation."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True, slots=True)

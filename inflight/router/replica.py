@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +26,7 @@ class KnownBlocks:
         self._stored: set[bytes] = set()
         # Blocks of requests without a token yet: the replica reports them only once computed, and requests with the
         # same prefix often arrive together.
-        self._expected: dict[bytes, int] = {}
+        self._expected: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -43,28 +43,18 @@ class KnownBlocks:
         self._expected.clear()
 
     def expect(self, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
-            self._expected[block_hash] = self._expected.get(block_hash, 0) + 1
+        self._expected.update(hashes)
 
     def expect_no_more(self, hashes: Sequence[bytes]) -> None:
+        self._expected.subtract(hashes)
         for block_hash in hashes:
-            count = self._expected.get(block_hash, 0) - 1
-            if count > 0:
-                self._expected[block_hash] = count
-            else:
-                self._expected.pop(block_hash, None)
+            if self._expected[block_hash] <= 0:
+                del self._expected[block_hash]
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are there, by bisection: the end of a prefix is evicted first."""
         stored, expected = self._stored, self._expected
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in stored or hashes[middle] in expected:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(hashes, True, key=lambda name: name not in stored and name not in expected)
 
 
 def _split(packed: bytes) -> list[bytes]:

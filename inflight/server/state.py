@@ -33,7 +33,7 @@ from inflight.server.errors import ApiError
 from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
 from inflight.server.observability.request_log import RequestLog, RequestSource, Tracer
-from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
+from inflight.server.openai.responses.store import Responses, ResponseStore
 from inflight.timeline.stream import ChunkConverter
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class ServerState:
         self.report_turns = Turns()  # to read reports of requests
         self.exposing = asyncio.Lock()  # metrics: one at a time
         limits = options.max_stored_responses, options.max_stored_bytes
-        self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
+        self.responses: Responses = stored or ResponseStore(*limits)
         # With several keys, none of them takes the last thread from the others.
         max_per_key = TEXT_THREADS - (len(self.keys.callers) > 1)
         self.threads = FairThreads("inflight-text", TEXT_THREADS, max_per_key)

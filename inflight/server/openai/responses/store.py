@@ -276,8 +276,26 @@ class _CallerResponses:
         return stored
 
 
+class Responses(Protocol):
+    """A store that may be in another process: each method transfers no more than it needs."""
+
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
+
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None: ...
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None: ...
+
+    async def find_items(
+        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]: ...
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
+
+    async def remove(self, caller: Caller, response_id: str) -> None: ...
+
+
 class ResponseStore:
-    """Responses in memory. Callers see only their own.
+    """Implements `Responses` in memory. Callers see only their own.
 
     When the store is full, the caller with the most loses its oldest: nobody can evict the responses of others.
     """
@@ -297,7 +315,19 @@ class ResponseStore:
         """The size of all responses in bytes."""
         return self._size
 
-    def add(self, caller: Caller, stored: StoredResponse) -> None:
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else stored.content
+
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else stored.items
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else InputPage.from_items(stored.inputs, query)
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None:
         if self.find(caller, stored.response_id) is not None:  # clients may choose their ids
             self._remove(caller.name, stored.response_id)
         if stored.size > self._max_bytes:
@@ -314,7 +344,7 @@ class ResponseStore:
         stored = self._by_caller.get(caller.name)
         return None if stored is None else stored.responses.get(response_id)
 
-    def find_items(
+    async def find_items(
         self, caller: Caller, item_ids: Iterable[str], max_bytes: int
     ) -> dict[str, StoredItem | None]:
         """Find output items by their ids. Raise ApiError if together they have more than `max_bytes`."""
@@ -325,7 +355,7 @@ class ResponseStore:
             raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", "input")
         return items
 
-    def remove(self, caller: Caller, response_id: str) -> None:
+    async def remove(self, caller: Caller, response_id: str) -> None:
         """Remove a response. Raise ApiError 404 if there is none."""
         if self.find(caller, response_id) is None:
             raise not_stored(response_id)
@@ -340,54 +370,6 @@ class ResponseStore:
         self._num_responses -= 1
         if not stored.responses:
             del self._by_caller[name]
-
-
-class Responses(Protocol):
-    """A store that may be in another process: each method transfers no more than it needs."""
-
-    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
-
-    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None: ...
-
-    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None: ...
-
-    async def find_items(
-        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
-    ) -> dict[str, StoredItem | None]: ...
-
-    async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
-
-    async def remove(self, caller: Caller, response_id: str) -> None: ...
-
-
-class LocalResponses:
-    """A store in this process."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-
-    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else stored.content
-
-    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else stored.items
-
-    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else InputPage.from_items(stored.inputs, query)
-
-    async def find_items(
-        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
-    ) -> dict[str, StoredItem | None]:
-        return self._store.find_items(caller, item_ids, max_bytes)
-
-    async def add(self, caller: Caller, stored: StoredResponse) -> None:
-        self._store.add(caller, stored)
-
-    async def remove(self, caller: Caller, response_id: str) -> None:
-        self._store.remove(caller, response_id)
 
 
 def not_stored(response_id: str) -> ApiError:
