@@ -164,7 +164,7 @@ class GemmaCalls:
         return separated_parameters(writer, parameters, write_member, '","')
 
     def _write_value(self, writer: GrammarWriter, parameter: Parameter, depth: int) -> str:
-        """Return an expression for a value. If the tool is strict, reject constraints that the format cannot guarantee."""
+        """Return an expression for a value. Reject constraints of strict tools that the format cannot guarantee."""
         if parameter.tool.input_grammar is not None:
             return f"{writer.terminals(self.quote)} {writer.bare_input(parameter.tool.input_grammar, self.quote, ())}"
         schema, types = parameter.schema, schema_types(parameter.schema)
