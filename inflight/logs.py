@@ -60,10 +60,10 @@ def _request_id(record: logging.LogRecord) -> str | None:
     return name
 
 
-def configure_logging(level: int | str, kind: str, process: str | None = None) -> None:
+def configure_logging(level: int | str, log_format: str, process: str | None = None) -> None:
     """Send all loggers of this process, and Python's warnings, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if kind == "json" else TextFormatter(process))
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.captureWarnings(True)
     root = logging.getLogger()
     root.handlers[:] = [handler]

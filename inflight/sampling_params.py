@@ -39,12 +39,12 @@ def _number(name: str, value: object, what: str = "") -> float:
     raise ParameterError(f"{what or name} is {shown(value)}: it must be a finite number", param=name)
 
 
-def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
+def _items(name: str, value: Any, item_type: str) -> tuple[Any, ...]:
     """Return the items of a list; None counts as empty. Text is not accepted as a list of characters."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {kind}", param=name)
+        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {item_type}", param=name)
     return tuple(value)
 
 

@@ -225,7 +225,7 @@ def _outside_pattern(pattern: Any, pointer: str) -> list[Any]:
 def _pattern_outside(words: set[str]) -> str:
     """Return a pattern for all texts except some words."""
     pairs = zip(min(words), max(words), strict=False)
-    prefix = "".join(first for first, last in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    prefix = "".join(low for low, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     if prefix:
         rest = _pattern_outside({word.removeprefix(prefix) for word in words})
         return f"(?:{_pattern_without_prefix(prefix)}|{_literal(prefix)}{rest})"

@@ -101,8 +101,8 @@ def platform(device: str) -> Platform:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuPlatform()
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index == "" or index.isdecimal()):
+    device_type, _, index = name.partition(":")
+    if device_type != "cuda" or not (index == "" or index.isdecimal()):
         raise ConfigError(f"device is {device!r}: allowed are 'auto', 'cpu', 'cuda' and 'cuda:<index>'")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {device!r}: torch finds {torch.cuda.device_count()} CUDA devices")

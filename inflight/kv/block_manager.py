@@ -336,7 +336,7 @@ class BlockManager:
         """Assert that the holders' block tables account for every reference."""
         references = [bundle for request in holders for bundle in self._bundles(request)]
         if self.snapshots is not None:
-            references += self.snapshots.held()
+            references += self.snapshots.bundles_in_use()
         self.pool.check(references)
         num_planned = 0 if self.snapshots is None else self.snapshots.num_planned_blocks
         assert sum(self._num_used) + num_planned == self.pool.num_used, "the groups' blocks do not add up"

@@ -244,7 +244,7 @@ class Snapshots:
         self._latest.clear()
         self._overwritten.clear()
 
-    def held(self) -> list[int]:
+    def bundles_in_use(self) -> list[int]:
         """Return the bundles that are in use, for checks."""
         return [planned.bundle for planned in self._planned.values()]
 

@@ -36,9 +36,9 @@ from inflight.layers.native_linears import (
     QuantizedPanels,
     Slabs,
     dense,
-    holds,
     pointer,
     stored_dtype,
+    supports_panels,
 )
 from inflight.layers.torch_kernels import TorchKernels
 
@@ -187,9 +187,9 @@ class NativeKernels:
     ) -> PackedMatrices:
         """Return memory for matrices that are multiplied by these instructions, by default all."""
         unquantized = "bf16" if stored_dtype(dtype) == torch.bfloat16 else "f32"
-        name = scheme.codes if holds(scheme) else unquantized
+        name = scheme.codes if supports_panels(scheme) else unquantized
         method = self._library.method(name, self._instructions if instructions is None else instructions)
-        if holds(scheme):
+        if supports_panels(scheme):
             return QuantizedPanels(self._slabs, method, out_features, in_features, scheme, count)
         return Panels(self._slabs, method, out_features, in_features, dtype, count)
 

@@ -124,7 +124,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def holds(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
+def supports_panels(scheme: Scheme | None) -> TypeGuard[GroupScheme]:
     """Return whether `QuantizedPanels` hold weights of this scheme."""
     if not isinstance(scheme, GroupScheme):
         return False

@@ -177,8 +177,8 @@ class OpenModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         ids = eos_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return ids if own is None else tuple(dict.fromkeys((*ids, own)))
+        stored = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ids if stored is None else tuple(dict.fromkeys((*ids, stored)))
 
     def plan(self) -> ModelPlan:
         tokenizer = self.tokenizer

@@ -77,7 +77,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     modules = [_module(folder, item) for item in listed[: MAX_MODULES + 1]]
     if not 1 <= len(modules) <= MAX_MODULES or modules[0][0] != "Transformer":
         raise ModelError(
-            f"{folder / MODULES} lists {', '.join(kind for kind, _ in modules) or 'nothing'}: it must begin with a "
+            f"{folder / MODULES} lists {', '.join(name for name, _ in modules) or 'nothing'}: it must begin with a "
             f"Transformer and have at most {MAX_MODULES} modules"
         )
     if modules[0][1]:
@@ -86,22 +86,22 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         )
     values: dict[str, Any] = {}
     head: list[HeadLayer] = []
-    for index, (kind, path) in enumerate(modules[1:], 1):
-        if "normalize" in values and kind != "Dropout":
+    for index, (module_type, path) in enumerate(modules[1:], 1):
+        if "normalize" in values and module_type != "Dropout":
             raise ModelError(
-                f"{folder / MODULES} has {kind} after Normalize: only a last Normalize is supported"
+                f"{folder / MODULES} has {module_type} after Normalize: only a last Normalize is supported"
             )
-        if (kind == "Pooling") != (index == 1):
+        if (module_type == "Pooling") != (index == 1):
             raise ModelError(
-                f"{folder / MODULES} has {kind} as module {index}: Pooling must be module 1, and only that"
+                f"{folder / MODULES} has {module_type} as module {index}: Pooling must be module 1, and only that"
             )
-        if kind == "Pooling":
+        if module_type == "Pooling":
             values["pooling"], values["width"] = _pooling(_config(folder, path))
-        elif kind == "Dense":
+        elif module_type == "Dense":
             head.append(_dense(_config(folder, path), path))
-        elif kind == "LayerNorm":
+        elif module_type == "LayerNorm":
             head.append(NormLayer(f"{path}/norm", _config(folder, path).integer("dimension"), eps=1e-5))
-        elif kind == "Normalize":
+        elif module_type == "Normalize":
             values["normalize"] = True
     return SentenceFiles(head=tuple(head), **values, **_lengths(folder), **_prompts(folder))
 
@@ -115,16 +115,16 @@ def _module(folder: Path, item: Any) -> tuple[str, str]:
         raise ModelError(f"{folder / MODULES} has the entry {shown(item)}: it must be an object")
     fields = Fields(item, f"an entry of {MODULES}")
     name, path = fields.string("type"), fields.string("path", "")
-    kind = name.rpartition(".")[2]
-    if not name.startswith("sentence_transformers.") or kind not in _KNOWN:
+    module_type = name.rpartition(".")[2]
+    if not name.startswith("sentence_transformers.") or module_type not in _KNOWN:
         raise ModelError(
             f"{folder / MODULES} has the module {shown(name)}: supported modules are {', '.join(_KNOWN)}"
         )
-    has_files = kind in ("Pooling", "Dense", "LayerNorm")
+    has_files = module_type in ("Pooling", "Dense", "LayerNorm")
     if (has_files and not path) or path in (".", "..") or "/" in path or "\\" in path or "\0" in path:
         raise fields.error("path", "the name of a folder next to it")
     inside(folder, path)
-    return kind, path
+    return module_type, path
 
 
 def _config(folder: Path, path: str) -> Fields:
@@ -170,10 +170,10 @@ def _dense(config: Fields, path: str) -> DenseLayer:
 def torch_class(config: Fields, name: str, allowed: tuple[str, ...]) -> str:
     """Return the last part of a torch.nn class name. The class is never imported by that name."""
     path = config.string(name)
-    kind = path.rpartition(".")[2]
-    if not path.startswith("torch.nn.") or kind not in allowed:
+    class_name = path.rpartition(".")[2]
+    if not path.startswith("torch.nn.") or class_name not in allowed:
         raise config.error(name, f"torch.nn's {', '.join(allowed)}")
-    return kind
+    return class_name
 
 
 def declared_length(folder: Path | None) -> int | None:
@@ -282,9 +282,9 @@ def _scale(config: Fields, files: SentenceFiles | None, num_labels: int) -> Scal
     elif "sbert_ce_default_activation_function" in config:
         stated = config, "sbert_ce_default_activation_function"
     if stated is not None:
-        kind = torch_class(*stated, ("Identity", "Sigmoid", "Softmax"))
+        class_name = torch_class(*stated, ("Identity", "Sigmoid", "Softmax"))
         scales: dict[str, Scale] = {"Identity": "logit", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-        return scales[kind]
+        return scales[class_name]
     several = config.values.get("problem_type") == "multi_label_classification"
     return "sigmoid" if num_labels == 1 or several else "softmax"
 

@@ -131,18 +131,18 @@ def read_rope(
     """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head.
     `scaled_windows`: `rope_scaling` also applies to layers with a window."""
     rope = _parameters(config, layer_type, scaled_windows)
-    kind = rope.string("rope_type", rope.string("type", "default"))
+    rope_type = rope.string("rope_type", rope.string("type", "default"))
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):
         raise rope.error("partial_rotary_factor", "at most 1" if partial else "1 for this architecture")
-    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
             f"head_dim {head_dim} with partial_rotary_factor {share:g} leaves {rotary_dim} rotary features: "
             "they must be an even number of at least 2"
         )
     try:
-        reader = _SCALINGS[kind]
+        reader = _SCALINGS[rope_type]
     except KeyError:
         raise rope.error("rope_type", f"one of {', '.join(_SCALINGS)}") from None
     return Rope(rope.number("rope_theta", above=1.0), rotary_dim, reader(rope, config, rotary_dim))

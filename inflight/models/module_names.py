@@ -138,7 +138,7 @@ class ModuleNames:
 
 
 def _sequence(parts: Iterable[tuple[Any, Any]]) -> _Starts:
-    backward = [_part(str(kind), argument) for kind, argument in parts][::-1]
+    backward = [_part(str(operation), argument) for operation, argument in parts][::-1]
 
     def starts(name: _Name, ends: int) -> int:
         name.spend(1 + len(backward))
@@ -151,10 +151,10 @@ def _sequence(parts: Iterable[tuple[Any, Any]]) -> _Starts:
     return starts
 
 
-def _part(kind: str, argument: Any) -> _Starts:
-    if kind in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-        return _character(_accepts(kind, argument))
-    match kind, argument:
+def _part(operation: str, argument: Any) -> _Starts:
+    if operation in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+        return _character(_accepts(operation, argument))
+    match operation, argument:
         case "BRANCH", (_, choices):
             return _branch([_sequence(choice) for choice in choices])
         case "SUBPATTERN", (_, 0, 0, inner):
@@ -162,19 +162,19 @@ def _part(kind: str, argument: Any) -> _Starts:
         case "MAX_REPEAT" | "MIN_REPEAT", (least, most, inner):
             return _repeat(least, most, _sequence(inner))
         case "ASSERT" | "ASSERT_NOT", (1, inner):
-            return _ahead(_sequence(inner), kind == "ASSERT_NOT")
+            return _ahead(_sequence(inner), operation == "ASSERT_NOT")
         case "AT", place if str(place) in _PLACES:
             is_at = _PLACES[str(place)]
             return lambda name, ends: ends & is_at(name)
     unsupported = {"ASSERT": "look-behind", "ASSERT_NOT": "look-behind", "SUBPATTERN": "flags"}
-    raise NotImplementedError(unsupported.get(kind, kind.lower().replace("_", " ")))
+    raise NotImplementedError(unsupported.get(operation, operation.lower().replace("_", " ")))
 
 
-def _accepts(kind: str, argument: Any) -> Accepts:
+def _accepts(operation: str, argument: Any) -> Accepts:
     """Return whether a part that stands for one character accepts it."""
-    match kind:
+    match operation:
         case "LITERAL" | "NOT_LITERAL":
-            negated = kind == "NOT_LITERAL"
+            negated = operation == "NOT_LITERAL"
             return lambda character: (ord(character) == argument) != negated
         case "ANY":
             return lambda character: character != "\n"
@@ -185,7 +185,7 @@ def _accepts(kind: str, argument: Any) -> Accepts:
             test, negated = _CATEGORIES[str(argument)]
             return lambda character: bool(test(character)) != negated
         case "IN":
-            kinds = [(str(kind), value) for kind, value in argument]
+            kinds = [(str(operation), value) for operation, value in argument]
             negated = kinds[0][0] == "NEGATE"
             tests = [_accepts(*item) for item in kinds[negated:]]
             return lambda character: any(test(character) for test in tests) != negated

@@ -316,10 +316,10 @@ def _target_rules(names: ModuleNames, targets: list[str], weights: WeightFormat)
 def _group_format(group: Fields, default: str) -> WeightFormat:
     layout = group.string("format", default)
     weights = group.part("weights")
-    kind, bits = weights.string("type", "int"), weights.integer("num_bits")
+    number_type, bits = weights.string("type", "int"), weights.integer("num_bits")
     symmetric = weights.boolean("symmetric", True)
     inputs = _input_codes(group)
-    if layout == "pack-quantized" and kind == "int" and bits in (4, 8):
+    if layout == "pack-quantized" and number_type == "int" and bits in (4, 8):
         actorder = weights.values.get("actorder")
         if actorder not in (None, False, True, "group", "weight", "dynamic", "static"):
             raise weights.error("actorder", "group, weight or null")
@@ -327,13 +327,13 @@ def _group_format(group: Fields, default: str) -> WeightFormat:
         # "static" and "weight" only change the order in which the columns were rounded.
         ordered = actorder not in (True, "group", "dynamic")
         return PackQuantizedFormat(bits, columns, not symmetric, ordered)
-    if bits == 8 and symmetric and (layout, kind) in _EIGHT_BITS:
-        codes: Literal["fp8", "int8"] = "fp8" if kind == "float" else "int8"
+    if bits == 8 and symmetric and (layout, number_type) in _EIGHT_BITS:
+        codes: Literal["fp8", "int8"] = "fp8" if number_type == "float" else "int8"
         rows, columns = _strategy_block(weights, "tensor", "channel", "group", "block")
         scheme = GroupScheme(codes, columns, inputs=inputs if inputs == codes else None)
         return ScaledFormat(scheme, rows, columns)
     raise ModelError(
-        f"{weights.where} stores {bits}-bit {kind}{'' if symmetric else ' asymmetric'} weights as {layout}: "
+        f"{weights.where} stores {bits}-bit {number_type}{'' if symmetric else ' asymmetric'} weights as {layout}: "
         "supported are 8-bit symmetric ones as float-quantized, int-quantized or naive-quantized, and 4- and 8-bit "
         "int ones as pack-quantized"
     )
@@ -351,12 +351,12 @@ def _input_codes(group: Fields) -> Literal["fp8", "int8"] | None:
     if "input_activations" not in group:
         return None
     inputs = group.part("input_activations")
-    kind, bits = inputs.string("type", "int"), inputs.integer("num_bits")
-    if bits != 8 or kind not in ("int", "float"):
+    number_type, bits = inputs.string("type", "int"), inputs.integer("num_bits")
+    if bits != 8 or number_type not in ("int", "float"):
         raise ModelError(
-            f"{inputs.where} quantizes inputs to {bits}-bit {kind}: it must be 8-bit int or float"
+            f"{inputs.where} quantizes inputs to {bits}-bit {number_type}: it must be 8-bit int or float"
         )
-    return "fp8" if kind == "float" else "int8"
+    return "fp8" if number_type == "float" else "int8"
 
 
 def _strategy_block(weights: Fields, *supported: str) -> tuple[int, int]:

@@ -576,5 +576,5 @@ def tensors_of(root: object) -> Iterator[Tensor]:
 
 
 def _values_of(item: object) -> list[object]:
-    names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [name for base in type(item).__mro__ for name in getattr(base, "__slots__", ())]
     return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]

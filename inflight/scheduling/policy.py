@@ -24,33 +24,33 @@ class WaitingQueue:
     """The waiting requests, ordered by (`request.order`, `request.arrival`) as of when they were pushed.
 
     A heap with lazy removal: every operation is O(log n). A request that was pushed again may still have an old entry
-    in the heap; `_live` holds its current one.
+    in the heap; `_waiting` holds its current one.
     """
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
-        self._live: dict[Request, _Entry] = {}
+        self._waiting: dict[Request, _Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._waiting)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._live
+        return request in self._waiting
 
     def push(self, request: Request) -> None:
         entry = (request.order, request.arrival, request)
-        self._live[request] = entry
+        self._waiting[request] = entry
         heappush(self._heap, entry)
         self._drop_dead()
 
     def remove(self, request: Request) -> None:
-        self._live.pop(request, None)
+        self._waiting.pop(request, None)
         self._drop_dead()
 
     def _drop_dead(self) -> None:
-        """Pop stale entries until the top of the heap is live."""
-        heap, live = self._heap, self._live
-        while heap and live.get(heap[0][2]) is not heap[0]:
+        """Pop stale entries until the top of the heap is a waiting request."""
+        heap, waiting = self._heap, self._waiting
+        while heap and waiting.get(heap[0][2]) is not heap[0]:
             heappop(heap)
 
     def first(self) -> Request | None:

@@ -113,8 +113,8 @@ class KVCache:
             part = lane[:, place.part * size : (place.part + 1) * size]
             if layer.is_quantized:
                 num_codes, num_blocks = layer.size * block_size, len(part)
-                kind = torch.int8 if layer.quantized == "int8" else torch.uint8
-                codes = part[:, :num_codes].view(kind).view(num_blocks, *block_shape(layer))
+                code_dtype = torch.int8 if layer.quantized == "int8" else torch.uint8
+                codes = part[:, :num_codes].view(code_dtype).view(num_blocks, *block_shape(layer))
                 words = part[:, num_codes:].view(torch.int32)
                 layers.append(QuantizedKV(codes, words.view(num_blocks, layer.num_heads, block_size)))
             else:

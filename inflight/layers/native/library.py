@@ -32,10 +32,10 @@ class StructureLayout:
         """Take a line of structures.cpp: "NAME SIZE FIELD:TYPE:OFFSET:SIZE ..."."""
         self.name, size, *fields = description.split()
         described = [field.split(":") for field in fields]
-        types = [(name, _TYPES[kind]) for name, kind, _, _ in described]
+        types = [(name, _TYPES[type_name]) for name, type_name, _, _ in described]
         self._structure: Any = type(self.name, (ctypes.Structure,), {"_fields_": types, "targets": ()})
         self._fields = {name for name, _ in types}
-        self._pointers = [name for name, kind in types if kind is _P]
+        self._pointers = [name for name, type_name in types if type_name is _P]
         places = [(name, int(offset), int(width)) for name, _, offset, width in described]
         for name, offset, width in [*places, ("the end", int(size), 0)]:
             here = getattr(self._structure, name, None)
@@ -122,12 +122,12 @@ class Library:
         """Read what structures.cpp lists."""
         lines = [line.split(maxsplit=2) for line in text.splitlines()]
         layouts = {
-            name: StructureLayout(f"{name} {fields}") for kind, name, fields in lines if kind == "structure"
+            name: StructureLayout(f"{name} {fields}") for entry, name, fields in lines if entry == "structure"
         }
         numbers = {
             name: {word: number for number, word in enumerate(words.split())}
-            for kind, name, words in lines
-            if kind == "numbers"
+            for entry, name, words in lines
+            if entry == "numbers"
         }
         self.activations, self.scores = numbers["Activation"], numbers["Scores"]
         self.matrix, self.linear_layer = layouts["Matrix"], layouts["Linear"]

@@ -108,9 +108,9 @@ def _gate_kernel(gate_up, out, inner, ACTIVATION: tl.constexpr, BLOCK: tl.conste
 def _activate_kernel(x, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_dependents_then_wait(PDL)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = place < size
-    wide = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
-    tl.store(x + place, activate(wide, ACTIVATION).to(x.dtype.element_ty), mask=live)
+    mask = place < size
+    wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + place, activate(wide, ACTIVATION).to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])

@@ -50,8 +50,8 @@ def qwen3(fields: Fields, num_layers: int) -> list[AttentionSpec]:
 
 def qwen3_moe(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     in_use = fields.boolean("use_sliding_window", False) and "sliding_window" in fields
-    kind = SLIDING if in_use else FULL
-    return [_attention(fields, kind, qk_norm=QKNorm.HEAD, **_biases(fields))] * num_layers
+    layer_type = SLIDING if in_use else FULL
+    return [_attention(fields, layer_type, qk_norm=QKNorm.HEAD, **_biases(fields))] * num_layers
 
 
 def qwen2_moe(fields: Fields, num_layers: int) -> list[AttentionSpec]:
@@ -80,18 +80,23 @@ def gemma3(
 def gemma4(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     """Return attention as in Gemma 3, but layers without a window, as the last one is, have heads of another size and
     possibly keys as values. The last layers may read the keys and values of earlier ones."""
-    kinds = _window_pattern(fields, num_layers, is_last_full=True)
-    wide, shared_values = _wide_heads(fields, kinds), fields.boolean("attention_k_eq_v", False)
+    layer_types = _window_pattern(fields, num_layers, is_last_full=True)
+    wide, shared_values = _wide_heads(fields, layer_types), fields.boolean("attention_k_eq_v", False)
     features = _biases(fields) | {"partial_rotary": True, "scale": 1.0}
     features |= {"qk_norm": QKNorm.HEAD, "value_norm": True}
     full = _attention(wide, FULL, values_are_keys=shared_values, **features)
-    sliding = _attentions(fields, [kind for kind in kinds if kind == SLIDING], **features)
-    mixers = [full if kind == FULL else sliding[0] for kind in kinds]
+    sliding = _attentions(
+        fields, [layer_type for layer_type in layer_types if layer_type == SLIDING], **features
+    )
+    mixers = [full if layer_type == FULL else sliding[0] for layer_type in layer_types]
     first = num_layers - num_sharing(fields, num_layers)
-    sources = {kind: index for index, kind in enumerate(kinds[:first])}
-    if missing := set(kinds[first:]) - set(sources):
+    sources = {layer_type: index for index, layer_type in enumerate(layer_types[:first])}
+    if missing := set(layer_types[first:]) - set(sources):
         raise fields.error("num_kv_shared_layers", f"small enough to leave a layer with {min(missing)}")
-    shared = (replace(mixers[sources[kind]], kv_source=sources[kind]) for kind in kinds[first:])
+    shared = (
+        replace(mixers[sources[layer_type]], kv_source=sources[layer_type])
+        for layer_type in layer_types[first:]
+    )
     return [*mixers[:first], *shared]
 
 
@@ -135,10 +140,10 @@ def gpt_oss(fields: Fields, num_layers: int) -> list[AttentionSpec]:
 def delta_net(fields: Fields, num_layers: int) -> list[MixerSpec]:
     """Return gated delta nets in all layers but every n-th (`full_attention_interval`)."""
     every = fields.integer("full_attention_interval", 4)
-    kinds = _kinds(fields, num_layers, lambda index: (index + 1) % every == 0, LINEAR)
+    layer_types = _kinds(fields, num_layers, lambda index: (index + 1) % every == 0, LINEAR)
     attention = _attention(fields, partial_rotary=True, qk_norm=QKNorm.HEAD, has_gate=True, **_biases(fields))
     net = _delta_net(fields)
-    return [net if kind == LINEAR else attention for kind in kinds]
+    return [net if layer_type == LINEAR else attention for layer_type in layer_types]
 
 
 def context_rope(mixers: Sequence[MixerSpec]) -> Rope | None:
@@ -214,7 +219,7 @@ def _late_windows(fields: Fields, num_layers: int) -> list[str]:
 
 def _attention(
     fields: Fields,
-    kind: str = FULL,
+    layer_type: str = FULL,
     *,
     partial_rotary: bool = False,
     scaled_windows: bool = True,
@@ -222,16 +227,18 @@ def _attention(
 ) -> AttentionSpec:
     """Return attention with the heads that the config describes. `features` are fields of the spec."""
     num_heads, num_kv_heads, head_dim = _heads(fields)
-    rope = read_rope(fields, kind, head_dim, partial_rotary, scaled_windows)
-    window = fields.integer("sliding_window") if kind == SLIDING else None
+    rope = read_rope(fields, layer_type, head_dim, partial_rotary, scaled_windows)
+    window = fields.integer("sliding_window") if layer_type == SLIDING else None
     features = {"scale": head_dim**-0.5, **features}
     return AttentionSpec(num_heads, num_kv_heads, head_dim, rope=rope, window=window, **features)
 
 
-def _attentions(fields: Fields, kinds: Sequence[str], **features: Any) -> list[AttentionSpec]:
+def _attentions(fields: Fields, layer_types: Sequence[str], **features: Any) -> list[AttentionSpec]:
     """Return the attention of layers of these kinds."""
-    mixers = {kind: _attention(fields, kind, **features) for kind in dict.fromkeys(kinds)}
-    return [mixers[kind] for kind in kinds]
+    mixers = {
+        layer_type: _attention(fields, layer_type, **features) for layer_type in dict.fromkeys(layer_types)
+    }
+    return [mixers[layer_type] for layer_type in layer_types]
 
 
 def _biases(fields: Fields) -> dict[str, Any]:
@@ -252,7 +259,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, fields.integer("head_dim", hidden_size // num_heads)
 
 
-def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
+def _wide_heads(fields: Fields, layer_types: Sequence[str]) -> Fields:
     """Return the fields with the heads of layers without a window. New configs list the fields that differ in each of
     these layers, older ones have their own fields."""
     names = {"head_dim": "global_head_dim"}
@@ -262,7 +269,7 @@ def _wide_heads(fields: Fields, kinds: Sequence[str]) -> Fields:
         values = {name: fields.values[other] for name, other in names.items() if other in fields}
         return Fields({**fields.values, **values}, fields.where)
     listed = fields.part("per_layer_config")
-    wide = {str(index) for index, kind in enumerate(kinds) if kind == FULL}
+    wide = {str(index) for index, layer_type in enumerate(layer_types) if layer_type == FULL}
     change = listed.part(min(listed.values)).values if listed.values else {}
     if listed.values and (
         set(listed.values) != wide or any(values != change for values in listed.values.values())

@@ -283,10 +283,10 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     parts = [mlp.num_parts(spec.expert_parallel) for mlp in spec.mlps if mlp is not None]
     inner = min(parts, default=size)
     if min(inner, spec.vocab_size) < size:
-        kind = "experts" if spec.expert_parallel else "inner features"
+        parts_name = "experts" if spec.expert_parallel else "inner features"
         raise ConfigError(
-            f"tensor_parallel_size is {size}: the model has {inner} {kind} and {spec.vocab_size} tokens, and every "
-            "rank needs at least one of each"
+            f"tensor_parallel_size is {size}: the model has {inner} {parts_name} and {spec.vocab_size} tokens, and "
+            "every rank needs at least one of each"
         )
 
 

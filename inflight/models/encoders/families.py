@@ -214,7 +214,7 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec:
         raise fields.error("max_position_embeddings", f"above {first_position}, the first position in use")
     layer_types = _layer_types(fields, num_layers) if family.modern else [FULL] * num_layers
     kinds = sorted(set(layer_types)) if family.modern else []
-    ropes = tuple(read_rope(fields, kind, hidden_size // num_heads, False) for kind in kinds)
+    ropes = tuple(read_rope(fields, layer_type, hidden_size // num_heads, False) for layer_type in kinds)
     window = fields.integer("local_attention") // 2 if SLIDING in layer_types else None
     return EncoderSpec(
         architecture=architecture,
@@ -227,9 +227,9 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec:
         first_position=first_position,
         num_segments=0 if family.modern else fields.integer("type_vocab_size", least=0),
         max_position=num_positions - first_position,
-        windows=tuple(window if kind == SLIDING else None for kind in layer_types),
+        windows=tuple(window if layer_type == SLIDING else None for layer_type in layer_types),
         ropes=ropes,
-        layer_ropes=tuple(kinds.index(kind) if kinds else None for kind in layer_types),
+        layer_ropes=tuple(kinds.index(layer_type) if kinds else None for layer_type in layer_types),
         norm_eps=fields.number("layer_norm_eps"),
         norm_first=family.modern,
         norm_bias=fields.boolean("norm_bias", False) if family.modern else True,

@@ -270,22 +270,22 @@ class Metrics:
         return self._labelled("counter", name, text, label, dict(sorted(counts.items())))
 
     def _labelled(
-        self, kind: MetricKind, name: str, text: str, label: str, values: Mapping[str, float]
+        self, metric_type: MetricKind, name: str, text: str, label: str, values: Mapping[str, float]
     ) -> Metric:
         """Return a metric of the model with a value for each value of a label."""
         samples = [((self._model, item), value) for item, value in values.items()]
-        return _family(kind, f"inflight:{name}", text, ("model_name", label), samples)
+        return _family(metric_type, f"inflight:{name}", text, ("model_name", label), samples)
 
 
 def _family(
-    kind: MetricKind,
+    metric_type: MetricKind,
     name: str,
     text: str,
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
     """Return a metric with a value for each combination of its labels' values."""
-    family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, text, labels=labels)
+    family = (GaugeMetricFamily if metric_type == "gauge" else CounterMetricFamily)(name, text, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
@@ -294,9 +294,11 @@ def _family(
 def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric]:
     """Yield the `inflight:replica_...` metrics, labelled by replica. Counters restart with the replica's engine."""
 
-    def family(kind: MetricKind, name: str, text: str, values: Iterable[tuple[Replica, float]]) -> Metric:
+    def family(
+        metric_type: MetricKind, name: str, text: str, values: Iterable[tuple[Replica, float]]
+    ) -> Metric:
         samples = [((model, replica.replica_id), value) for replica, value in values]
-        return _family(kind, f"inflight:replica_{name}", text, ("model_name", "replica"), samples)
+        return _family(metric_type, f"inflight:replica_{name}", text, ("model_name", "replica"), samples)
 
     if not replicas:
         return

@@ -136,9 +136,9 @@ def _region(peers, rank, number, region_bytes, DTYPE: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
-def _flag(peers, of, by, program):
-    """Return the flag that rank `by` writes in the buffer of rank `of`."""
-    return tl.load(peers + of).to(tl.pointer_type(tl.int32)) + by * _MAX_PROGRAMS + program
+def _flag(peers, owner, writer, program):
+    """Return the flag that rank `writer` writes in the buffer of rank `owner`."""
+    return tl.load(peers + owner).to(tl.pointer_type(tl.int32)) + writer * _MAX_PROGRAMS + program
 
 
 @triton.jit

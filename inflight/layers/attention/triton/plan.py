@@ -259,25 +259,25 @@ def plan_chunks(
     first_partial = np.cumsum(partials) - partials
     counter: NDArray[np.intp] = np.cumsum(is_split) - is_split
 
-    of = np.repeat(np.arange(len(entry)), num_splits)  # the tile that an item belongs to
+    tiles_of_items = np.repeat(np.arange(len(entry)), num_splits)  # the tile that an item belongs to
     number = counting(num_splits)
-    begin = number * split_keys + (keys - num_keys)[of]
-    end = np.minimum(begin + split_keys, keys[of])
+    begin = number * split_keys + (keys - num_keys)[tiles_of_items]
+    end = np.minimum(begin + split_keys, keys[tiles_of_items])
     order = np.argsort(begin - end, kind="stable")
-    of, number = of[order], number[order]
-    items = np.empty((len(of), CHUNK_FIELDS), dtype=np.int32)
+    tiles_of_items, number = tiles_of_items[order], number[order]
+    items = np.empty((len(tiles_of_items), CHUNK_FIELDS), dtype=np.int32)
     columns = (
-        (query_starts[entry] + offset)[of],
-        positions[of],
-        position[of],
-        cached[of],
-        rows[entry][of],
+        (query_starts[entry] + offset)[tiles_of_items],
+        positions[tiles_of_items],
+        position[tiles_of_items],
+        cached[tiles_of_items],
+        rows[entry][tiles_of_items],
         begin[order],
         end[order],
-        first_partial[of],
+        first_partial[tiles_of_items],
         number,
-        num_splits[of],
-        counter[of],
+        num_splits[tiles_of_items],
+        counter[tiles_of_items],
     )
     for column, values in enumerate(columns):
         items[:, column] = values
@@ -289,10 +289,10 @@ def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
     tiles = -(-lengths // tile_positions)
     # Tiles of one sequence are neighbours, so that one finds in the cache the keys that another fetched.
     longest_first = (-lengths).argsort(kind="stable")
-    of = longest_first.repeat(tiles[longest_first])  # the sequence that an item belongs to
-    items = np.empty((len(of), SEQUENCE_FIELDS), dtype=np.int32)
-    items[:, 0] = (lengths.cumsum() - lengths)[of]
-    items[:, 1] = lengths[of]
+    sequences_of_items = longest_first.repeat(tiles[longest_first])  # the sequence that an item belongs to
+    items = np.empty((len(sequences_of_items), SEQUENCE_FIELDS), dtype=np.int32)
+    items[:, 0] = (lengths.cumsum() - lengths)[sequences_of_items]
+    items[:, 1] = lengths[sequences_of_items]
     items[:, 2] = counting(tiles[longest_first]) * tile_positions
     return items
 
