@@ -166,7 +166,7 @@ class SchedulerConfig:
     max_queue: int | None = option(
         None,
         LIMITS,
-        "Maximum number of waiting answers, in addition to those that run; further requests get 429.",
+        "Maximum number of waiting answers, in addition to running ones; further requests get 429.",
         at_least=1,
     )
     pipeline_depth: int | None = option(

@@ -1,7 +1,7 @@
 """The schema of what happens in the engine, shared by all its readers.
 
-A `Delta` reports the results of a step to the owner of a request, and a `RequestRecord` is its history. What the steps
-did is on the timeline (`inflight.timeline`). All times are seconds of one monotonic clock.
+A `Delta` reports the results of a step to the owner of a request, and a `RequestRecord` is its history. Steps are on
+the timeline (`inflight.timeline`). All times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Request:
     )  # bundles of each KV group; empty: it holds no memory
     first_blocks: list[int] = field(default_factory=list)  # of each group: bundles before it are released
     kv_capacity: int = 0  # tokens that fit into its tables
-    branch: int = 0  # blocks after which its tokens differ from those that are cached, if that matters
+    branch: int = 0  # blocks after which its tokens differ from the cached ones, if that matters
     num_continued: int = 0  # blocks after which no other request is likely to continue before this one ends
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
     hash_state: Any = field(default=None, repr=False)  # SHA-256 state after all of block_hashes, or None

@@ -205,7 +205,7 @@ def check_module(module: str) -> None:
 def translate_arguments(
     arguments: Mapping[str, Any], rules: CompatRules, error: type[InflightError]
 ) -> dict[str, Any]:
-    """Return the arguments with vLLM's names and values translated, without those that have no effect.
+    """Return the arguments with vLLM's names and values translated, without arguments that have no effect.
 
     Raises the error, with the reasons, for arguments that are not supported.
     """

@@ -55,7 +55,7 @@ def argument(option: Option) -> Any:
 def with_flags(
     options: Iterable[Option], panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each option; it gets those that were used as keyword arguments.
+    """Give a command a flag for each option; it gets the used ones as keyword arguments.
 
     `panel` overrides the help panel of the options.
     """

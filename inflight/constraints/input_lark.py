@@ -106,7 +106,7 @@ def _with_terminals(grammar: str, never: str = "") -> str:
 
 
 def _finite_rules(rules: list[_Rule]) -> dict[str, None]:
-    """Return the names of the rules that can become terminals, each after those that it refers to."""
+    """Return the names of the rules that can become terminals, each after the rules that it refers to."""
     names: dict[str, None] = {}
     num_missing: list[int] = []  # of each rule: references to rules that are not known to be finite
     referring: dict[str, list[int]] = {}  # the rules that refer to a name

@@ -78,8 +78,8 @@ class RequestState:
     num_computed: int = 0  # tokens that have KV now
     num_blocks: int = 0  # blocks that it holds
     num_ahead: int = 0  # waiting requests that arrived before it, while it waits
-    # The latest requests that it waited for: those that ended between its arrival and its admission and, while it
-    # waits, those that are running.
+    # The latest requests that it waited for: requests that ended between its arrival and its admission and, while it
+    # waits, the running ones.
     waited_for: tuple[str, ...] = ()
     num_waited_for: int = 0
     waiting_reason: str | None = None  # one of QUEUE_CAUSES, while it waits
@@ -87,7 +87,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """The state of every KV block, for those who look at it."""
+    """The state of every KV block, for viewers."""
 
     at: float
     block_size: int

@@ -87,7 +87,7 @@ class InprocClient:
             self._stop("the engine was closed")
 
     def _take_calls(self) -> bool:
-        """Run the pending calls, and those that arrive while the next step can wait; while idle, wait for calls.
+        """Run the pending calls, and calls that arrive while the next step can wait; while idle, wait for calls.
 
         Return False to stop.
         """

@@ -103,7 +103,7 @@ def beam_search(
 
 
 def _choose(search: _Search, grown: list[BeamSearchSequence], ends: frozenset[int], beam_width: int) -> None:
-    """Keep the best candidates as beams; those that ended are done."""
+    """Keep the best candidates as beams; ended ones are done."""
     if not grown:
         return
     search.beams = []

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
+# Extra waiting requests beyond a full step, so that the policy can find one that fits the rest of it.
 SPARE = 16
 Advance = Callable[[Sequence[Delta]], None]
 Consumer = Callable[[Delta], bool]

@@ -31,7 +31,7 @@ _PROMPT_KINDS = "text, a list of token ids, or a mapping with 'prompt' or 'promp
 
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
-    """Check arguments that only vLLM's methods have. Raises ParameterError for those that would have an effect."""
+    """Check arguments that only vLLM's methods have. Raises ParameterError for arguments that would have an effect."""
     unknown = translate_arguments(foreign, METHOD_RULES, ParameterError)
     if unknown:
         raise ParameterError(f"unknown argument {', '.join(unknown)}", param=min(unknown))

@@ -55,7 +55,7 @@ class MessageReader:
         return self._parser.marker_ids
 
     def take(self) -> list[ParserEvent]:
-        """Return the events since the last call; after the end of the answer, also those that were held back."""
+        """Return the events since the last call; after the end of the answer, also the events that were held back."""
         self._complete()
         events, self._events = self._events, []
         return events if len(events) < 2 else merge_deltas(events)

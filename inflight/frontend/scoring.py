@@ -265,7 +265,7 @@ class ScoringProcessor:
 
 
 def unsupported_task(task: Task, facts: PoolingFacts | None, generates: bool) -> RequestError:
-    """Return the error for a task that the model cannot do; it names those that it can."""
+    """Return the error for a task that the model cannot do; it names the tasks that it can do."""
     supported = ", ".join(tasks_of(generates, facts))
     return RequestError(
         f"this model cannot {task}: it can {supported}", param="model", code="unsupported_task"

@@ -218,7 +218,7 @@ class ScoringInputs:
 
 
 def _limit(group: TextGroup, room: int) -> int:
-    """Return how many tokens of a text to encode: those that are kept, plus one to detect texts that are too long."""
+    """Return how many tokens of a text to encode: the kept ones, plus one to detect texts that are too long."""
     if not group.truncate:
         return room + 1
     return room if group.max_tokens is None else min(room, group.max_tokens)

@@ -169,9 +169,9 @@ class BlockManager:
         self._total_capacity += num_added
 
     def _slide(self, request: Request, first: int, updates: list[TableUpdate]) -> None:
-        """Extend the block tables by a block for a decode, which reuses those that leave a window if nobody else could.
+        """Extend the block tables by a block for a decode, reusing blocks that leave a window if nobody else could.
 
-        Caching these instead would be of little use: see `_release_unseen`.
+        Caching them instead would be of little use: see `_release_unseen`.
         """
         # Hot like `_extend`.
         row, size, first_blocks = request.row, self.block_size, request.first_blocks

@@ -64,7 +64,7 @@ class KVLayout:
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        """The groups of tables, those that keep every token first."""
+        """The groups of tables; groups that keep every token come first."""
         return _groups(self.windows)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
@@ -119,7 +119,7 @@ class LayerKV:
         return self.num_heads * (self.key_dim + self.value_dim)
 
     def value_bytes(self, width: int) -> int:
-        """Return the bytes of a token's values, if those that are not quantized have `width` bytes."""
+        """Return the bytes of a token's values, if unquantized values have `width` bytes."""
         return self.size * (1 if self.is_quantized else width)
 
     def block_bytes(self, block_size: int, width: int) -> int:

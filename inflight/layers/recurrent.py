@@ -142,7 +142,7 @@ class RecurrentBackend(Protocol[InputsT]):
     ) -> Tensor:
         """Convolve, apply the gated delta rule, normalise and gate.
 
-        Update the states of the step's rows, and save those that the step captures inside its entries.
+        Update the states of the step's rows, and save the states that the step captures inside its entries.
 
         projected [T, projected_size]: queries, keys and values, then the gate z [value_size], then b and a
         [num_value_heads each]. Returns [T, value_size].

@@ -314,7 +314,7 @@ class ExpertMatrix:
     def _load_all(
         self, name: str, weights: WeightFormat, tensors: dict[str, Tensor], first: int, first_row: int
     ) -> None:
-        """Load the matrices of the experts from `first` on: those that are whole, or their rows from `first_row` on."""
+        """Load the matrices of the experts from `first` on: whole matrices, or their rows from `first_row` on."""
         num_rows = len(self.parts) * self.num_rows
         for index in range(len(next(iter(tensors.values())))):
             if first + index in self.local_experts:

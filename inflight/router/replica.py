@@ -232,7 +232,7 @@ def _prefix_aware(tokens: KnownTokens, replica: Replica) -> float:
     return SAVED_WEIGHT * num_missing + replica.load(num_missing) + replica.recent_tokens
 
 
-# What it costs to send a request to a replica.
+# The cost of sending a request to a replica.
 ROUTINGS: dict[str, Callable[[KnownTokens, Replica], float]] = {
     "prefix_aware": _prefix_aware,
     "least_loaded": lambda tokens, replica: replica.load(tokens.num_tokens),

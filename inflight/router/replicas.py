@@ -385,7 +385,7 @@ class Replicas:
     # ---- the timeline ----
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
-        """Watch all replicas, also those that start later. Return a function that ends it."""
+        """Watch all replicas, including later ones. Return a function that ends it."""
         stops = self._watches[observer] = [self._watch_one(replica, observer) for replica in self.members]
 
         def stop() -> None:

@@ -44,8 +44,8 @@ class Batch:
     sampled token into its row. The entries of requests admitted in this step come last, because they may share blocks
     that the step fills.
 
-    Recurrent states are copied before anything else: first those that rows get from snapshots, then those that rows
-    have before the step and that go into new snapshots.
+    Recurrent states are copied before anything else: first from snapshots to rows, then from rows to new
+    snapshots.
     """
 
     step: int

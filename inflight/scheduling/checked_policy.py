@@ -103,8 +103,8 @@ def _checked(
 class CheckedPolicy(Policy):
     """Wraps a policy and validates its results.
 
-    It also keeps its own set of the waiting requests. Its own queue holds those that the policy failed to accept; they
-    are served first-come-first-served.
+    It also keeps its own set of the waiting requests. Its own queue holds the requests that the policy failed
+    to accept; they are served first-come-first-served.
     """
 
     def __init__(self, policy: Policy) -> None:

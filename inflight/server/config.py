@@ -213,11 +213,11 @@ class ServerConfig:
     metrics_compat: str = option(
         "gateway",
         WATCHING,
-        "Metrics to export under vLLM's names too: none, those that Kubernetes inference gateways read, or all (vllm).",
+        "Metrics to export under vLLM's names too: none, those of Kubernetes inference gateways, or all (vllm).",
         choices=("none", "gateway", "vllm"),
     )
     timeline_text: bool = option(
-        False, WATCHING, "Show the text of prompts in the timeline, to those who may see the request."
+        False, WATCHING, "Show the text of prompts in the timeline, to callers who may see the request."
     )
     log_level: str = option(
         "info",

@@ -112,7 +112,7 @@ class ServerState:
             self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
         self.keys.set_admin(options.admin_key)
-        # Readers of the timeline by key; None: those who see everyone's requests.
+        # Readers of the timeline by key; None: readers who see everyone's requests.
         self.viewers: Counter[str | None] = Counter()
         self.tracing: set[str | None] = set()
         self.converters: WeakValueDictionary[str | None, ChunkConverter] = WeakValueDictionary()

@@ -17,9 +17,9 @@ def chunk_json(
 ) -> dict[str, Any]:
     """Return a chunk as `GET /v1/steps` sends it.
 
-    `to_unix` is added to all times. `known` holds the numbers of requests that the reader has been sent, without those
-    that have ended. `visible` holds the numbers of those that it may see, None means all: about others, the reader
-    learns only how many slots they have in each step. The totals of a step, for all requests, are in its columns.
+    `to_unix` is added to all times. `known` holds the numbers of running requests that the reader has been sent.
+    `visible` holds the numbers of requests that it may see, None means all: about others, the reader learns only how
+    many slots they have in each step. The totals of a step, for all requests, are in its columns.
     """
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
     steps["at"] = [round(moment + to_unix, 6) for moment in chunk.times]

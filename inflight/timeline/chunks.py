@@ -279,7 +279,7 @@ def _codec() -> tuple[Callable[[Chunk], bytes], Callable[[bytes], Chunk]]:
 
 
 def remember(known: set[int], numbers: Iterable[int], events: Iterable[TimelineEvent]) -> None:
-    """Add requests that a reader has been sent, and forget those that have ended or are very old."""
+    """Add requests that a reader has been sent, and forget ended and very old ones."""
     known.update(numbers)
     known.difference_update(event.request for event in events if event.type in ENDS)
     forget_old(known)

@@ -64,7 +64,7 @@ class OpenRuns:
         # The sum of token_at(run, step) - step of all open runs of decodes, for the next step: adding their number
         # times the step gives the sum of the positions that they should compute in it.
         self._sum_offsets = 0
-        self._begun: set[Request] = set()  # those that have returned a token since they were admitted
+        self._begun: set[Request] = set()  # requests that have returned a token since they were admitted
         self._steady: list[Request] | None = None  # the last step's requests, if each is in a run of decodes
         self._held: dict[Request, int] = {}  # slots of requests that the policy keeps, after the last step
         # Requests that have ended while later steps of theirs were in flight: these return tokens that are dropped.

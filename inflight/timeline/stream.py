@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 
 
 class ConvertedChunk(NamedTuple):
-    """A chunk as JSON. `requests` are apart, because each viewer is sent only those that it does not know."""
+    """A chunk as JSON. `requests` are apart, because each viewer is sent only requests that it does not know."""
 
     first_step: int
     end_step: int
@@ -107,7 +107,7 @@ class ChunkConverter:
         self._visible: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
         self._converted: OrderedDict[object, asyncio.Task[ConvertedChunk]] = OrderedDict()
         self._waiting: Counter[object] = Counter()  # viewers of a chunk that is being converted
-        self._sizes: dict[object, int] = {}  # bytes of those that are done
+        self._sizes: dict[object, int] = {}  # bytes of finished ones
         self._num_bytes = 0
 
     async def read(self, query: TimelineQuery) -> TimelinePage:

@@ -265,7 +265,7 @@ class ReplicaTrace:
     def _slot_events(
         self, runs: Sequence[Sequence[Any]], steps: dict[int, RecordedTimes]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the slices of runs that have ended, joining those that were cut at the ends of chunks."""
+        """Yield the slices of runs that have ended, joining runs that were cut at the ends of chunks."""
         for run in sorted((SlotRun(*values) for values in runs), key=lambda run: (run.first_step, run.slot)):
             first_times, last_times = (steps.get(number) for number in (run.first_step, _end_step(run) - 1))
             if first_times is None or last_times is None:

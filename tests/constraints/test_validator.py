@@ -214,7 +214,7 @@ def test_attempts_share_one_deadline() -> None:
 
 
 class StubProcess:
-    """Spends 0.6 s on every grammar and rejects those that contain WRONG."""
+    """Spends 0.6 s on every grammar and rejects the ones that contain WRONG."""
 
     num_attempts = 0
     is_usable = True

@@ -278,7 +278,7 @@ def test_ranks_add_up_to_all_experts(kernels: Kernels, split: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gate", 4, torch.zeros(16, 32)), "expert 4: experts 0 to 3 are local_experts here"),
+        (("gate", 4, torch.zeros(16, 32)), "expert 4: experts 0 to 3 are held here"),
         (("gate", -1, torch.zeros(16, 32)), "expert -1"),
         (("side", 0, torch.zeros(16, 32)), "'side' of an expert: it must be gate, up or down"),
         (("gate", 0, torch.zeros(32, 16)), r"shape \[32, 16\] does not fit .* \[16, 32\]"),

@@ -151,7 +151,7 @@ class Simulation:
         await asyncio.gather(*tasks)
 
     async def _step(self, client: SteppedClient) -> None:
-        """Its results are there when it is over: those who would come meanwhile come to the next one."""
+        """Its results are there when it is over: requests that would come meanwhile come to the next one."""
         self.now = max(self.now, client.free_at)
         client.step()
         runner = client.engine.runner

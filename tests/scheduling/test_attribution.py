@@ -22,7 +22,7 @@ from tests.support.timed import TimedRunner, timed
 
 
 class TimedScene:
-    """Requests in an engine with these limits; `breakdowns` has those that ended."""
+    """Requests in an engine with these limits; `breakdowns` has the ended ones."""
 
     def __init__(
         self,

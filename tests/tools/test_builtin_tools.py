@@ -182,7 +182,7 @@ def test_held_out_words_are_never_trained_on() -> None:
 
 
 def test_tool_names_are_common_or_invented() -> None:
-    """What is common is a handful; a made-up name hardly ever comes in two chats."""
+    """Only a handful is common; a made-up name hardly ever comes in two chats."""
 
     def named(naming: tool_names.Naming) -> list[str]:
         chats = [tool_chat(SEED, index, naming=naming) for index in range(150)]

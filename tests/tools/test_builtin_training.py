@@ -140,7 +140,7 @@ def test_batches_repeat_with_the_seed() -> None:
 
 
 def some_batches(tokens: dict[str, int], progress: float) -> Iterator[torch.Tensor]:
-    """Of documents of ten tokens, all the same in an array; token 0 leaves it empty."""
+    """Documents of ten tokens, all equal in an array; token 0 leaves it empty."""
     arrays = {
         name: np.asarray(([token] * 9 + [0]) * (50 if token else 0), dtype=np.uint16)
         for name, token in tokens.items()

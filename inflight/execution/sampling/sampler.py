@@ -193,7 +193,7 @@ def best_ids(logits: Tensor, count: int) -> Tensor:
     if not count:
         return torch.empty(0, dtype=torch.int64)
     token_ids = torch.arange(len(logits))
-    if count < len(logits):  # sort only those that reach the last one, and NaN
+    if count < len(logits):  # sort only values that reach the last one, and NaN
         token_ids = token_ids[~(logits < logits.topk(count).values[-1])]
     order = logits[token_ids].sort(descending=True, stable=True).indices
     return token_ids[order[:count]]

@@ -310,7 +310,7 @@ def reject_if_strict(tool: Tool, keyword: str, path: str) -> None:
 
 
 def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter], str]) -> str:
-    """Return an expression for the parameters in order; those that are not required may be omitted."""
+    """Return an expression for the parameters in order; optional ones may be omitted."""
     expressions = (f"({write(parameter)})" + ("" if parameter.required else "?") for parameter in parameters)
     return " ".join(expressions)
 
@@ -318,7 +318,7 @@ def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter],
 def separated_parameters(
     writer: GrammarWriter, parameters: list[Parameter], write: Callable[[Parameter], str], separator: str
 ) -> str:
-    """Return an expression for the parameters in order, with separators between those that are present."""
+    """Return an expression for the parameters in order, with separators between the present ones."""
     tail = ""  # what may follow the current parameter
     alternatives: list[str] = []  # to start with
     for parameter in reversed(parameters):

@@ -200,7 +200,7 @@ class AttentionBackend(Protocol[InputsT]):
         """Normalise and rotate queries and keys, normalise values, write this step's keys and values for all entries,
         then attend. So an entry may read blocks that another entry of the same step fills.
 
-        A layer without its own keys and values reads those that an earlier layer of the step wrote to `cache`.
+        A layer without its own keys and values reads the ones that an earlier layer of the step wrote to `cache`.
         """
 
 

@@ -1,4 +1,4 @@
-"""The interface of weight formats, the plain one, and those that are stored as codes beside scales.
+"""The interface of weight formats, the plain format, and formats of codes beside scales.
 
 A format describes the tensors of one matrix [num_rows, num_columns] in a checkpoint. Names are relative to the module:
 "weight", "weight_scale". Errors say what is wrong with the tensors; the loader adds the name of the module.

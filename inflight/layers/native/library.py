@@ -160,8 +160,7 @@ class Library:
 
 
 def _allowed(available: str) -> frozenset[str]:
-    """Return the instructions in a list separated by spaces, without those that INFLIGHT_INSTRUCTIONS, a list separated
-    by commas, leaves out."""
+    """Return the instructions in a space-separated list that INFLIGHT_INSTRUCTIONS, a comma-separated list, allows."""
     names = frozenset(available.split())
     listed = os.environ.get("INFLIGHT_INSTRUCTIONS")
     return names if listed is None else names & set(listed.split(","))

@@ -250,7 +250,7 @@ class HalfNormed:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The experts of each token, as indices of those that are held here."""
+    """The experts of each token, as indices of the local experts."""
 
     ids: Tensor  # [T, top_k] int32; the number of experts held for padding, and for experts held by other ranks
     weights: Tensor  # [T, top_k] float32

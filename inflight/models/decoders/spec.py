@@ -43,7 +43,7 @@ class NormPlacement(Enum):
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 
-# Targets of the experts' matrices: those that are held together, and the others.
+# Targets of the experts' matrices: the ones stored together, and the others.
 EXPERTS_GATE_UP = ("mlp.experts.gate", "mlp.experts.up", "mlp.experts.gate_up")
 EXPERTS_DOWN = "mlp.experts.down"
 

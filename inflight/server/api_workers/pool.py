@@ -139,7 +139,7 @@ EXIT_SECONDS = 10.0  # for a worker to exit, beyond the time for its requests
 
 
 class ApiWorkerPool:
-    """Starts the API workers, restarts those that end, and answers their calls. `run` returns after `drain`."""
+    """Starts the API workers, restarts ended ones, and answers their calls. `run` returns after `drain`."""
 
     def __init__(self, options: ServerConfig, keys: Keys, listeners: Sequence[socket.socket]) -> None:
         self._options = options

@@ -279,7 +279,7 @@ class RequestSource(Protocol):
     async def summaries(
         self, keys: Sequence[RequestKey], selection: Selection | None
     ) -> Sequence[bytes | None]:
-        """Return the summaries of requests as JSON; None for those that are not selected or have been forgotten."""
+        """Return the summaries of requests as JSON; None for requests that are not selected or have been forgotten."""
 
 
 def latest_first(keys: Reversible[RequestKey], caller: Caller) -> list[RequestKey]:

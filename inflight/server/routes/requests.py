@@ -59,7 +59,7 @@ _SELECTED: dict[Selection, tuple[Status, ...]] = {
 _LIST = query_parameters(
     ("status", "string", "Only requests that are waiting, running or finished."),
     ("limit", "integer", f"The most requests to return: at most {MAX_LISTED}; 100 by default."),
-    ("after", "string", "The id of a request: return those that were sent before it."),
+    ("after", "string", "The id of a request: return requests that were sent before it."),
 )
 _ANSWERS = query_parameters(
     (
@@ -67,13 +67,13 @@ _ANSWERS = query_parameters(
         "integer",
         f"The most answers to return: at most {MAX_ANSWERS}; {DEFAULT_ANSWERS} by default.",
     ),
-    ("after", "integer", "The index of an answer: return those that follow it."),
+    ("after", "integer", "The index of an answer: return the answers after it."),
 )
 
 
 @router.get("/v1/requests", **documented(None, RequestList, 400, 429, extra=_LIST))
 async def list_requests(request: Request) -> Response:
-    """List your requests, the latest first: those that wait, run, or finished recently. The admin key lists all."""
+    """List your waiting, running and recently finished requests, the latest first. The admin key lists all."""
     state, caller, query = state_of(request), caller_of(request), request.query_params
     status, after = query.get("status"), query.get("after")
     if status not in (None, *_SELECTED):

@@ -200,7 +200,7 @@ class RequestReport(RequestSummary):
     answers: list[AnswerReport]  # of many texts, there are only the first ones
     has_more: bool  # there are answers after these
     waited_for: Waited
-    neighbours: list[NeighbourReport] | None = None  # those that cost it most; null if `after` is given
+    neighbours: list[NeighbourReport] | None = None  # the ones that cost it most; null if `after` is given
 
 
 class RequestList(BaseModel):

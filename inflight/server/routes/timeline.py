@@ -88,8 +88,8 @@ class ShownEvent(BaseModel):
     at: float = Field(description="Seconds since 1970.")
     request: int = Field(description="The number of the request.")
     step: int | None = None
-    slot: int | None = Field(None, description="Of an admission.")
-    cached: int | None = Field(None, description="Of an admission: tokens found in the prefix cache.")
+    slot: int | None = Field(None, description="The slot of an admission.")
+    cached: int | None = Field(None, description="Tokens that an admission found in the prefix cache.")
     reason: str | None = None
 
 

@@ -143,7 +143,7 @@ def sorted_top(
         CANDIDATES,
     )  # fmt: skip
     if count > CANDIDATES:
-        # Too many in few groups, or many ties: take those above the k-th, then, in order, those that tie with it.
+        # Too many in few groups, or many ties: take the ones above the k-th, then, in order, its ties.
         kth, num_listed = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
         count = 0
         for turn in range(0, 2):
