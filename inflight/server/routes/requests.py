@@ -79,7 +79,7 @@ async def list_requests(request: Request) -> Response:
         raise invalid("status", f"status is {shown(status)}: it must be waiting, running or finished")
     limit = _integer(request, "limit", 1, MAX_LISTED, 100)
     source = state.requests_of_workers or OwnRequests(state)
-    async with counted(state.admission, caller), state.report_turns.of(caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         keys = latest_first(source.keys(), caller)
         if after is not None:
             keys = keys[_index(keys, after) + 1 :]
@@ -93,7 +93,7 @@ async def request_report(request: Request) -> Response:
     """Report what happened to a request of yours and why it took so long. The admin key sees everyone's."""
     state, caller = state_of(request), caller_of(request)
     limit = _integer(request, "limit", 1, MAX_ANSWERS, DEFAULT_ANSWERS)
-    async with counted(state.admission, caller), state.report_turns.of(caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         logged = state.request_log.find(caller, request.path_params["request_id"])
         num_known = len(logged.engine_ids)
         after = _integer(request, "after", 0, max(0, num_known - 1), -1)
