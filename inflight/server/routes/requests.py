@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Reversible, Sequence
-from dataclasses import asdict
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -24,7 +23,6 @@ from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openapi import documented, query_parameters, respond
 from inflight.server.routes.schemas import (
     AnswerReport,
-    Breakdown,
     Cancelled,
     NeighbourReport,
     RequestList,
@@ -356,7 +354,7 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
-        breakdown=Breakdown(**asdict(record.breakdown)),
+        breakdown=record.breakdown,
     )
 
 
