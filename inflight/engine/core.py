@@ -13,7 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState
+from inflight.engine.client import (
+    MAX_NAMED,
+    Command,
+    MemoryState,
+    RequestState,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from inflight.engine.runner import (
     ExpertCounts,
     NoSleepSupport,
@@ -334,11 +342,11 @@ class EngineCore:
 
     def run_command(self, command: Command) -> None:
         match command:
-            case "reset_prefix_cache":
+            case ResetPrefixCache():
                 self.reset_prefix_cache()
-            case "sleep":
+            case Sleep():
                 self.sleep()
-            case "wake_up":
+            case WakeUp():
                 self.wake_up()
 
     def read_memory(self) -> MemoryState:

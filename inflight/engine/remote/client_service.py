@@ -141,7 +141,7 @@ class ClientService:
         state = None if served is None else await self._client.describe(served.request_id)
         return Reply(message.call, state=state)
 
-    async def _run_command(self, message: RunCommand) -> Reply:
+    async def _run_command(self, message: RunCommand[Any]) -> Reply:
         await self._client.command(message.command)
         return Reply(message.call)
 

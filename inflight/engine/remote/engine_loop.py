@@ -28,7 +28,7 @@ from inflight.engine.remote.wire import (
     WatchTimeline,
 )
 from inflight.engine.stats import EngineStats
-from inflight.errors import EngineError, InflightError
+from inflight.errors import InflightError
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.processes.channel import RemoteError, Stop, Unreadable
@@ -191,7 +191,7 @@ class EngineLoop:
     def _run_command(self, call: int, command: Command) -> None:
         try:
             self._core.run_command(command)
-        except EngineError as error:  # the engine continues unchanged
+        except InflightError as error:  # the engine continues unchanged
             self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
         else:
             self._outbox.reply(Reply(call))

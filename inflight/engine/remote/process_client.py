@@ -36,6 +36,7 @@ from inflight.engine.remote.supervisor import (
     engine_host,
 )
 from inflight.engine.remote.wire import (
+    COMMAND_MESSAGES,
     Abort,
     Ack,
     Describe,
@@ -43,7 +44,6 @@ from inflight.engine.remote.wire import (
     ReadTimeline,
     Ready,
     Reply,
-    RunCommand,
     StepOutputs,
     WatchCache,
     WatchTimeline,
@@ -312,7 +312,7 @@ class ProcessClient:
 
     async def command(self, command: Command) -> None:
         call = next(self._numbers)
-        await self._call(call, lambda: self._send(RunCommand(call, command)))
+        await self._call(call, lambda: self._send(COMMAND_MESSAGES[type(command)](call, command)))
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         self._timeline_observers.append(observer)
