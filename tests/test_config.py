@@ -109,7 +109,7 @@ def test_process_options_are_checked(wrong: dict[str, Any]) -> None:
     assert ProcessConfig().kill_stalled_after == 900, "by default, and after the slowest step"
 
 
-def test_a_configuration_is_made_again_from_its_options() -> None:
+def test_configuration_round_trips_through_its_options() -> None:
     config = EngineConfig.create("m", max_queue=3, block_size=8, tenant_weights={"a": 2.0}, seed=1)
     assert EngineConfig.create(**config.options()) == config
     assert EngineConfig.create(**EngineConfig.create().options()) == EngineConfig.create() == EngineConfig()
@@ -120,6 +120,6 @@ def test_options_of_vllm_are_translated() -> None:
     assert config == EngineConfig.create("m")
 
 
-def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+def test_model_can_be_a_path(tmp_path: Path) -> None:
     assert EngineConfig.create(tmp_path).model.model == str(tmp_path)
     assert EngineConfig.create().model.model is None

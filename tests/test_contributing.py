@@ -25,7 +25,7 @@ def _read(path: str) -> Any:
     return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
 
 
-def test_the_workflow_runs_the_gate() -> None:
+def test_workflow_runs_the_gate() -> None:
     workflow = _read(".github/workflows/test.yml")
     assert {"push", "pull_request"} <= set(workflow[True])  # YAML 1.1 reads the key `on` so
     jobs = workflow["jobs"]
@@ -61,7 +61,7 @@ def new_machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     return run
 
 
-def test_a_new_machine_has_an_empty_home_and_temporary_directory(new_machine: RunShell) -> None:
+def test_new_machine_has_an_empty_home_and_temporary_directory(new_machine: RunShell) -> None:
     files = 'ls -A "$HOME"; find "${TMPDIR:-/tmp}" -type f | grep -v /marker$ | grep -v /.ci/new-machine$'
     done = new_machine(
         f'echo "$HOME"; echo "${{TMPDIR:-/tmp}}"; cat marker; echo; {files}; touch "$HOME/left"; exit 7'
@@ -74,14 +74,12 @@ def test_a_new_machine_has_an_empty_home_and_temporary_directory(new_machine: Ru
     assert temporary == "/tmp" or not Path(temporary).exists()
 
 
-def test_a_new_machine_leaves_the_repository_in_place(new_machine: RunShell, tmp_path: Path) -> None:
+def test_new_machine_leaves_the_repository_in_place(new_machine: RunShell, tmp_path: Path) -> None:
     assert new_machine('touch made; touch "${TMPDIR:-/tmp}/temporary"').returncode == 0
     assert {path.name for path in (tmp_path / "repository").iterdir()} == {".ci", "marker", "made"}
 
 
-def test_a_new_machine_gets_packages_from_where_the_old_one_does(
-    new_machine: RunShell, tmp_path: Path
-) -> None:
+def test_new_machine_gets_packages_from_where_the_old_one_does(new_machine: RunShell, tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".config/pip").mkdir(parents=True)
     (home / ".config/pip/pip.conf").touch()

@@ -256,7 +256,7 @@ def test_variables_are_options() -> None:
 # ---- the unit and the image ----
 
 
-def test_the_unit_lets_streams_finish(options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_lets_streams_finish(options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = unit_commands()
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit):
@@ -266,7 +266,7 @@ def test_the_unit_lets_streams_finish(options: list[ServerConfig], monkeypatch: 
     assert (found["KillSignal"], found["KillMode"]) == (["SIGTERM"], ["mixed"])
 
 
-def test_the_pod_lets_streams_finish_and_models_load(
+def test_pod_lets_streams_finish_and_models_load(
     options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (command,) = pod_commands()
@@ -325,7 +325,7 @@ def test_ray_pods_are_hardened_like_the_others() -> None:
     assert not service["selector"].items() <= group["template"]["metadata"]["labels"].items()
 
 
-def test_the_unit_is_hardened() -> None:
+def test_unit_is_hardened() -> None:
     found = unit()
     for name, value in (
         ("DynamicUser", "yes"),
@@ -338,13 +338,13 @@ def test_the_unit_is_hardened() -> None:
     assert int(found["LimitNOFILE"][0]) > ServerConfig().max_connections
 
 
-def test_the_unit_has_sections() -> None:
+def test_unit_has_sections() -> None:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.read(UNIT)
     assert parser.sections() == ["Unit", "Service", "Install"]
 
 
-def test_the_image_is_safe_and_watched() -> None:
+def test_image_is_safe_and_has_a_health_check() -> None:
     lines = DOCKERFILE.splitlines()
     assert lines.index("USER inflight") < next(
         i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT")

@@ -105,7 +105,7 @@ def test_links_have_targets() -> None:
     assert {str(page.relative_to(ROOT)): broken for page in PAGES if (broken := broken_links(page))} == {}
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A `b` page\n\n[1](page.md#a-b-page) [2](#a-b-page) [3](https://x.y/z) `[4](x)`\n\n"

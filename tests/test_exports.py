@@ -50,13 +50,13 @@ def test_unknown_names_raise_attribute_error() -> None:
         _ = inflight.Engine
 
 
-def test_the_version_is_the_distributions() -> None:
+def test_version_equals_that_of_the_distribution() -> None:
     from importlib.metadata import version
 
     assert inflight.__version__ == version("inflight-llm")
 
 
-def test_the_root_of_the_errors_is_exported() -> None:
+def test_base_error_is_exported() -> None:
     assert inflight.InflightError is errors.InflightError
 
 
@@ -78,12 +78,12 @@ def imported_by(statement: str) -> set[str]:
 SERVER = {"transformers", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "zmq", "msgspec", "ray"}
 
 
-def test_the_package_and_its_command_line_load_no_torch() -> None:
+def test_package_and_command_line_do_not_import_torch() -> None:
     heavy = SERVER | {"torch", "numpy", "tokenizers", "safetensors"}
     assert not imported_by("import inflight, inflight.cli.main, inflight.errors") & heavy
 
 
-def test_the_scheduler_loads_no_torch() -> None:
+def test_scheduler_does_not_import_torch() -> None:
     heavy = SERVER | {"torch", "numpy"}
     assert (
         not imported_by("import inflight.engine, inflight.scheduling, inflight.kv, tests.support.fake_runner")
@@ -91,7 +91,7 @@ def test_the_scheduler_loads_no_torch() -> None:
     )
 
 
-def test_the_engine_loads_only_what_it_needs() -> None:
+def test_engine_imports_only_what_it_needs() -> None:
     loaded = imported_by("import inflight.entrypoints.llm, inflight.entrypoints.async_engine")
     assert "torch" in loaded
     assert not loaded & SERVER

@@ -53,7 +53,7 @@ def test_every_workload_has_its_rows(
     )
 
 
-def test_a_row_that_fails_costs_no_other(
+def test_failing_row_does_not_affect_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Three requests in two places never decode all at once.

@@ -32,7 +32,7 @@ def test_flags_override_variables_and_variables_override_the_file(tmp_path: Path
     assert config.engine.scheduler.max_num_seqs is None
 
 
-def test_the_file_can_be_named_in_the_environment(tmp_path: Path) -> None:
+def test_file_can_be_named_in_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("port: 7")
     assert gather(SERVE_OPTIONS, {}, {"INFLIGHT_CONFIG": str(file)}) == {"port": 7}
@@ -91,7 +91,7 @@ def test_invalid_files_are_rejected(content: str, message: str, tmp_path: Path) 
         resolve({}, {}, file)
 
 
-def test_a_file_may_leave_an_option_unset(tmp_path: Path) -> None:
+def test_file_can_leave_an_option_unset(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("max_num_seqs: null\nmax-model-len: null\n")
     assert resolve({}, {}, file) == ServerConfig.create()
@@ -106,7 +106,7 @@ def help_of(command: str) -> str:
     return " ".join(result.stdout.split()).replace("- ", "-")  # lines are broken at blanks and hyphens
 
 
-def test_the_help_of_serve_has_every_option() -> None:
+def test_help_of_serve_lists_every_option() -> None:
     text = help_of("serve")
     words = text.split()
     for name, option in SERVE_OPTIONS.items():

@@ -135,7 +135,7 @@ async def test_earlier_outputs_do_not_change(engine: AsyncEngine) -> None:
         assert len(answer.logprobs or ()) == num_tokens
 
 
-async def test_a_slow_reader_gets_several_tokens_at_a_time(engine: AsyncEngine, llm: LLM) -> None:
+async def test_slow_reader_gets_several_tokens_at_a_time(engine: AsyncEngine, llm: LLM) -> None:
     (expected,) = llm.generate(TEXT, GREEDY)
     sizes, tokens = [], []
     async for output in engine.generate(TEXT, GREEDY, output_kind="delta"):
@@ -267,7 +267,7 @@ async def test_breaking_out_of_the_loop_frees_everything(n: int, engine: AsyncEn
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("kind", ["cumulative", "final"])
-async def test_a_cancelled_task_frees_everything(n: int, kind: Any, engine: AsyncEngine) -> None:
+async def test_cancelled_task_frees_everything(n: int, kind: Any, engine: AsyncEngine) -> None:
     params = replace(ENDLESS, n=n, temperature=1.0)
 
     async def consume() -> None:
@@ -380,9 +380,7 @@ async def test_full_queue_rejects_requests(n: int, folder: Folder) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
-async def test_a_step_that_fails_ends_one_stream_only(
-    depth: int, method: str, folder: Folder, llm: LLM
-) -> None:
+async def test_failed_step_ends_only_one_stream(depth: int, method: str, folder: Folder, llm: LLM) -> None:
     async with running(folder(), max_num_seqs=3, pipeline_depth=depth) as engine:
         PoisonedRunner(core_of(engine), begins_with(6), method)
         prompts = [[i] * 9 for i in range(5, 11)]
@@ -401,7 +399,7 @@ async def test_a_step_that_fails_ends_one_stream_only(
         await until_idle(engine)
 
 
-async def test_a_loop_that_dies_ends_all_streams(folder: Folder) -> None:
+async def test_crashed_loop_ends_all_streams(folder: Folder) -> None:
     async with running(folder()) as engine:
         streams = [engine.generate([i] * 9, ENDLESS) for i in range(5, 9)]
         for stream in streams:

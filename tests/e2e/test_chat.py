@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_spelled_special_token_is_text(case: str, chat: Chat, llm: LLM) -> None:
+async def test_spelled_out_special_token_is_text(case: str, chat: Chat, llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     options = {"messages": [{"role": "user", "content": "hello"}]}
     plain = await chat(**options | CASES[case]("word"))

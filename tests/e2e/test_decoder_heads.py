@@ -68,7 +68,7 @@ def model_card_scores(folder: Path) -> NDArray[np.float32]:
     return scores
 
 
-def test_a_reranker_scores_as_its_model_card_does(reranker: Path) -> None:
+def test_reranker_scores_as_its_model_card_does(reranker: Path) -> None:
     expected = model_card_scores(reranker)
     assert np.abs(np.diff(expected)).min() > 1e-3  # else documents in a wrong order would pass
     with LLM(reranker, show_progress=False, max_num_batched_tokens=64) as llm:
@@ -115,7 +115,7 @@ def test_shared_prefix_of_documents_is_computed_once(reranker: Path) -> None:
     assert engine.num_computed == shared + sum(len(text) - shared for text in texts) + again
 
 
-def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> None:
+def test_non_finite_vector_fails_only_its_request(reranker: Path) -> None:
     class Broken:
         def __init__(self, head: Head) -> None:
             self.size, self.head = head.size, head

@@ -190,7 +190,7 @@ def test_every_policy_gives_the_same_results(engine: LoadedEngine, policy: str, 
         np.testing.assert_allclose(vector, reference, atol=1e-6)
 
 
-def test_a_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
+def test_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
     engine.use(policy="continuous", max_num_batched_tokens=LONGEST, max_num_seqs=256)
     records: list[Any] = []
     observe(engine.core, records.append)
@@ -221,7 +221,7 @@ def test_numbers_that_are_not_finite_fail_one_request(tmp_path: Path) -> None:
     assert [first.vector, last.vector] == [vector.tobytes() for vector in expected]
 
 
-def test_an_encoder_does_not_generate(folder: Path) -> None:
+def test_encoder_does_not_generate(folder: Path) -> None:
     llm = LLM(folder, device="cpu", skip_tokenizer_init=True, show_progress=False)
     with pytest.raises(RequestError, match="embed"):
         llm.generate([[5, 6, 7]], use_tqdm=False)

@@ -200,6 +200,6 @@ def test_expressions_that_would_backtrack_forever_do_not_hold_up_the_start(folde
     load_engine(EngineConfig.create(folder, device="cpu", num_blocks=64)).close()
 
 
-def test_the_folder_itself_may_be_a_link(folder: Path) -> None:
+def test_folder_itself_can_be_a_link(folder: Path) -> None:
     (folder.parent / "link").symlink_to(folder)
     load_engine(EngineConfig.create(folder.parent / "link", device="cpu", num_blocks=64)).close()

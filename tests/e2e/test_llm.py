@@ -171,7 +171,7 @@ def test_dummy_weights_depend_only_on_the_seed() -> None:
         llm.get_tokenizer()
 
 
-def test_a_closed_engine_says_so(folder: Folder) -> None:
+def test_closed_engine_says_so(folder: Folder) -> None:
     with LLM(folder()) as llm:
         llm.generate([5], GREEDY)
     llm.close()
@@ -269,7 +269,7 @@ def test_stop_string_across_tokens_ends_the_answer(
     assert llm.stats().kv.num_used == 0
 
 
-def test_a_stop_string_ends_only_the_answer_that_has_it(llm: LLM, free_run: Any) -> None:
+def test_stop_string_ends_only_the_answer_that_contains_it(llm: LLM, free_run: Any) -> None:
     stop, _ = crossing_stop(llm, free_run.token_ids)
     params = replace(GREEDY, max_tokens=60, stop=stop)
     other = replace(GREEDY, max_tokens=60)
@@ -304,7 +304,7 @@ def test_stop_token_ids_end_the_answer(llm: LLM, free_run: Any) -> None:
     assert "\ufffd" in piece or including.text == answer.text + piece
 
 
-def test_the_end_token_ends_unless_ignored(folder: Folder, free_run: Any, tmp_path: Path) -> None:
+def test_end_token_ends_the_answer_unless_ignored(folder: Folder, free_run: Any, tmp_path: Path) -> None:
     import json
     import shutil
 

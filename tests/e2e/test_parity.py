@@ -151,7 +151,7 @@ def compare_logprobs(ours: CompletionOutput, theirs: CompletionOutput, tolerance
 
 
 @pytest.mark.parametrize("uses_bf16_instructions", [False, True])
-def test_a_bfloat16_checkpoint_computes_like_its_float32_upcast(
+def test_bfloat16_checkpoint_computes_like_its_float32_upcast(
     uses_bf16_instructions: bool, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exactly, unless products round activations to bfloat16; then within that rounding."""

@@ -65,7 +65,7 @@ def test_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: st
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_lost_device_stops_the_loop(where: str) -> None:
+def test_lost_device_stops_the_loop(where: str) -> None:
     """The error reaches the caller of the loop: a new process may have more luck, another step will not."""
     engine = FakeEngine()
     engine.add(make_request([1, 2], 5))
@@ -79,7 +79,7 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
 
 
 @pytest.mark.parametrize("error", [DeviceLostError("gone"), RuntimeError("out of memory")])
-def test_a_lost_engine_can_be_closed(error: Exception) -> None:
+def test_lost_engine_can_be_closed(error: Exception) -> None:
     """Steps are in flight that will never end, or that fail."""
     engine = FakeEngine(pipeline_depth=3)
     engine.add(make_request([1, 2], 5))
@@ -94,7 +94,7 @@ def test_a_lost_engine_can_be_closed(error: Exception) -> None:
     assert not engine.runner.rows
 
 
-def test_a_device_lost_behind_a_failed_step_stops_the_loop() -> None:
+def test_device_lost_behind_a_failed_step_stops_the_loop() -> None:
     engine = FakeEngine(pipeline_depth=2)
     engine.add(make_request([1, 2], 5))
     errors = iter([RuntimeError("first"), DeviceLostError("gone")])
@@ -250,7 +250,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
     ] == [[None, 2, 3]]
 
 
-def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None:
+def test_finished_request_stays_finished_when_its_surplus_step_fails() -> None:
     answer = expected_tokens([1, 2, 3], 10)
     engine = FakeEngine("static", pipeline_depth=2, num_blocks=64)
     stopped = engine.add(make_request([1, 2, 3], 10, stop_ids=frozenset({answer[4]})))
@@ -331,7 +331,7 @@ def test_failed_step_has_a_record(depth: int, where: str) -> None:
     }
 
 
-def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
+def test_record_of_a_failed_step_names_the_requests_it_ended() -> None:
     engine = FakeEngine()
     alone = engine.add(make_request([1], 4))
     engine.runner.launch = None  # type: ignore[assignment,method-assign]

@@ -13,13 +13,13 @@ def position(token_id: int) -> PositionLogprobs:
     return pack_logprobs([TokenLogprob(token_id, -1.0, 1)])
 
 
-async def test_a_delta_waits_for_its_reader() -> None:
+async def test_delta_waits_for_its_reader() -> None:
     queue = DeltaQueue()
     queue.put(Delta("r", [1]))
     assert (await queue.take()).token_ids == [1]
 
 
-async def test_a_reader_waits_for_a_delta() -> None:
+async def test_reader_waits_for_a_delta() -> None:
     queue = DeltaQueue()
     taking = asyncio.ensure_future(queue.take())
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_finished_output_ignores_later_deltas() -> None:
     assert (delta.token_ids, delta.finish_reason, delta.error) == ([1], "length", None)
 
 
-async def test_a_cancelled_reader_loses_nothing() -> None:
+async def test_cancelled_reader_loses_nothing() -> None:
     queue = DeltaQueue()
     taking = asyncio.ensure_future(queue.take())
     await asyncio.sleep(0)

@@ -96,7 +96,7 @@ async def test_two_thousand_concurrent_requests_get_their_own_tokens(depth: int)
     await client.close()
 
 
-async def test_a_slow_reader_gets_merged_deltas(client: InprocClient) -> None:
+async def test_slow_reader_gets_merged_deltas(client: InprocClient) -> None:
     await client.add(make_request([1, 2, 3], 30, "slow"))
     await until_idle(client)
     deltas = [delta async for delta in client.stream("slow")]
@@ -107,7 +107,7 @@ async def test_a_slow_reader_gets_merged_deltas(client: InprocClient) -> None:
     assert deltas[0].record.num_output_tokens == 30
 
 
-async def test_an_id_may_be_used_again_once_it_has_ended(client: InprocClient) -> None:
+async def test_id_can_be_reused_after_its_request_ended(client: InprocClient) -> None:
     for _ in range(3):
         await client.add(make_request([1], 3, "again"))
         tokens, last = await read(client, "again")
@@ -170,7 +170,7 @@ async def test_leaving_the_loop_aborts(client: InprocClient) -> None:
     await until_idle(client)
 
 
-async def test_an_id_left_early_may_be_used_again_at_once(client: InprocClient) -> None:
+async def test_id_of_an_abandoned_request_can_be_reused_at_once(client: InprocClient) -> None:
     """Late deltas of the first request, above all its end, do not reach the second."""
     for number in range(20):
         await client.add(make_request([1, 2], LONG, "again"))
@@ -182,7 +182,7 @@ async def test_an_id_left_early_may_be_used_again_at_once(client: InprocClient) 
         assert (tokens, last.finish_reason) == (expected_tokens([number, 7], 5), "length")
 
 
-async def test_a_cancelled_reader_aborts(client: InprocClient) -> None:
+async def test_cancelled_reader_aborts_its_request(client: InprocClient) -> None:
     await client.add(make_request([1, 2], LONG, "cancelled"))
     reading = asyncio.ensure_future(read(client, "cancelled"))
     await asyncio.sleep(0)
@@ -192,7 +192,7 @@ async def test_a_cancelled_reader_aborts(client: InprocClient) -> None:
     await until_idle(client)
 
 
-async def test_a_stream_that_was_never_read_aborts_when_closed(client: InprocClient) -> None:
+async def test_unread_stream_aborts_when_closed(client: InprocClient) -> None:
     await client.add(make_request([1, 2], LONG, "unread"))
     stream = client.stream("unread")
     await stream.aclose()
@@ -201,14 +201,14 @@ async def test_a_stream_that_was_never_read_aborts_when_closed(client: InprocCli
         await anext(stream)
 
 
-async def test_a_stream_that_was_never_read_aborts_when_dropped(client: InprocClient) -> None:
+async def test_unread_stream_aborts_when_dropped(client: InprocClient) -> None:
     await client.add(make_request([1, 2], LONG, "dropped"))
     client.stream("dropped")
     gc.collect()
     await until_idle(client)
 
 
-async def test_an_error_thrown_into_a_stream_aborts(client: InprocClient) -> None:
+async def test_error_thrown_into_a_stream_aborts_its_request(client: InprocClient) -> None:
     await client.add(make_request([1, 2], LONG, "thrown"))
     stream = client.stream("thrown")
     with pytest.raises(KeyError):
@@ -235,7 +235,7 @@ async def test_cancelled_add_leaves_nothing_behind(engine: FakeEngine, client: I
 # ---- the end of the engine ----
 
 
-async def test_a_loop_that_dies_ends_all_streams(engine: FakeEngine, client: InprocClient) -> None:
+async def test_crashed_loop_ends_all_streams(engine: FakeEngine, client: InprocClient) -> None:
     for index in range(3):
         await client.add(make_request([index], LONG, f"r{index}"))
     readers = [asyncio.ensure_future(read(client, f"r{index}")) for index in range(3)]
@@ -257,7 +257,7 @@ async def test_a_loop_that_dies_ends_all_streams(engine: FakeEngine, client: Inp
             await ask
 
 
-async def test_a_step_that_takes_too_long_is_unhealthy(engine: FakeEngine, client: InprocClient) -> None:
+async def test_overlong_step_makes_the_engine_unhealthy(engine: FakeEngine, client: InprocClient) -> None:
     now = 0.0
     engine.core.clock = lambda: now
     gate = Gate(engine)

@@ -30,7 +30,7 @@ def decoding(depth: int) -> Timed:
     return engine
 
 
-def test_the_next_step_waits_for_most_of_the_one_on_the_device() -> None:
+def test_next_step_waits_for_most_of_the_one_on_the_device() -> None:
     engine = decoding(depth=2)
     schedule_delay = engine.core.schedule_delay()
     assert schedule_delay == pytest.approx(SURE * timed(1) - MARGIN)
@@ -65,7 +65,7 @@ def test_no_delay_where_it_would_not_help(case: str) -> None:
 
 
 @pytest.mark.parametrize("host", [0.0, 0.5, 2.0, 3.9])
-def test_the_device_never_waits(host: float) -> None:
+def test_device_never_waits(host: float) -> None:
     """Steps take about 4 ms, and the host takes up to nearly as long for each."""
     engine = decoding(depth=2)
     engine.runner.host = host / 1000
@@ -110,7 +110,7 @@ class Script:
         return True
 
 
-def test_the_engine_process_takes_messages_while_it_waits() -> None:
+def test_engine_process_takes_messages_while_it_waits() -> None:
     engine = decoding(depth=2)
     link = Script()
     added = make_request([1, 2, 3], 2)
@@ -148,7 +148,7 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
     assert engine.core.scheduler.pool.num_waiting == 1
 
 
-def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
+def test_request_can_be_aborted_while_it_is_being_prepared() -> None:
     engine, link = FakeEngine(), Script()
     engine.core.prepare = preparation = Preparation(pending=True)
     link.later.extend((Add(1, make_request([1, 2, 3], 2).spec), Abort(2, 1, "abort"), Stop()))
@@ -161,7 +161,7 @@ def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     assert [reply.call for reply in sent.replies] == [1, 2]
 
 
-async def test_an_engine_in_a_thread_answers_while_it_waits() -> None:
+async def test_engine_in_a_thread_answers_while_it_waits() -> None:
     engine = FakeEngine(num_blocks=8192)
     client = InprocClient(engine.core, engine.facts)
     with held_steps(client):

@@ -104,7 +104,7 @@ async def test_cancelled_call_aborts_all_its_texts(served: tuple[AsyncEngine, Fa
     assert await made.embed("hello", request_id="x") is not None  # the id is free again
 
 
-async def test_a_call_can_be_aborted_by_its_id(served: tuple[AsyncEngine, FakeEngine]) -> None:
+async def test_call_can_be_aborted_by_its_id(served: tuple[AsyncEngine, FakeEngine]) -> None:
     made, _ = served
     begun = asyncio.Event()
     task = asyncio.create_task(made.embed(DOCUMENTS * 20, on_record=lambda _: begun.set(), request_id="x"))
@@ -136,7 +136,7 @@ async def test_full_queue_rejects_new_calls_and_delays_started_ones() -> None:
             await made.embed(DOCUMENTS)
 
 
-async def test_a_vector_that_is_not_finite_fails_the_call() -> None:
+async def test_non_finite_vector_fails_the_call() -> None:
     class Broken(FakeRunner):
         def launch(self, batch: Batch) -> Sampled:
             found = super().launch(batch)

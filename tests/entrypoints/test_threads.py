@@ -385,7 +385,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_forked_process_renders_chats_of_its_own() -> None:
+def test_forked_process_renders_its_own_chats() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKED_CHATS], capture_output=True, text=True, timeout=120, check=False
     )

@@ -97,7 +97,7 @@ def test_tokenizer_of_an_engine_elsewhere_is_found_here(
     frontend.close()
 
 
-def test_a_model_folder_that_is_missing_here_is_an_error(tmp_path: Path) -> None:
+def test_model_folder_missing_on_this_machine_is_an_error(tmp_path: Path) -> None:
     config = EngineConfig.create(str(tmp_path / "model"))
     facts: ModelFacts = replace(FACTS, tokenizer_folder=str(tmp_path / "model"))
     with pytest.raises(ModelError, match="does not exist: pass a checkpoint folder"):

@@ -164,7 +164,7 @@ async def test_stream_resumed_at_any_point_has_the_same_tokens(case: str, engine
     assert (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
 
 
-def test_a_request_that_has_ended_is_not_resumed() -> None:
+def test_finished_request_is_not_resumed() -> None:
     request = make_request([1, 2], 3, stop_ids=frozenset({9}))
     assert request.resumed([4, 5]).token_ids == [1, 2, 4, 5]
     for outputs in ([4, 5, 6], [4, 9]):
@@ -172,13 +172,13 @@ def test_a_request_that_has_ended_is_not_resumed() -> None:
             request.resumed(outputs)
 
 
-def test_a_resumed_request_can_be_resumed() -> None:
+def test_resumed_request_can_be_resumed_again() -> None:
     request = make_request([1, 2], 8).resumed([4, 5])
     again = request.resumed([4, 5, 6])
     assert (again.token_ids, again.num_prompt_tokens, again.max_total) == ([1, 2, 4, 5, 6], 2, 10)
 
 
-def test_a_request_without_outputs_starts_over() -> None:
+def test_request_without_outputs_starts_over() -> None:
     request = make_request([1, 2], 0, params=SamplingParams(), kind="prompt_logprobs", splittable=False)
     again = request.resumed([])
     assert (again.kind, again.splittable, again.token_ids, again.max_tokens) == (

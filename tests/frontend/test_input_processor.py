@@ -55,7 +55,7 @@ def test_prompts_are_split_into_a_list(given: Any, expected: list[Any]) -> None:
     assert split_prompts(given) == expected
 
 
-def test_the_callers_list_is_not_shared() -> None:
+def test_token_list_of_the_caller_is_copied() -> None:
     ids = [5, 6]
     requests = make().requests("r", ids, SamplingParams(n=2))[1]
     requests[0].token_ids.append(9)

@@ -95,7 +95,7 @@ def test_special_tokens_other_than_markers_are_hidden(with_markers: Tokenizer) -
     assert answer_of(with_markers, ids, []).take_text() == f"One two.\n{CALL}"
 
 
-def test_a_stop_string_ends_the_message(tokenizer: Tokenizer) -> None:
+def test_stop_string_ends_the_message(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>Hm</think>One two three.", add_special_tokens=False)
     answer = answer_of(tokenizer, ids, [*range(50)], stop=["two"])
     assert answer.reader is not None
@@ -324,7 +324,7 @@ def test_without_a_tokenizer_there_are_only_ids() -> None:
     assert answer.logprobs[0][20].decoded_token is None
 
 
-def test_an_unfinished_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_waits_for_its_remaining_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("€")
     assert len(ids) > 1
     output_processor = assembler_for(tokenizer)

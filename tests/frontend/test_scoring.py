@@ -70,7 +70,7 @@ def test_cosines_with_one_query_or_many() -> None:
     near(cosines(vectors[:3], vectors[3:]), torch.cosine_similarity(wide[:3], wide[3:]))
 
 
-def test_the_best_documents_come_first_and_equals_keep_their_order() -> None:
+def test_best_documents_come_first_and_ties_keep_their_order() -> None:
     scores = np.array([0.5, 2.0, 0.5, -1.0], dtype=np.float32)
     found = ranked(scores, list("abcd"), "logit", None)
     assert [(item.index, item.document) for item in found] == [(1, "b"), (0, "a"), (2, "c"), (3, "d")]
@@ -98,7 +98,7 @@ def delta(*numbers: float, error: str | None = None) -> Delta:
         (delta(), "text 1 ended without a result: stop"),
     ],
 )
-def test_an_unusable_vector_is_an_error(last: Delta, said: str) -> None:
+def test_unusable_vector_is_an_error(last: Delta, said: str) -> None:
     found = PooledVectors(2, 2)
     found.put(0, delta(1.0, 2.0))
     with pytest.raises(EngineError, match=said):
@@ -135,7 +135,7 @@ def score(facts: PoolingFacts, query: Any = "q", documents: Any = ("d",), **opti
         (None, "embed", "generate"),
     ],
 )
-def test_an_unsupported_task_is_rejected_and_the_supported_ones_are_named(
+def test_unsupported_task_is_rejected_and_the_supported_ones_are_named(
     facts: PoolingFacts | None, task: Task, can: str
 ) -> None:
     front = frontend(facts, generates=facts is None)
@@ -268,7 +268,7 @@ def test_chunks_cover_all_texts_in_order() -> None:
     assert job.num_texts == 1 + 5 + CHUNK_TEXTS + 10
 
 
-def test_a_text_becomes_one_request_with_its_context() -> None:
+def test_text_becomes_one_request_with_its_context() -> None:
     made = processor(CROSS_ENCODER)
     (text,) = made.inputs.encode(score(CROSS_ENCODER).groups[0], 0, 1)
     request = made.request("r", text, RequestContext(priority=3, tenant="t", cache_salt="s"))
@@ -292,7 +292,7 @@ def test_unknown_parameters_are_rejected_by_name() -> None:
     embed(EMBEDDER, concurrency_limit=3)  # of vLLM, without effect here
 
 
-def test_a_calls_context_is_separated_from_its_parameters() -> None:
+def test_context_of_a_call_is_separated_from_its_parameters() -> None:
     options = {"request_id": "r", "priority": 2, "truncate": True}
     call = ScoringCall.pop(options)
     assert (call.request_id, call.context) == ("r", RequestContext(priority=2))

@@ -94,7 +94,7 @@ def test_sharded_checkpoint_keeps_its_files(tmp_path: Path) -> None:
     assert logprobs(load(tmp_path / "out"), prompt()).shape == (40, 320)
 
 
-def test_what_cannot_be_quantized_is_rejected(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_model_is_rejected(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     quantize_checkpoint(config(folder), out, "fp8")
     with pytest.raises(ConfigError, match="exists: pass a new folder"):

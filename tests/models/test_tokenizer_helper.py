@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.checkpoints import END_OF_TURN, VOCAB_SIZE, write_tokenizer
 
 
-def test_it_covers_any_text_within_the_vocabulary(tmp_path: Path) -> None:
+def test_tokenizer_covers_any_text_within_the_vocabulary(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path) / "tokenizer.json"))

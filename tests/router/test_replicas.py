@@ -83,7 +83,7 @@ async def test_all_or_no_replicas_sleep_including_later_ones() -> None:
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
-async def test_the_last_replica_cannot_be_removed() -> None:
+async def test_last_replica_cannot_be_removed() -> None:
     async with in_process(2) as (router, _):
         router.replicas.drain("0")
         with pytest.raises(RequestError, match="replica 1 is the last one that takes requests") as refused:
@@ -284,7 +284,7 @@ def ids(router: Router) -> dict[str, int]:
     return {replica.replica_id: process_id(replica.client) for replica in router.replicas.members}
 
 
-async def test_the_new_engine_is_ready_before_the_old_one_is_ended(script: Script) -> None:
+async def test_new_engine_is_ready_before_the_old_one_is_ended(script: Script) -> None:
     async with processes(1, model=script.model) as router:
         (old,) = router.replicas.members
         stream = asyncio.create_task(answer(router, [SLOW, 1], 100))
@@ -302,7 +302,7 @@ async def test_the_new_engine_is_ready_before_the_old_one_is_ended(script: Scrip
 
 
 @pytest.mark.parametrize("fault", ["raise", "die"])
-async def test_a_restart_that_fails_leaves_the_old_engine_running(script: Script, fault: str) -> None:
+async def test_failed_restart_leaves_the_old_engine_running(script: Script, fault: str) -> None:
     async with processes(1, model=script.model) as router:
         before = ids(router)
         stream = asyncio.create_task(answer(router, [SLOW, 1], 100))
@@ -314,7 +314,7 @@ async def test_a_restart_that_fails_leaves_the_old_engine_running(script: Script
 
 
 @pytest.mark.usefixtures("no_room")
-async def test_the_last_replica_is_not_stopped_for_a_restart(script: Script) -> None:
+async def test_last_replica_is_not_stopped_for_a_restart(script: Script) -> None:
     async with processes(1, model=script.model) as router:
         before = ids(router)
         with pytest.raises(RequestError, match="replica 0 is the only one that takes requests") as refused:

@@ -130,7 +130,7 @@ async def test_lack_of_kv_memory_counts_as_load() -> None:
 
 
 @pytest.mark.parametrize("routing", ["prefix_aware", "least_loaded", "round_robin"])
-async def test_a_tenant_that_floods_all_replicas_does_not_keep_others_waiting(routing: str) -> None:
+async def test_tenant_that_floods_all_replicas_does_not_keep_others_waiting(routing: str) -> None:
     async with simulated(2, routing, policy="fair", max_num_seqs=4) as sim:
 
         async def ask(tenant: str, index: int, at: float) -> None:

@@ -61,7 +61,7 @@ def waited(breakdown: TimeBreakdown) -> dict[str, float]:
     return {cause: seconds for cause, seconds in breakdown.queue.items() if seconds}
 
 
-def test_a_lone_request_waits_for_nothing() -> None:
+def test_lone_request_waits_for_nothing() -> None:
     scene = TimedScene()
     scene.add("a", 40, 5)
     breakdown = scene.run()["a"]

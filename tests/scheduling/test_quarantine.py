@@ -169,7 +169,7 @@ def test_suspect_can_be_aborted(policy: str, depth: int, name: str, num_steps: i
         assert trouble.engine.finished[name].finish_reason == "abort"
 
 
-def test_a_finished_request_leaves_a_static_batch_that_failed() -> None:
+def test_finished_request_leaves_a_static_batch_that_failed() -> None:
     trouble = Trouble(lambda batch: batch.step == 4, policy="static")
     short = trouble.add([1], 2)
     trouble.add([2], 9)

@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["continuous", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_a_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk: int) -> None:
+def test_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk: int) -> None:
     engine = FakeEngine(policy, pipeline_depth=depth, max_num_batched_tokens=chunk)
     prompts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9]]
     scored = [
@@ -59,7 +59,7 @@ def test_pooled_texts_return_vectors_while_another_request_generates(depth: int,
     assert engine.outputs[other.request_id] == expected_tokens([8, 8], 6)
 
 
-def test_a_scored_prompt_without_scores_is_only_computed() -> None:
+def test_scored_prompt_without_scores_is_only_computed() -> None:
     engine = FakeEngine()
     request = engine.add(make_request([1, 2, 3], 0, params=SamplingParams(), kind="prompt_logprobs"))
     engine.run()

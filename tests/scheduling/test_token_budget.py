@@ -79,7 +79,7 @@ def test_steps_fill_the_size_that_they_are_rounded_up_to() -> None:
     assert token_budget.limit(0, 1) == MAX_TOKENS
 
 
-def test_a_step_that_was_rounded_up_took_as_long_as_a_full_one() -> None:
+def test_rounded_up_step_is_timed_as_a_full_one() -> None:
     token_budget, full = (TimedTokenBudget(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
     for _ in range(8):
         token_budget.observe(400, 0.013, True)  # as long as 512 take
@@ -146,6 +146,6 @@ def test_small_steps_do_not_change_the_estimate() -> None:
 
 
 @pytest.mark.parametrize("target", [-1, float("nan"), float("inf"), "12", True])
-def test_a_target_is_a_number_of_milliseconds(target: Any) -> None:
+def test_invalid_target_is_rejected(target: Any) -> None:
     with pytest.raises(ConfigError, match="target_step_ms"):
         SchedulerConfig(target_step_ms=target)

@@ -262,7 +262,7 @@ def test_reading_since_a_moment_leaves_out_earlier_chunks(monkeypatch: pytest.Mo
     assert len(chunks_of(recorder, middle)) < len(everything)
 
 
-def test_viewer_that_takes_nothing_is_told_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_viewer_learns_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "UNTAKEN", recorder_module.UNTAKEN._replace(steps=10))
     engine = FakeEngine(num_blocks=200)
     recorder = recording(engine)

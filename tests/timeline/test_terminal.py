@@ -94,5 +94,5 @@ def test_old_steps_are_forgotten() -> None:
     assert not replica.runs
 
 
-def test_nothing_yet_says_so() -> None:
+def test_empty_timeline_says_so() -> None:
     assert drawn(TimelineWindow(), 0.0) == ["no steps yet"]

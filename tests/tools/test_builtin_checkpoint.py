@@ -34,7 +34,7 @@ def greedy(prompt: str) -> tuple[list[int], list[int], str]:
     return ids[0].tolist(), answer, tokenizer.decode(answer)
 
 
-def test_the_checkpoint_is_complete_and_small() -> None:
+def test_checkpoint_is_complete_and_small() -> None:
     sizes = {path.name: path.stat().st_size for path in checkpoint_folder().iterdir()}
     assert sizes.keys() == {
         "config.json",
@@ -57,7 +57,7 @@ def test_model_answers_and_stops() -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_engine_gives_the_same_tokens_as_transformers(prompt: str) -> None:
+def test_engine_gives_the_same_tokens_as_transformers(prompt: str) -> None:
     ids, answer, text = greedy(prompt)
     llm = LLM(dtype="float32", show_progress=False, max_kv_tokens=1024)
     try:
@@ -77,7 +77,7 @@ def test_evaluation_prompts_are_held_out_and_in_order() -> None:
     assert sum(example.plain for example in answers.written_prompts()) == 3
 
 
-def test_an_answer_does_not_depend_on_those_before_it() -> None:
+def test_answer_does_not_depend_on_earlier_answers() -> None:
     folder: Path = checkpoint_folder()
     first, second, other = answers.held_out_prompts(5, 3)
     one = list(answers.answers(folder, [first, second], seed=1, max_new=12))

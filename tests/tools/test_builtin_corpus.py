@@ -27,7 +27,7 @@ def some_documents() -> tuple[Example, ...]:
     return tuple(documents(SEED, 0, 3_000))
 
 
-def test_a_document_depends_on_seed_and_index_only() -> None:
+def test_document_depends_only_on_seed_and_index() -> None:
     assert list(documents(SEED, 5, 4)) == [document(SEED, index) for index in range(5, 9)]
     assert document(SEED, 5) != document(SEED + 1, 5)
 
@@ -101,7 +101,7 @@ def test_held_out_combinations_are_never_trained_on() -> None:
 
 @pytest.mark.parametrize("size", stories.SIZES)
 @pytest.mark.parametrize("plot", list(stories.PLOTS))
-def test_a_story_names_its_cast(plot: str, size: str) -> None:
+def test_story_names_its_cast(plot: str, size: str) -> None:
     rng = Random(f"{plot}/{size}")
     for _ in range(5):
         cast = draw_cast(rng)
@@ -121,7 +121,7 @@ def test_longer_stories_are_longer() -> None:
     assert mean[-1] > 2 * mean[0]
 
 
-def test_a_continued_story_is_cut_between_sentences() -> None:
+def test_continued_story_is_cut_between_sentences() -> None:
     rng = Random(2)
     for _ in range(50):
         text = stories.tell(rng, draw_cast(rng), rng.choice(list(stories.PLOTS)), "medium")
@@ -164,7 +164,7 @@ def test_opposites_go_both_ways() -> None:
     assert pairs["light"] == "dark"  # the table's own line, not the reverse of "heavy"
 
 
-def test_an_unknown_question_is_not_one_of_the_known_ones() -> None:
+def test_unknown_questions_differ_from_the_known_ones() -> None:
     known = {
         question
         for topic in (*explain.TOPICS.values(), *explain.SERVING.values())
@@ -177,7 +177,7 @@ def test_an_unknown_question_is_not_one_of_the_known_ones() -> None:
     assert not known & {unknown.unknown(rng).turns[0] for _ in range(2_000)}
 
 
-def test_the_thing_of_a_story_never_comes_after_its_end() -> None:
+def test_story_never_mentions_its_thing_after_the_end() -> None:
     rng = Random(8)
     for _ in range(300):
         cast = replace(draw_cast(rng), noun="kite")

@@ -52,7 +52,7 @@ def scores(llm: LLM, query: str, texts: list[str]) -> list[float]:
     return [output.outputs.score for output in llm.score(query, texts, use_tqdm=False)]
 
 
-def test_the_files_are_complete_small_and_packaged() -> None:
+def test_files_are_complete_small_and_packaged() -> None:
     common = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     sentence_files = {
         "modules.json",

@@ -198,7 +198,7 @@ def test_tool_names_are_common_or_invented() -> None:
     assert not {"a", "b", "query", "expression"} & set(made_up)
 
 
-def test_a_number_is_a_string_where_the_schema_says_so() -> None:
+def test_number_is_a_string_where_the_schema_says_so() -> None:
     found: Counter[tuple[str, type]] = Counter()
     for chat in some_chats():
         types = {

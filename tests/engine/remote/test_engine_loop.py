@@ -100,7 +100,7 @@ def assert_served(wire: Wire, handle: int) -> None:
     assert wire.tokens(handle) == expected_tokens(PROMPT, 4)
 
 
-def test_a_request_that_cannot_be_prepared_ends_with_its_own_error() -> None:
+def test_request_that_cannot_be_prepared_ends_with_its_own_error() -> None:
     engine = FakeEngine()
 
     def prepare(request: Request) -> None:

@@ -153,7 +153,7 @@ async def test_many_concurrent_requests_get_their_own_tokens(client: ProcessClie
     assert client.facts.num_blocks == NUM_BLOCKS
 
 
-async def test_a_slow_reader_gets_merged_deltas(client: ProcessClient) -> None:
+async def test_slow_reader_gets_merged_deltas(client: ProcessClient) -> None:
     await client.add(make_request([1, 2, 3], 30, "slow"))
     await until_idle(client)
     (delta,) = await rest(client.stream("slow"))
@@ -288,7 +288,7 @@ async def test_describe_lists_what_a_request_waited_for() -> None:
 # ---- faults ----
 
 
-async def test_a_killed_process_ends_its_streams_and_is_restarted(client: ProcessClient) -> None:
+async def test_killed_process_ends_its_streams_and_is_restarted(client: ProcessClient) -> None:
     first = process_id(client)
     streams = await open_streams(client)
     await client.add(make_request([1], 2, "complete"))
@@ -422,7 +422,7 @@ async def test_bug_while_restarting_is_logged_and_the_restart_retried(
 
 
 @pytest.mark.usefixtures("no_pauses")
-async def test_a_process_that_never_starts_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_that_never_starts_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(ProcessConfig(restart_window=0.3, heartbeat=0.05)) as client:
         monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
         os.kill(process_id(client), signal.SIGKILL)
@@ -441,7 +441,7 @@ async def test_stopped_loop_reports_its_error(client: ProcessClient) -> None:
     assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
 
-async def test_a_step_that_raises_ends_its_requests_only(client: ProcessClient) -> None:
+async def test_failed_step_ends_only_its_requests(client: ProcessClient) -> None:
     await client.add(make_request([RAISE], 3, "bad"))
     _, last = await read(client, "bad")
     assert (last.finish_reason, last.error) == ("error", "RuntimeError in step 0")
@@ -450,7 +450,7 @@ async def test_a_step_that_raises_ends_its_requests_only(client: ProcessClient) 
     assert (await client.health()).num_restarts == 0
 
 
-async def test_a_step_that_hangs_is_unhealthy() -> None:
+async def test_hanging_step_makes_the_engine_unhealthy() -> None:
     async with running(ProcessConfig(heartbeat=0.05, stalled_after=1.5)) as client:
         await client.add(make_request([HANG], 3, "stuck"))
         asking = asyncio.ensure_future(client.describe("stuck"))
@@ -474,7 +474,7 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         supervisor_of(client).engine_process.kill()
 
 
-async def test_a_process_that_hangs_can_be_replaced() -> None:
+async def test_hanging_process_can_be_replaced() -> None:
     limits = ProcessConfig(heartbeat=0.05, stalled_after=1.5, kill_stalled_after=3.0)
     async with running(limits) as client:
         with pytest.raises(EngineDeadError, match="the engine was killed: the engine has made no step"):
@@ -511,7 +511,7 @@ async def test_idle_engine_is_not_killed_for_lack_of_steps(monkeypatch: pytest.M
         assert process_id(client) == first
 
 
-async def test_a_process_that_falls_silent_is_unhealthy() -> None:
+async def test_silent_process_is_unhealthy() -> None:
     async with running(ProcessConfig(heartbeat=0.05, silent_after=1.5)) as client:
         os.kill(process_id(client), signal.SIGSTOP)
 

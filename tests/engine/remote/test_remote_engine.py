@@ -153,7 +153,7 @@ async def test_clients_without_the_key_can_neither_read_nor_send(monkeypatch: py
         assert (await client.health()).healthy
 
 
-async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_with_a_cut_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connected_process, "CUT_TIMEOUT", 0.3)
     host = DistantHost()
     async with distant(host) as client:
@@ -172,7 +172,7 @@ async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest
         assert (await ask(client, [1], 30))[0] == expected_tokens([1], 30)
 
 
-def test_an_engine_that_cannot_reach_its_server_says_so() -> None:
+def test_engine_that_cannot_reach_its_server_says_so() -> None:
     public, _ = zmq.curve_keypair()
     with socket.socket() as taken, zmq.Context() as context, context.socket(zmq.PUSH) as push:
         taken.bind((ADDRESS, 0))  # and does not listen

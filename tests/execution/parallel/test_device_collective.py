@@ -28,7 +28,7 @@ def test_exchange_returns_the_bytes_of_every_rank() -> None:
     assert together(3, lambda _, shared: all_agree(shared, True)) == [True] * 3
 
 
-def test_a_process_group_of_torch_sums_and_gathers() -> None:
+def test_torch_process_group_sums_and_gathers() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     parts = [torch.randn(3, 5), torch.randn(3, 4)]
 
@@ -132,7 +132,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     return chosen
 
 
-def test_the_best_available_collective_is_chosen(choose: Any) -> None:
+def test_best_available_collective_is_chosen(choose: Any) -> None:
     peers, nccl = NamedCollective("peers"), NamedCollective("nccl")
     assert choose(peers, None) is peers
     assert choose(None, nccl) is nccl

@@ -217,7 +217,7 @@ def test_dummy_weights_do_not_depend_on_the_ranks(folder: Folder) -> None:
     assert answers[2] == answers[0]
 
 
-def test_the_share_of_every_rank_is_logged_before_it_is_allocated(
+def test_share_of_every_rank_is_logged_before_it_is_allocated(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inflight")

@@ -76,7 +76,7 @@ def test_tensors_larger_than_a_slot_are_exchanged_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_a_sum_adds_the_residual_and_half_of_the_next_norm(with_norm: bool) -> None:
+def test_sum_adds_the_residual_and_half_of_the_next_norm(with_norm: bool) -> None:
     ranks = OneOfSeveral(0, 2)
     torch.manual_seed(0)
     parts, hidden = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((2, 3, 40), (3, 40)))
@@ -96,7 +96,7 @@ def test_a_sum_adds_the_residual_and_half_of_the_next_norm(with_norm: bool) -> N
 
 
 @pytest.mark.parametrize(("rank", "size", "num_columns"), [(0, 2, 9), (1, 2, 9), (2, 3, 8), (1, 2, 60)])
-def test_a_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_columns: int) -> None:
+def test_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_columns: int) -> None:
     """Columns are divided as evenly as possible; many rows are gathered in pieces."""
     ranks = OneOfSeveral(rank, size)
     whole = torch.randn(12, num_columns, device=DEVICE)
@@ -113,7 +113,7 @@ def test_waiting_ends_when_a_rank_is_lost() -> None:
     ranks.collective.sum(torch.ones(1, 8, device=DEVICE))
 
 
-def test_a_sharded_layer_adds_in_the_pass_of_the_sum() -> None:
+def test_sharded_layer_adds_in_the_pass_of_the_sum() -> None:
     """Its output for the next layer is that of a layer of one rank."""
     ranks = OneOfSeveral(0, 2)
     torch.manual_seed(0)

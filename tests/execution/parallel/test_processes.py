@@ -205,7 +205,7 @@ def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> 
         ranks.close()
 
 
-async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: list[list[int]]) -> None:
+async def test_supervisor_restarts_all_ranks(folder: Folder, expected: list[list[int]]) -> None:
     """A rank is killed under load; then, when no restart is left, one of an idle engine."""
     process = ProcessConfig(heartbeat=0.2, max_restarts=1)
     engine = await AsyncEngine.start(
@@ -269,7 +269,9 @@ def test_error_of_a_starting_rank_is_one_line(folder: Folder, monkeypatch: pytes
     assert not ranks()
 
 
-def test_a_rank_that_cannot_be_started_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_cannot_be_started_is_reported_in_one_line(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_pipe() -> tuple[int, int]:
         raise OSError(errno.EMFILE, "Too many open files")
 

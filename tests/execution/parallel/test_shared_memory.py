@@ -97,7 +97,7 @@ def test_extra_patience_applies_to_one_exchange() -> None:
     assert max(limits[0], limits[2]) < 1e9 <= limits[1]
 
 
-def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inflight.execution.parallel.shared_memory.PATIENCE", 0.1)
     first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))
     assert first is not None
@@ -107,7 +107,7 @@ def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         first.sum(torch.ones(3))
 
 
-def test_a_loss_ends_every_wait() -> None:
+def test_lost_rank_ends_every_wait() -> None:
     first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
     calls: list[str] = []
     second.when_lost(lambda: calls.append("lost"))  # for waits elsewhere

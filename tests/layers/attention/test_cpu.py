@@ -295,7 +295,7 @@ def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
 @pytest.mark.parametrize(
     ("norms", "rotary_dim"), [("qk", 32), ("qkv", 16), ("", 24), ("qk", None), ("v", None)]
 )
-def test_one_call_has_the_bits_of_single_operations(
+def test_one_call_is_bit_identical_to_single_operations(
     quantized: str | None, norms: str, rotary_dim: int | None
 ) -> None:
     """Norms and rotation are part of the call; a layer may also have gates behind its heads, or queries alone."""

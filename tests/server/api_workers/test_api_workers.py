@@ -306,7 +306,7 @@ def test_unread_response_counts_against_its_key_in_every_worker(server: TwoWorke
     )
 
 
-def test_the_main_process_answers_for_the_engine(server: TwoWorkers) -> None:
+def test_main_process_answers_for_the_engine(server: TwoWorkers) -> None:
     for http in server.pair():
         (only,) = http.get("/v1/replicas").json()["data"]
         assert only["state"] == "running"

@@ -219,7 +219,7 @@ def waiting(waits: list[tuple[float, str]]) -> Any:
     return note
 
 
-def test_an_error_in_a_stream_is_raised(client: openai.OpenAI, server: Live, backend: Backend) -> None:
+def test_error_in_a_stream_is_raised(client: openai.OpenAI, server: Live, backend: Backend) -> None:
     from tests.e2e.breaking import BreakingRunner
 
     server.wait_until_idle()  # the engine is all tests': of several requests, none is blamed for one failed step

@@ -333,7 +333,7 @@ def test_lists_and_reports_count_against_the_limits_of_a_key(
     assert not any(caller.num_running for caller in keyed.state.keys.callers)
 
 
-def test_a_key_reads_one_list_at_a_time(keyed: Live) -> None:
+def test_key_reads_one_list_at_a_time(keyed: Live) -> None:
     turns = keyed.state.report_turns.of(keyed.state.keys.named("one"))
     keyed.backend.run(turns.acquire())
     with ThreadPoolExecutor(2) as threads:

@@ -82,7 +82,7 @@ def test_llama_index_agent_completes_the_task(served: Served, toolbox: Toolbox, 
 
 @knowing_model  # the built-in model was not trained on their prompts
 @pytest.mark.parametrize(("name", "script"), [("smolagents", SMOLAGENTS), ("dspy", DSPY)])
-def test_agent_with_a_prompt_of_its_own_completes_the_task(
+def test_agent_with_a_custom_prompt_completes_the_task(
     name: str, script: str, served: Served, toolbox: Toolbox, tmp_path: Path
 ) -> None:
     answer = run_task(name, script, served, toolbox, tmp_path)
