@@ -24,7 +24,11 @@ def chunk_json(
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
     steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
     steps |= {name: chunk.column(name).tolist() for name in COLUMNS[:-1]}
-    runs = [run for run in chunk.runs() if own is None or run.request in own]
+    runs = [
+        run._replace(counts=list(run.counts)) if run.counts else run
+        for run in chunk.runs()
+        if own is None or run.request in own
+    ]
     steps["others"] = [0] * chunk.num_steps if own is None else _others(chunk, own)
     requests = [info for info in chunk.requests if own is None or info.number in own]
     events = [event for event in chunk.events if own is None or event.request in own]
