@@ -28,7 +28,7 @@ class Spread:
     std: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def from_values(cls, values: Sequence[float]) -> Spread | None:
         """Return the distribution of the values, or None if there are none."""
         if not values:
             return None
@@ -123,7 +123,9 @@ class Run:
             "rate": "inf" if math.isinf(self.rate) else self.rate,
             "num_requests": self.num_requests,
             "num_complete": self.num_complete,
-            "errors": {kind: {"count": p.count, "example": p.example} for kind, p in self.problems.items()},
+            "errors": {
+                category: {"count": p.count, "example": p.example} for category, p in self.problems.items()
+            },
             "seconds": self.seconds,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
@@ -202,12 +204,14 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         num_cached_tokens=sum(record.num_cached_tokens for record in complete),
         num_output_tokens=sum(record.num_tokens for record in complete),
         num_events=sum(len(record.times) for record in complete),
-        ttft=Spread.of([record.first - record.sent for record in complete]),
-        itl=Spread.of([later - earlier for record in complete for earlier, later in pairwise(record.times)]),
-        tpot=Spread.of(_per_token(complete)),
-        e2e=Spread.of([record.ended - record.sent for record in complete]),
-        lag=Spread.of([record.lag for record in records if record.lag is not None]),
-        loop_lag=Spread.of(result.loop_lags),
+        ttft=Spread.from_values([record.first - record.sent for record in complete]),
+        itl=Spread.from_values(
+            [later - earlier for record in complete for earlier, later in pairwise(record.times)]
+        ),
+        tpot=Spread.from_values(_per_token(complete)),
+        e2e=Spread.from_values([record.ended - record.sent for record in complete]),
+        lag=Spread.from_values([record.lag for record in records if record.lag is not None]),
+        loop_lag=Spread.from_values(result.loop_lags),
         cpu_share=result.cpu_share,
         problems=_problems(records),
         num_good=sum(_is_good(record, objectives) for record in complete) if objectives else None,
@@ -224,4 +228,4 @@ def _problems(records: list[Record]) -> dict[str, Problem]:
     """Group failed requests by the kind of error, the most frequent kind first."""
     counts = Counter(record.error for record in records if record.error is not None)
     examples = {record.error: record.detail for record in reversed(records)}
-    return {kind: Problem(count, examples[kind]) for kind, count in counts.most_common()}
+    return {category: Problem(count, examples[category]) for category, count in counts.most_common()}

@@ -44,7 +44,7 @@ class Negation:
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
 
-    def of(self, schema: Any, pointer: str) -> Any:
+    def negated(self, schema: Any, pointer: str) -> Any:
         """Return one schema for the values that a schema does not match."""
         return any_of(self.cases(schema, pointer))
 
@@ -109,7 +109,7 @@ class Negation:
                     )
                 return [{"type": "array", "items": any_of(negate(value, pointer))}]
             case "allOf":
-                return (each for inner in value for each in negate(inner, pointer))
+                return itertools.chain.from_iterable(negate(inner, pointer) for inner in value)
             case "anyOf":
                 return [all_of([any_of(negate(inner, pointer)) for inner in value])]
             case "oneOf":
@@ -144,20 +144,20 @@ class Negation:
             case "minContains" | "maxContains" | "then" | "else":
                 return []
         if keyword in _OPPOSITES and isinstance(value, int | float) and not isinstance(value, bool):
-            kind, opposite, step = _OPPOSITES[keyword]
+            type_name, opposite, step = _OPPOSITES[keyword]
             bound = value + step
-            if kind != "number" and bound < 0:
+            if type_name != "number" and bound < 0:
                 return []
             if opposite != "minProperties" or bound <= 1:  # more than one could be repeated names
-                return [{"type": kind, opposite: bound}]
+                return [{"type": type_name, opposite: bound}]
         raise UnsupportedKeywordError(keyword, pointer, " here")
 
     def _outside_values(self, values: list[Any], pointer: str) -> list[Any]:
         """Return schemas for everything but some values."""
-        by_type: dict[str, list[Any]] = {kind: [] for kind in TYPES}
+        by_type: dict[str, list[Any]] = {type_name: [] for type_name in TYPES}
         for value in values:
             by_type["number" if type_of(value) == "integer" else type_of(value)].append(value)
-        free = [kind for kind in TYPES if not by_type[kind]]
+        free = [type_name for type_name in TYPES if not by_type[type_name]]
         schemas: list[Any] = [{"type": free}] if free else []
         if len(set(by_type["boolean"])) == 1:
             schemas.append({"const": not by_type["boolean"][0]})
@@ -167,10 +167,10 @@ class Negation:
             if sum(map(len, by_type["string"])) > MAX_WORD_CHARACTERS:
                 raise UnsupportedKeywordError("enum", pointer, " here: its strings are too long")
             schemas.append({"type": "string", "pattern": f"^{_pattern_outside(set(by_type['string']))}$"})
-        for kind in ("array", "object"):
-            if by_type[kind]:
-                outside = [any_of(self._outside_container(value, pointer)) for value in by_type[kind]]
-                schemas.append(all_of([{"type": kind}, *outside]))
+        for type_name in ("array", "object"):
+            if by_type[type_name]:
+                outside = [any_of(self._outside_container(value, pointer)) for value in by_type[type_name]]
+                schemas.append(all_of([{"type": type_name}, *outside]))
         return schemas
 
     def _outside_container(self, value: Any, pointer: str) -> list[Any]:
@@ -186,8 +186,8 @@ class Negation:
 
 def _outside_types(types: list[str]) -> list[Any]:
     """Return a schema of all other types. Numbers that are no integers cannot be told apart, and are left out."""
-    excluded = {"number" if kind == "integer" else kind for kind in types}
-    others = [kind for kind in TYPES if kind not in excluded]
+    excluded = {"number" if type_name == "integer" else type_name for type_name in types}
+    others = [type_name for type_name in TYPES if type_name not in excluded]
     return [{"type": others}] if others else []
 
 
@@ -224,23 +224,34 @@ def _outside_pattern(pattern: Any, pointer: str) -> list[Any]:
 
 def _pattern_outside(words: set[str]) -> str:
     """Return a pattern for all texts except some words."""
+    pairs = zip(min(words), max(words), strict=False)
+    prefix = "".join(first for first, last in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if prefix:
+        rest = _pattern_outside({word.removeprefix(prefix) for word in words})
+        return f"(?:{_pattern_without_prefix(prefix)}|{_literal(prefix)}{rest})"
     continuations: dict[str, set[str]] = {}
     for word in words - {""}:
         continuations.setdefault(word[0], set()).add(word[1:])
-    others = f"[^{''.join(map(_escaped, sorted(continuations)))}]" if continuations else "(?s:.)"
+    others = f"[^{''.join(map(_literal, sorted(continuations)))}]" if continuations else "(?s:.)"
     ways = [f"{others}{_ANY_TEXT}"]
     ways += [
-        f"{_escaped(character)}{_pattern_outside(rest)}" for character, rest in sorted(continuations.items())
+        f"{_literal(character)}{_pattern_outside(rest)}" for character, rest in sorted(continuations.items())
     ]
     return f"(?:{'|'.join(ways)}){'' if '' in words else '?'}"
 
 
 def _pattern_without_prefix(prefix: str) -> str:
-    """Return a pattern for all texts that do not begin with a prefix."""
-    characters = ["", *map(_escaped, prefix)]
-    ways = (f"{equal}(?:[^{character}]{_ANY_TEXT}" for equal, character in itertools.pairwise(characters))
-    return "|".join(ways) + ")?" * len(prefix)
+    """Return a pattern for all texts that do not begin with a prefix.
+
+    It is split in halves: groups may not be nested as deeply as a prefix is long.
+    """
+    if len(prefix) == 1:
+        return f"(?:[^{_literal(prefix)}]{_ANY_TEXT})?"
+    middle = len(prefix) // 2
+    begin, end = prefix[:middle], prefix[middle:]
+    return f"(?:{_pattern_without_prefix(begin)}|{_literal(begin)}{_pattern_without_prefix(end)})"
 
 
-def _escaped(character: str) -> str:
-    return f"\\{character}" if character in r"\.+*?()|[]{}^$#&-~/" else character
+def _literal(text: str) -> str:
+    """Return a text as a part of a pattern or of a character class."""
+    return re.sub(r"[-\\.+*?()|\[\]{}^$#&~/]", r"\\\g<0>", text)

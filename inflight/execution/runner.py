@@ -158,14 +158,14 @@ class ForwardPass:
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
         self.states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
-        self._scored = ScoredRows()
+        self.scored = ScoredRows()
         self._pooled = PooledRows()
 
     def prepare(self, batch: Batch) -> StepInputs:
         """Store the batch's admissions and blocks, and return the inputs of its forward pass."""
         with torch_threads(1):
             self.rows.apply(batch)
-            self._scored.admit(batch.admissions)
+            self.scored.admit(batch.admissions)
             self._pooled.admit(batch.admissions)
             for states in self.states:
                 for row, block_ids in batch.restores:
@@ -181,9 +181,9 @@ class ForwardPass:
         """Run all layers, or those of the last stage."""
         outputs, num_sampling = inputs.sample_tokens, len(inputs.sampling_rows)
         scored: list[tuple[PromptPiece, Tensor]] = []
-        if self._scored.any_in(batch):
+        if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
-            scored = [(piece, hidden[piece.predicting]) for piece in self._scored.pieces(batch)]
+            scored = [(piece, hidden[piece.predicting]) for piece in self.scored.pieces(batch)]
             hidden = hidden[outputs]
         else:
             all_sample = num_sampling == len(inputs.token_ids)
@@ -262,7 +262,7 @@ class ModelRunner:
     ) -> None:
         self.decoder = decoder
         self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len, links)
-        self.rows = self.forward.rows
+        self.rows, self.scored = self.forward.rows, self.forward.scored
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
         # The compiled sampler has its own threads.
@@ -282,7 +282,9 @@ class ModelRunner:
         states = self.forward.run(batch, inputs)
         for piece, hidden in states.scored:
             targets = self.rows.tokens[piece.row, piece.targets].long()
-            logprobs = self.sampler.score_prompt(self.decoder.logits(hidden), targets, piece.num_logprobs)
+            logits = self.decoder.logits(hidden)
+            self.scored.read_logits(logits)
+            logprobs = self.sampler.score_prompt(logits, targets, piece.num_logprobs)
             handle.prompt_logprobs.setdefault(piece.entry, []).append(logprobs)
         if rows and self.decoder.generates:
             logits = self.decoder.logits(states.samples)

@@ -49,7 +49,7 @@ class Frontend:
     _detecting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @classmethod
-    def of(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
+    def from_config(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
         """Create the frontend of an engine in another process, on this machine or on another one."""
         check_parsers(config.model)
         tokenizer = None
@@ -101,7 +101,7 @@ class Frontend:
 
     @cached_property
     def _chat_formats(self) -> ChatFormats:
-        return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
+        return ChatFormats.from_config(self.config.model, self.chat_template, self.tokenizer)
 
     def encode_chat(
         self, chat: ChatRequest, check_size: Callable[[int], None] | None = None
@@ -132,7 +132,7 @@ class Frontend:
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
         text: str | None = None,
-        kind: str = "generate",
+        task: str = "generate",
     ) -> OutputProcessor:
         """Check a prompt and make a request for each of its answers. Its constraint is checked by `validate`.
 
@@ -140,7 +140,7 @@ class Frontend:
         """
         if not self.generates:
             raise unsupported_task("generate", self.pooling, generates=False)
-        prompt_text, requests = self.input_processor.requests(request_id, prompt, params, context, kind)
+        prompt_text, requests = self.input_processor.requests(request_id, prompt, params, context, task)
         return OutputProcessor(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
     def prepare_chat(

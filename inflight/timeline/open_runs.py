@@ -186,18 +186,18 @@ class OpenRuns:
         else:
             outputs = outputs_of.get(request.request_id, 0)
         if samples and not outputs and outcome.error is None:
-            kind = HELD  # the request had ended: the token was dropped
+            slot_kind = HELD  # the request had ended: the token was dropped
         elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
             # Tokens that were returned together with its last one, and have no KV yet, are computed before it, and
             # drafted ones after it.
             num_known = len(request.token_ids) - outputs if outputs else start + count
-            kind, start, count = DECODE, num_known - 1, 1
+            slot_kind, start, count = DECODE, num_known - 1, 1
         else:
-            kind = PREFILL
+            slot_kind = PREFILL
         if outputs:
             self._begun.add(request)
         refused = outcome.refused.get(entry, 0)
-        self._extend(request, batch.rows[entry], kind, number, count, start, outputs, refused)
+        self._extend(request, batch.rows[entry], slot_kind, number, count, start, outputs, refused)
 
     def _record_held(self, requests: Sequence[Request], number: int) -> None:
         """Record the slots that the policy keeps for finished requests, except for those still in the batch."""
@@ -249,7 +249,7 @@ class OpenRuns:
         self,
         request: Request,
         slot: int,
-        kind: int,
+        slot_kind: int,
         number: int,
         count: int,
         start: int,
@@ -260,23 +260,23 @@ class OpenRuns:
         run = self._runs.get(request)
         if run is not None:
             continues = (
-                (run.slot, run.kind, run.tokens_per_step) == (slot, kind, count)
+                (run.slot, run.kind, run.tokens_per_step) == (slot, slot_kind, count)
                 and run.next_token(number) == start
-                and (kind != DECODE or outputs > 0)
+                and (slot_kind != DECODE or outputs > 0)
             )
             if not continues:
                 self._close(request, number)
                 run = None
-        ends = (outputs > 0) if kind == PREFILL else (kind == DECODE and not outputs)
+        ends = (outputs > 0) if slot_kind == PREFILL else (slot_kind == DECODE and not outputs)
         if run is None:
-            run = OpenRun(slot, self._describe(request), kind, number, count, start)
+            run = OpenRun(slot, self._describe(request), slot_kind, number, count, start)
             if ends:
                 self._close_run(run, number + 1, outputs)
             else:
                 self._open(request, run)
         elif ends:
             self._close(request, number + 1, outputs)
-        if kind == DECODE and outputs and (outputs > 1 or refused):
+        if slot_kind == DECODE and outputs and (outputs > 1 or refused):
             run.add_counts(number, outputs, refused)
             self._sum_offsets += outputs - 1
 

@@ -116,9 +116,9 @@ def _steps(replica: str, chunk: Chunk, experts: dict[int, ExpertUsage]) -> Itera
 
 
 def _slot(run: SlotRun, step: int, info: RecordedRequest) -> RecordedSlot:
-    kind, is_last = SlotKind(run.kind), step == run.first_step + run.num_steps - 1
-    if kind is SlotKind.DECODE:
+    slot_kind, is_last = SlotKind(run.kind), step == run.first_step + run.num_steps - 1
+    if slot_kind is SlotKind.DECODE:
         outputs, refused = run.counts_at(step)
     else:
         outputs, refused = run.outputs if is_last else 0, 0
-    return RecordedSlot(run.slot, info, kind, run.token_at(step), run.tokens_per_step, outputs, refused)
+    return RecordedSlot(run.slot, info, slot_kind, run.token_at(step), run.tokens_per_step, outputs, refused)

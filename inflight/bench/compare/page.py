@@ -44,7 +44,7 @@ def to_html(comparison: ComparisonView) -> str:
     )
     view = {
         "titles": {name: f"{name}: {comparison.short_summary(name)}" for name in comparison.results},
-        "seconds": TimeAxis.over(comparison.timelines).limit,
+        "seconds": TimeAxis.from_timelines(comparison.timelines).limit,
         "padded": comparison.padded,
         "legend": [
             ("free" if entry.kind is None else entry.kind.name.lower(), entry.text)
@@ -98,8 +98,8 @@ def slots_as_text(comparison: ComparisonView, timeline: Timeline) -> list[str]:
 
 
 def _steps(spans: list[Span]) -> str:
-    first, last = spans[0].first, spans[-1].last - 1
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    first, end = spans[0].first, spans[-1].last - 1
+    steps = f"step {first}" if first == end else f"steps {first} to {end}"
     if spans[-1].kind is not SlotKind.HELD:
         return steps
     return f"{steps}, finished before step {spans[-1].first}"

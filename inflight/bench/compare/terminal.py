@@ -49,7 +49,7 @@ def table(comparison: ComparisonView) -> Table:
 
 def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
     """Draw every strategy's slots on the same time scale, as wide as the console."""
-    axis = TimeAxis.over(comparison.timelines)
+    axis = TimeAxis.from_timelines(comparison.timelines)
     num_columns = max(console.width - GUTTER, MIN_COLUMNS)
     coloured = console.color_system is not None
     marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
@@ -130,7 +130,7 @@ def _axis_line(axis: TimeAxis, num_columns: int) -> Text:
     line = [" "] * (GUTTER + num_columns)
     for number in ticks(axis.limit, max(2, num_columns // 10)):
         text = f"{number:g} s"
-        at = GUTTER + int(number / axis.limit * (num_columns - 1))
-        if at + len(text) <= len(line):
-            line[at : at + len(text)] = text
+        column = GUTTER + int(number / axis.limit * (num_columns - 1))
+        if column + len(text) <= len(line):
+            line[column : column + len(text)] = text
     return Text("".join(line).rstrip(), style="dim")

@@ -126,7 +126,7 @@ class EngineLoop:
             case Add() | Abort() | Describe() | ReadMemory():
                 self._handle_call(message)
             case Unreadable(call, error):
-                self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
             case RunCommand(call, command):
                 self._run_command(call, command)
             case Ack(num_read):
@@ -162,7 +162,7 @@ class EngineLoop:
             if not isinstance(error, InflightError):
                 logger.exception("failed to handle a %s message", type(message).__name__)
             if message.call is not None:
-                self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(Reply(message.call, remote_error=RemoteError.from_exception(error)))
 
     def _add(self, message: Add) -> None:
         self._core.check_queue_limit(len(self._preparing))
@@ -183,7 +183,7 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:  # reported only to the owner of the request
-            self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
+            self._outbox.reply(Reply(handle, remote_error=RemoteError.from_exception(error)))
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(Reply(handle))
@@ -192,7 +192,7 @@ class EngineLoop:
         try:
             self._core.run_command(command)
         except InflightError as error:  # the engine continues unchanged
-            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+            self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
         else:
             self._outbox.reply(Reply(call))
 
@@ -296,8 +296,10 @@ class Outbox:
             return
         handles, token_ids, counts, others = [], [], [], []
         for handle, delta in self._deltas.items():
-            plain = delta.finish_reason is None and delta.logprobs is None and delta.prompt_logprobs is None
-            if plain and delta.token_ids:
+            has_only_tokens = (
+                delta.finish_reason is None and delta.logprobs is None and delta.prompt_logprobs is None
+            )
+            if has_only_tokens and delta.token_ids:
                 handles.append(handle)
                 token_ids += delta.token_ids
                 counts.append(len(delta.token_ids))
