@@ -62,7 +62,7 @@ class DraftingRunner(VerifyingRunner):
         for entry, token_ids in enumerate(sampled.token_ids):
             if token_ids:
                 row, start = self.rows[batch.rows[entry]], batch.starts[entry] + batch.counts[entry]
-                num_drafted, num_right = _drafts(row.request.request_id, start)
+                num_drafted, num_right = _drafts(row.tokens)
                 num_drafted = min(num_drafted, self._room(row, start))
                 num_right = min(num_right, num_drafted)
                 token_ids += [self._ahead(row) for _ in range(num_right)]
@@ -78,7 +78,7 @@ class DraftingRunner(VerifyingRunner):
                 self.memory[block_ids[position // self.block_size]][position % self.block_size] = "refused"
 
 
-def _drafts(request_id: str, position: int) -> tuple[int, int]:
-    """Return how many tokens are drafted from a position on, and how many of them are right."""
-    number = crc32(f"{request_id}@{position}".encode())
+def _drafts(tokens: list[int]) -> tuple[int, int]:
+    """Return how many tokens are drafted after these, and how many of them are right."""
+    number = crc32(repr(tokens).encode())
     return number % 4, number // 4 % 4

@@ -145,7 +145,7 @@ def test_accepted_and_refused_drafts_are_recorded_by_entry_and_step() -> None:
     recorder = NaiveRecorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
     engine.core.recorder = recorder
     for index in range(4):
-        engine.add(make_request([index, 1, 2], 40, f"drafted {index}"))
+        engine.add(make_request([index, 1, 2], 40))
     engine.run()
     (chunk,) = chunks_of(recorder)
     decodes = [run for run in chunk.runs() if run.kind == SlotKind.DECODE]
