@@ -142,7 +142,7 @@ class _ScoringEngine:
         runner: Any = self._core.runner
         runner.scored.read_logits = lambda logits: pieces.append(logits.double().log_softmax(-1))
         params = SamplingParams(prompt_logprobs=0)
-        self._core.add(Request.create("window", token_ids, params, 0, kind="prompt_logprobs"))
+        self._core.add(Request.create("window", token_ids, params, 0, task="prompt_logprobs"))
         while self._core.has_work:
             for delta in self._core.step():
                 if delta.error is not None:

@@ -54,9 +54,8 @@ class RecordedStep:
     slots: list[RecordedSlot]  # by slot
     events: list[TimelineEvent]
     error: str | None = None  # the step failed, or was in flight with one that did
-    experts: ExpertUsage | None = (
-        None  # what they received since the last reading, in the steps that were read
-    )
+    # What they received since the last reading, in the steps that were read.
+    experts: ExpertUsage | None = None
 
     def all_decode(self, batch: int) -> bool:
         """Return whether `batch` requests decode, and nothing else is computed."""

@@ -317,13 +317,15 @@ async def test_failed_restart_leaves_the_old_engine_running(script: Script, faul
 async def test_last_replica_is_not_stopped_for_a_restart(script: Script) -> None:
     async with processes(1, model=script.model) as router:
         before = ids(router)
-        with pytest.raises(RequestError, match="replica 0 is the only one that takes requests") as refused:
+        with pytest.raises(
+            RequestError, match="replica 0 is the last one that takes requests: it is not"
+        ) as refused:
             await router.replicas.restart("0", 0.0)
         assert refused.value.code == "last_replica"
         assert (ids(router), router.replicas.find("0").available) == (before, True)
         await router.replicas.add()
         router.replicas.drain("0")
-        with pytest.raises(RequestError, match="replica 1 is the only one that takes requests"):
+        with pytest.raises(RequestError, match="replica 1 is the last one that takes requests"):
             await router.replicas.restart("1", 0.0)
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 

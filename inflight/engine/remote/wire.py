@@ -192,9 +192,9 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ReadMessage = ReadTimeline | ReadMemory
 CommandMessage = RunResetPrefixCache | RunSleep | RunWakeUp
-ServiceMessage = Add | Abort | Describe | CommandMessage | Ack | WatchTimeline | ReadMessage
+ServiceCall = Abort | Describe | CommandMessage | ReadTimeline | ReadMemory
+ServiceMessage = Add | Ack | WatchTimeline | ServiceCall
 ToEngine = Start | ServiceMessage | WatchCache | Stop
 FromEngine = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 
