@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
+from inflight.checkpoint.fields import Fields
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting
 from inflight.models.decoders.mixer_config import num_sharing
 from inflight.models.decoders.mlps import DenseMlpSpec, ExpertsMlpSpec
 from inflight.models.decoders.spec import MlpSpec
-from inflight.models.hf_config import Fields
 
 # (fields of the config, number of layers, activation) -> the MLP of each layer
 ReadMlps = Callable[[Fields, int, str], Iterator[MlpSpec]]

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ModelError
 from inflight.layers.kernels import ACTIVATIONS, GATES
 from inflight.models.encoders.spec import EncoderNames, EncoderSpec
 from inflight.models.head_config import SentenceFiles, classifier_facts, embedding_facts, read_labels
 from inflight.models.heads import DenseLayer, HeadLayer, NormLayer, head_size
-from inflight.models.hf_config import Fields, read_rope
+from inflight.models.rope_config import read_rope
 from inflight.scoring import PoolingFacts
 
 FULL, SLIDING = "full_attention", "sliding_attention"

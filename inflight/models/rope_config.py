@@ -1,16 +1,13 @@
-"""Typed reading of Hugging Face config files, and of the rotary embedding that a `config.json` describes.
-
-Errors name the field that is missing or has the wrong type.
-"""
+"""The rotary embedding that a `config.json` describes, and the context that it allows."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inflight.errors import ModelError, shown
+from inflight.checkpoint.fields import Fields
+from inflight.errors import ModelError
 from inflight.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -20,107 +17,6 @@ from inflight.layers.rotary import (
     Scaling,
     YarnScaling,
 )
-
-_MOST = {
-    "num_hidden_layers": 4096,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
-}
-_MOST_OTHERWISE = 1 << 24
-_MOST_FLOAT = sys.float_info.max  # an integer of JSON may be larger
-
-
-class Fields:
-    """A JSON object and the name of its file for error messages. A null counts as missing."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.values = values
-        self.where = where
-
-    def __contains__(self, name: str) -> bool:
-        return self.values.get(name) is not None
-
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer, bounded so that a bogus config cannot exhaust memory."""
-        value = self._get(name, default)
-        most = _MOST.get(name, _MOST_OTHERWISE)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.error(name, f"an integer from {least} to {most}")
-        return value
-
-    def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= _MOST_FLOAT:
-            raise self.error(name, f"a finite number above {above:g}")
-        return float(value)
-
-    def same_integer(self, *names: str, least: int = 1) -> int:
-        """Return the integer that configs hold under one of several names."""
-        present = [name for name in names if name in self]
-        values = {name: self.integer(name, least=least) for name in present or names[:1]}
-        if len(set(values.values())) > 1:
-            raise self.error(present[1], f"equal to {present[0]}, {values[present[0]]}")
-        return next(iter(values.values()))
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
-
-    def string(self, name: str, default: str | None = None) -> str:
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, "a string")
-        return value
-
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        value = self._get(name, None)
-        numeric = isinstance(value, list) and all(
-            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item <= _MOST_FLOAT
-            for item in value
-        )
-        if not numeric or len(value) != length:
-            raise self.error(name, f"a list of {length} positive numbers")
-        return tuple(float(item) for item in value)
-
-    def integers(self, name: str) -> list[int]:
-        """Return a list of integers, empty if it is missing."""
-        value = self._get(name, [])
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(name, "a list of integers")
-        return value
-
-    def strings(self, name: str) -> list[str]:
-        value = self._get(name, None)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, "a list of strings")
-        return value
-
-    def part(self, name: str) -> Fields:
-        value = self._get(name, None)
-        if not isinstance(value, Mapping):
-            raise self.error(name, "an object")
-        return Fields(value, f"{name} of {self.where}")
-
-    def check_supported(self, fixed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise unless each field in `fixed` has one of its supported values."""
-        for name, allowed in fixed.items():
-            if self.values.get(name) not in allowed:
-                raise self.error(
-                    name, " or ".join("null" if value is None else repr(value) for value in allowed)
-                )
-
-    def error(self, name: str, allowed: str) -> ModelError:
-        return ModelError(f"{name} in {self.where} is {shown(self.values.get(name))}: it must be {allowed}")
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"{self.where} has no {name!r}, which is required")
-        return value
-
 
 MAX_CONTEXT, MAX_DEFAULT_CONTEXT = 1 << 24, 1 << 20  # tokens
 
@@ -241,8 +137,8 @@ def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongScaling(
-        rope.numbers("short_factor", rotary_dim // 2),
-        rope.numbers("long_factor", rotary_dim // 2),
+        tuple(rope.numbers("short_factor", rotary_dim // 2)),
+        tuple(rope.numbers("long_factor", rotary_dim // 2)),
         original,
         rope.number("attention_factor", default),
     )
