@@ -226,11 +226,14 @@ def _llama(reader: Reader) -> dict[str, Any]:
     return _experts(reader) if reader.integer("expert_count", 0) else bias
 
 
+def _attention_scalar(reader: Reader, layers_of_largest: int) -> int:
+    """Return the number by whose root a Gemma divides its scores: another one for the largest, as no key says."""
+    if reader.integer("block_count") == layers_of_largest:
+        return reader.integer("embedding_length") // max(1, reader.integer("attention.head_count"))
+    return reader.integer("attention.key_length")
+
+
 def _gemma3(reader: Reader) -> dict[str, Any]:
-    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
-    # The largest model divides its attention scores by something else than the others, which no key says.
-    is_largest = reader.integer("block_count") == 62
-    scalar = hidden // max(1, heads) if is_largest else reader.integer("attention.key_length")
     pattern = reader.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
@@ -238,7 +241,7 @@ def _gemma3(reader: Reader) -> dict[str, Any]:
     else:
         windows = {"sliding_window_pattern": reader.integer("attention.sliding_window_pattern", 6)}
     return {
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _attention_scalar(reader, 62),
         "sliding_window": reader.integer("attention.sliding_window"),
         **windows,
         "rope_local_base_freq": reader.number("rope.freq_base_swa", 10_000.0),
@@ -276,11 +279,8 @@ def _granite_moe(reader: Reader) -> dict[str, Any]:
 
 
 def _gemma2(reader: Reader) -> dict[str, Any]:
-    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
-    is_largest = reader.integer("block_count") == 46  # see _gemma3
-    scalar = hidden // max(1, heads) if is_largest else reader.integer("attention.key_length")
     return {
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _attention_scalar(reader, 46),
         "sliding_window": reader.integer("attention.sliding_window", 4096),
         "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": reader.number("final_logit_softcapping", 30.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from inflight.checkpoint.fields import Fields
@@ -27,21 +27,18 @@ def read_rope(
     """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head.
     `scaled_windows`: `rope_scaling` also applies to layers with a window."""
     rope = _parameters(config, layer_type, scaled_windows)
-    kind = rope.string("rope_type", rope.string("type", "default"))
+    rope_type = rope.string("rope_type", rope.string("type", "default"))
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):
         raise rope.error("partial_rotary_factor", "at most 1" if partial else "1 for this architecture")
-    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
             f"head_dim {head_dim} with partial_rotary_factor {share:g} leaves {rotary_dim} rotary features: "
             "they must be an even number of at least 2"
         )
-    try:
-        reader = _SCALINGS[kind]
-    except KeyError:
-        raise rope.error("rope_type", f"one of {', '.join(_SCALINGS)}") from None
-    return Rope(rope.number("rope_theta", above=1.0), rotary_dim, reader(rope, config, rotary_dim))
+    scaling = _scaling(rope_type, rope, config, rotary_dim)
+    return Rope(rope.number("rope_theta", above=1.0), rotary_dim, scaling)
 
 
 def default_context(rope: Rope | None, max_position: int) -> tuple[int, int]:
@@ -96,18 +93,28 @@ def _original(rope: Fields, config: Fields) -> int:
     return config.integer("max_position_embeddings", least=2)
 
 
-def _linear(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
-    return LinearScaling(rope.number("factor"))
+def _scaling(rope_type: str, rope: Fields, config: Fields, rotary_dim: int) -> Scaling | None:
+    match rope_type:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if low >= high:
+                raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
+            return Llama3Scaling(rope.number("factor"), low, high, _original(rope, config))
+        case "yarn":
+            return _yarn(rope, config)
+        case "longrope" | "su":  # the first Phi-3 checkpoints used the other name
+            return _longrope(rope, config, rotary_dim)
+        case "proportional":
+            share = rope.number("partial_rotary_factor", 1.0)
+            return ProportionalScaling(share, rope.number("factor", 1.0))
+    raise rope.error("rope_type", "one of default, linear, llama3, yarn, longrope, proportional, su")
 
 
-def _llama3(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
-    return Llama3Scaling(rope.number("factor"), low, high, _original(rope, config))
-
-
-def _yarn(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
+def _yarn(rope: Fields, config: Fields) -> YarnScaling:
     original = _original(rope, config)
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)
     if "attention_factor" in rope:
@@ -132,7 +139,7 @@ def _sharpening(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
+def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> LongScaling:
     original = _original(rope, config)
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -142,22 +149,3 @@ def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
         original,
         rope.number("attention_factor", default),
     )
-
-
-def _proportional(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
-    return ProportionalScaling(rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0))
-
-
-def _unscaled(rope: Fields, config: Fields, rotary_dim: int) -> None:  # noqa: ARG001
-    return None
-
-
-_SCALINGS: Mapping[str, Callable[[Fields, Fields, int], Scaling | None]] = {
-    "default": _unscaled,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "proportional": _proportional,
-    "su": _longrope,  # the name that the first Phi-3 checkpoints used
-}
