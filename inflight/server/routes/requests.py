@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Reversible, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Reversible, Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -19,13 +17,12 @@ from inflight.engine.client import RequestState
 from inflight.errors import EngineError, shown
 from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller, counted
-from inflight.server.errors import ApiError
+from inflight.server.errors import invalid
 from inflight.server.observability.request_log import LoggedRequest, RequestKey, Selection, latest_first
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openapi import documented, query_parameters, respond
 from inflight.server.routes.schemas import (
     AnswerReport,
-    Breakdown,
     Cancelled,
     NeighbourReport,
     RequestList,
@@ -77,11 +74,10 @@ async def list_requests(request: Request) -> Response:
     state, caller, query = state_of(request), caller_of(request), request.query_params
     status, after = query.get("status"), query.get("after")
     if status not in (None, *_SELECTED):
-        message = f"status is {shown(status)}: it must be waiting, running or finished"
-        raise ApiError(400, message, code="invalid_value", param="status")
+        raise invalid("status", f"status is {shown(status)}: it must be waiting, running or finished")
     limit = _integer(request, "limit", 1, MAX_LISTED, 100)
     source = state.requests_of_workers or OwnRequests(state)
-    async with _turn(state, caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         keys = latest_first(source.keys(), caller)
         if after is not None:
             keys = keys[_index(keys, after) + 1 :]
@@ -95,7 +91,7 @@ async def request_report(request: Request) -> Response:
     """Report what happened to a request of yours and why it took so long. The admin key sees everyone's."""
     state, caller = state_of(request), caller_of(request)
     limit = _integer(request, "limit", 1, MAX_ANSWERS, DEFAULT_ANSWERS)
-    async with _turn(state, caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         logged = state.request_log.find(caller, request.path_params["request_id"])
         num_known = len(logged.engine_ids)
         after = _integer(request, "after", 0, max(0, num_known - 1), -1)
@@ -126,20 +122,12 @@ async def cancel_request(request: Request) -> Response:
     return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))
 
 
-@asynccontextmanager
-async def _turn(state: ServerState, caller: Caller) -> AsyncGenerator[None]:
-    """Count against the caller's limits, and wait until it reads no other report or list."""
-    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
-        yield
-
-
 def _integer(request: Request, name: str, lowest: int, highest: int, default: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit()) or not lowest <= int(text[:9]) <= highest:
-        message = f"{name} is {shown(text)}: it must be from {lowest} to {highest}"
-        raise ApiError(400, message, code="invalid_value", param=name)
+        raise invalid(name, f"{name} is {shown(text)}: it must be from {lowest} to {highest}")
     return int(text)
 
 
@@ -148,8 +136,7 @@ def _index(keys: Sequence[RequestKey], request_id: str) -> int:
     for index, key in enumerate(keys):
         if key[1] == request_id:
             return index
-    message = f"after is {shown(request_id, 200)}: there is no such request in this list"
-    raise ApiError(400, message, code="invalid_value", param="after")
+    raise invalid("after", f"after is {shown(request_id, 200)}: there is no such request in this list")
 
 
 # ---- pages ----
@@ -367,7 +354,7 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
-        breakdown=Breakdown(**asdict(record.breakdown)),
+        breakdown=record.breakdown,
     )
 
 
