@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.engine.client import Command, Health, ModelFacts, ReplicaClient, TimelineObserver, wait_while
+from inflight.engine.client import (
+    Command,
+    Health,
+    ModelFacts,
+    ReplicaClient,
+    Sleep,
+    TimelineObserver,
+    WakeUp,
+    wait_while,
+)
 from inflight.engine.stats import EngineStats
 from inflight.errors import (
     CheckpointChangedError,
@@ -309,7 +318,7 @@ class Replicas:
             with contextlib.suppress(EngineError):
                 replica.stats = await replica.client.stats()
                 if self.are_asleep and not replica.stats.is_sleeping:  # it started later
-                    await replica.client.command("sleep")
+                    await replica.client.command(Sleep())
         if replica.available and not was_available:
             self._on_change()
 
@@ -364,17 +373,17 @@ class Replicas:
         ]
         if not clients:
             raise EngineDeadError(self.trouble())
-        if command == "wake_up":
+        if isinstance(command, WakeUp):
             self.are_asleep = False
         results = await asyncio.gather(
             *(client.command(command) for client in clients), return_exceptions=True
         )
         errors = [error for error in results if isinstance(error, BaseException)]
         if not errors:
-            self.are_asleep = self.are_asleep or command == "sleep"
+            self.are_asleep = self.are_asleep or isinstance(command, Sleep)
             return
-        if command == "sleep":
-            await asyncio.gather(*(client.command("wake_up") for client in clients), return_exceptions=True)
+        if isinstance(command, Sleep):
+            await asyncio.gather(*(client.command(WakeUp()) for client in clients), return_exceptions=True)
         raise errors[0]
 
     # ---- the timeline ----

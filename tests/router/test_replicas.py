@@ -12,6 +12,7 @@ import pytest
 
 from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine.client import Sleep, WakeUp
 from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import (
@@ -67,17 +68,17 @@ async def test_all_or_no_replicas_sleep_including_later_ones() -> None:
     async with in_process(2) as (router, engines):
         engines[0].core._sleep_support = FakeSleepSupport(engines[0])
         with pytest.raises(EngineError, match="cannot sleep"):
-            await router.command("sleep")
+            await router.command(Sleep())
         assert engines[0].core._sleep_support.calls == ["check", "sleep", "wake"]
         engines[1].core._sleep_support = FakeSleepSupport(engines[1])
-        await router.command("sleep")
+        await router.command(Sleep())
         assert (await router.stats()).is_sleeping
         with pytest.raises(EngineAsleepError):
             await router.add(make_request([1, 2], 5))
         await router.replicas.add()
         engines[2].core._sleep_support = FakeSleepSupport(engines[2])
         await until(lambda: engines[2].core.is_sleeping)
-        await router.command("wake_up")
+        await router.command(WakeUp())
         assert not any(engine.core.is_sleeping for engine in engines)
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
