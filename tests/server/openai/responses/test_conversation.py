@@ -156,7 +156,7 @@ def test_server_side_tools_are_dropped_unless_they_are_required() -> None:
     assert chat(input="x", tools=[search]).tools == []
     assert chat(input="x", tools=[search, TOOL], tool_choice="required").tool_choice == "required"
     for choice in ("required", {"type": "web_search"}):
-        with pytest.raises(ApiError, match=r"requires web_search: the server runs no tools") as error:
+        with pytest.raises(ApiError, match=r"requires web_search: the server itself runs no tools") as error:
             chat(input="x", tools=[search], tool_choice=choice)
         assert error.value.param == "tool_choice"
 
