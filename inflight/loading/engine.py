@@ -20,7 +20,7 @@ from inflight.execution.platforms import ModelSleepSupport, Platform, expert_cou
 from inflight.frontend.frontend import Frontend
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache
+from inflight.kv.prefix_cache import ChainHashCache, PrefixCache
 from inflight.loading.checkpoint import model_name
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
@@ -48,7 +48,7 @@ def decoder_core(
     limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     layout = kv_layout(config, decoder, ranks)
-    cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else NoPrefixCache()
+    cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else PrefixCache()
     target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
     token_budget = (
@@ -103,7 +103,7 @@ def encoder_core(
         )
     limits = _limits(options, platform, max_tokens)
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
-    blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), NoPrefixCache())
+    blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), PrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(platform.encoder_runner, config, encoder, limits)
     depth = options.pipeline_depth or platform.pipeline_depth
