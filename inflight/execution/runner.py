@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from inflight.constraints.compiler import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.sampling.interface import LogprobTensors, SampledTensors
+from inflight.execution.sampling.interface import Samples
 from inflight.execution.sampling.native import cpu_sampler
 from inflight.execution.sampling.sampler import Sampler
 from inflight.execution.step import (
@@ -217,36 +217,6 @@ WORTH_SHARING = 1 << 21
 GRAMMAR_PATIENCE = 30.0
 
 
-@dataclass(slots=True)
-class StepHandle:
-    """A launched step whose results have not been read."""
-
-    num_entries: int
-    sampling_entries: list[int]
-    sampled: SampledTensors | None  # None when no entry samples
-    prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
-    pooled: StepVectors | None = None  # None when no entry ends with a vector
-    # By sample, where the constraint failed.
-    failures: dict[int, RequestFailure] = field(default_factory=dict)
-
-    def read(self) -> Sampled:
-        """Return the results; waits for the device if the tensors are still there."""
-        result = Sampled([[] for _ in range(self.num_entries)])
-        if self.sampled is not None:
-            sample = self.sampled.to_host()
-            for index, entry in enumerate(self.sampling_entries):
-                result.token_ids[entry].append(sample.token_ids[index])
-                if sample.bad[index]:
-                    result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
-            for index, position in sample.logprobs.items():
-                result.logprobs.setdefault(self.sampling_entries[index], []).append(position)
-        for entry, parts in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
-        if self.pooled is not None:
-            self.pooled.read_into(result)
-        return result
-
-
 class ModelRunner:
     """Implements `Runner` on a CPU: permanent rows, one forward pass and one sampling pass per step."""
 
@@ -269,7 +239,8 @@ class ModelRunner:
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepHandle:
+    def launch(self, batch: Batch) -> Sampled:
+        """Compute the step: its handle is the results."""
         inputs = self.forward.prepare(batch)
         for row, request in batch.admissions:
             if request.max_tokens:  # else it never samples
@@ -278,38 +249,45 @@ class ModelRunner:
         step = inputs.host
         rows = step.sampling_rows.tolist()
         masks = self.constrained.start(rows)
-        handle = StepHandle(len(batch), step.sampling_entries, None, {})
+        result = Sampled([[] for _ in range(len(batch))])
         states = self.forward.run(batch, inputs)
         for piece, hidden in states.scored:
             targets = self.rows.tokens[piece.row, piece.targets].long()
             logprobs = self.sampler.score_prompt(self.decoder.logits(hidden), targets, piece.num_logprobs)
-            handle.prompt_logprobs.setdefault(piece.entry, []).append(logprobs)
+            result.prompt_logprobs.setdefault(piece.entry, []).extend(logprobs)
         if rows and self.decoder.generates:
             logits = self.decoder.logits(states.samples)
             if masks is not None:
                 self.constrained.finish(masks)
                 if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
                     self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
-            handle.sampled = self._sample(rows, inputs, logits).fetch()
+            samples = self._sample(rows, inputs, logits)
+            failures: dict[int, RequestFailure] = {}
             if masks is not None:
-                handle.failures = masks.failures()
-                self.constrained.expect(masks, handle.sampled.token_ids.tolist)
+                failures = masks.failures()
+                self.constrained.expect(masks, lambda: samples.token_ids)
+            for index, entry in enumerate(step.sampling_entries):
+                result.token_ids[entry].append(samples.token_ids[index])
+                if samples.bad[index]:
+                    result.errors[entry] = failures.get(index) or failure(samples.bad[index])
+            for index, position in samples.logprobs.items():
+                result.logprobs.setdefault(step.sampling_entries[index], []).append(position)
         if step.pooled_entries and self.decoder.pooling_head is not None:
-            handle.pooled = StepVectors(step.pooled_entries, self.decoder.pooling_head(states.pooled))
-        return handle
+            StepVectors(step.pooled_entries, self.decoder.pooling_head(states.pooled)).read_into(result)
+        return result
 
-    def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> SampledTensors:
+    def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> Samples:
         """Sample one token for every entry that has caught up, and write it to its row for the next step.
 
         logits [S, vocab_size].
         """
         with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
-            sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
-            self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
-        return sampled
+            samples = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
+            self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, torch.tensor(samples.token_ids))
+        return samples
 
-    def collect(self, handle: StepHandle) -> Sampled:
-        return handle.read()
+    def collect(self, handle: Sampled) -> Sampled:
+        return handle
 
     def close(self) -> None:
         self.constrained.close()

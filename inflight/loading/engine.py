@@ -45,17 +45,19 @@ def decoder_core(
     policy: Policy,
 ) -> EngineCore:
     options = config.scheduler
-    limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
+    limits = _limits(
+        options, platform, options.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
+    )
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     layout = kv_layout(config, decoder, ranks)
     cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else PrefixCache()
-    target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
+    target = platform.defaults.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, layout, cache), token_budget)
-    depth = options.pipeline_depth or platform.pipeline_depth
+    depth = options.pipeline_depth or platform.defaults.pipeline_depth
     links = None if ranks is None else stage_links(ranks.memory, decoder)
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
@@ -95,7 +97,7 @@ def encoder_core(
     """Build the core of an encoder. It keeps nothing between steps, so each text gets one block without memory behind
     it, and there are spare blocks for the headroom that policies keep free."""
     options = config.scheduler
-    max_tokens = options.max_num_batched_tokens or max(platform.max_text_tokens, max_model_len)
+    max_tokens = options.max_num_batched_tokens or max(platform.defaults.max_text_tokens, max_model_len)
     if max_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens is {max_tokens}: an encoder computes a text in one step, so it must be at least "
@@ -106,14 +108,14 @@ def encoder_core(
     blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), PrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(platform.encoder_runner, config, encoder, limits)
-    depth = options.pipeline_depth or platform.pipeline_depth
+    depth = options.pipeline_depth or platform.defaults.pipeline_depth
     sleep_support = ModelSleepSupport(encoder, platform.device, make_runner)
     return EngineCore(scheduler, make_runner(), depth, options.max_queue, sleep_support=sleep_support)
 
 
 def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens: int) -> Limits:
     return Limits(
-        max_num_seqs=options.max_num_seqs or platform.max_num_seqs,
+        max_num_seqs=options.max_num_seqs or platform.defaults.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         # By default the blocks are the only limit: tokens of a shared prefix count once per request that has it, so
         # there may be many more of them than slots.

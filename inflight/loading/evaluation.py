@@ -110,7 +110,7 @@ def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder,
     if not plan.spec.has_lm_head:
         raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
     kernels, attention = platform.kernels_and_attention(plan.dtype)
-    can_keep = config.cache.kv_cache_dtype in platform.kv_cache_dtypes
+    can_keep = config.cache.kv_cache_dtype in platform.defaults.kv_cache_dtypes
     if not can_keep or platform.device.type != "cpu":
         # Windows need no plans and graphs: plain attention over their tokens is fast enough. It has every type of KV.
         attention = ComposedAttention(

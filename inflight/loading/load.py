@@ -75,7 +75,7 @@ def load_decoder_engine(
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
-    check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.kv_cache_dtypes, platform.device.type)
+    check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.defaults.kv_cache_dtypes, platform.device.type)
     plan = plan_model(config, checkpoint, plain_ids(tokenizer))
     config = _with_rows(config, plan.spec, platform)
     recommended = default_sampling(checkpoint.generation_config)
@@ -120,7 +120,7 @@ def _max_model_len(
 ) -> int:
     """Return the longest context that fits into the KV cache, at most that of the plan."""
     limits = config.scheduler
-    chunk = limits.max_num_batched_tokens or platform.max_num_batched_tokens
+    chunk = limits.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     longest = fit_context(
         num_blocks, layout, chunk, limits.max_kv_tokens, plan.context, config.model.max_model_len
     )
@@ -144,7 +144,7 @@ def _grammar_compiler(
 def _with_rows(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
     """Set the number of rows unless it is configured."""
     options = config.scheduler
-    max_num_seqs = options.max_num_seqs or default_rows(spec, platform.max_num_seqs)
+    max_num_seqs = options.max_num_seqs or default_rows(spec, platform.defaults.max_num_seqs)
     return replace(config, scheduler=replace(options, max_num_seqs=max_num_seqs))
 
 

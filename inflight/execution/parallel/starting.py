@@ -72,7 +72,7 @@ def start_ranks(
     shares = rank_shares(spec, tensor, pipeline, context, config.cache.block_size, kernels, dtype)
     for share in shares:
         logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
-    max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
+    max_tokens = config.scheduler.max_num_batched_tokens or place.defaults.max_num_batched_tokens
     layout = RankLayout(
         tensor=tensor,
         pipeline=pipeline,
