@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from inflight.errors import clipped, shown
+
+T = TypeVar("T")
 
 # Keywords whose values are one schema, a list of schemas, or schemas by name.
 SCHEMA_KEYWORDS = {
@@ -17,17 +19,16 @@ SCHEMA_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {
     *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"),
 }
-DATA_KEYWORDS = {
-    "const",
-    "enum",
-    "default",
-    "example",
-    "examples",
-    "x-guidance",
-}  # no schemas in their values
+# Keywords without schemas in their values.
+DATA_KEYWORDS = {"const", "enum", "default", "example", "examples", "x-guidance"}
 
 # Of the schemas that replacing keywords may create: one each, and more for those with long texts.
 MAX_COST = 10_000
+_ANNOTATIONS = {
+    *("$anchor", "$comment", "$dynamicAnchor", "$id", "$schema", "contentEncoding", "contentMediaType"),
+    *("contentSchema", "default", "deprecated", "description", "discriminator", "example", "examples"),
+    *("externalDocs", "id", "readOnly", "strict", "title", "writeOnly", "xml"),
+}
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _INTEGER_KEYWORDS = {
     *("maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength"),
@@ -43,6 +44,11 @@ class UnsupportedKeywordError(Exception):
         self.keyword, self.pointer, self.reason = keyword, pointer, reason
 
 
+def is_annotation(keyword: str) -> bool:
+    """Whether a keyword describes values without forbidding any."""
+    return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
+
+
 def has_no_effect(keyword: str, value: Any) -> bool:
     """Whether a keyword that llguidance lacks forbids nothing with this value."""
     if keyword in ("uniqueItems", "nullable"):
@@ -53,9 +59,8 @@ def has_no_effect(keyword: str, value: Any) -> bool:
 class SchemaDocument:
     """A schema whose keywords are being replaced by others."""
 
-    def __init__(self, root: Any, is_annotation: Callable[[str], bool]) -> None:
+    def __init__(self, root: Any) -> None:
         self.root = root
-        self.is_annotation = is_annotation
         self.keyword = ""  # being replaced
         self.parts = list(_parts(root))
         self._budget = MAX_COST + sum(map(cost_of, self.parts))
@@ -73,23 +78,18 @@ class SchemaDocument:
         part = self.root
         if self._has_inner_ids:
             raise UnsupportedKeywordError("$ref", pointer, " here, in a schema with several $id")
-        if (
-            not isinstance(reference, str)
-            or not reference.startswith(("#/", "#"))
-            or reference[1:2] not in "/"
-        ):
+        if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
             raise UnsupportedKeywordError("$ref", pointer, f" here: {shown(reference)} is not a JSON pointer")
         for name in unquote(reference).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
             try:
-                part = part[int(name)] if isinstance(part, list) else part[name]
+                part = part[int(name)] if isinstance(part, list) else part[unescaped(name)]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise UnsupportedKeywordError(
                     "$ref", pointer, f": {shown(reference)} does not exist"
                 ) from None
         return part
 
-    def follow(self, reference: Any, pointer: str, use: Callable[[Any], Any]) -> Any:
+    def follow(self, reference: Any, pointer: str, use: Callable[[Any], T]) -> T:
         """Call `use` with the part that a reference points to, which must not lead back to itself."""
         part = self._resolve(reference, pointer)
         if reference in self._references:
@@ -99,6 +99,11 @@ class SchemaDocument:
             return use(part)
         finally:
             self._references.pop()
+
+
+def unescaped(name: str) -> str:
+    """Return the name that a JSON pointer writes like this."""
+    return name.replace("~1", "/").replace("~0", "~")
 
 
 def cost_of(schema: dict[str, Any]) -> int:

@@ -134,12 +134,6 @@ class GrammarValidator:
             del self._shared[shared.key]
         shared.trial.cancel()
 
-    def is_validated(self, constraint: StructuredOutputs) -> bool:
-        """Whether `validate` would return at once."""
-        return self._cache.outcome(constraint) is not None and (
-            self.compiler is None or self.compiler.is_compiled(constraint)
-        )
-
     def warm_up(self) -> None:
         """Prepare what the first constraint would wait for, if constraints are available at all."""
         with contextlib.suppress(ParameterError):
