@@ -44,7 +44,7 @@ def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {kind}", param=name)
+        raise ParameterError.of_value(name, value, f"it must be a list of {kind}")
     return tuple(value)
 
 
@@ -168,9 +168,8 @@ class SamplingParams:
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, STRUCTURED_OUTPUTS, _structured(self.structured_outputs))
         elif not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise ParameterError(
-                f"structured_outputs is {shown(self.structured_outputs)}: it must be StructuredOutputs",
-                param=STRUCTURED_OUTPUTS,
+            raise ParameterError.of_value(
+                STRUCTURED_OUTPUTS, self.structured_outputs, "it must be StructuredOutputs"
             )
 
     def _normalise_stops(self) -> None:
@@ -208,10 +207,7 @@ class SamplingParams:
                 )
         bias: dict[int, float] = {}
         if not isinstance(self.logit_bias, Mapping | None):
-            raise ParameterError(
-                f"logit_bias is {shown(self.logit_bias)}: it must map token ids to numbers",
-                param="logit_bias",
-            )
+            raise ParameterError.of_value("logit_bias", self.logit_bias, "it must map token ids to numbers")
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
             token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key

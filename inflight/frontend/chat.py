@@ -81,15 +81,11 @@ class ChatRequest:
     def __post_init__(self) -> None:
         budget = self.max_reasoning_tokens
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-            raise ParameterError(
-                f"max_reasoning_tokens is {shown(budget)}: it must be an integer of at least 0",
-                param="max_reasoning_tokens",
+            raise ParameterError.of_value(
+                "max_reasoning_tokens", budget, "it must be an integer of at least 0"
             )
         if not isinstance(self.reasoning_effort, str | None):
-            raise ParameterError(
-                f"reasoning_effort is {shown(self.reasoning_effort)}: it must be a string",
-                param="reasoning_effort",
-            )
+            raise ParameterError.of_value("reasoning_effort", self.reasoning_effort, "it must be a string")
 
     @classmethod
     def of(cls, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatRequest:
