@@ -150,9 +150,8 @@ class PrefixHit:
     tables: tuple[Sequence[int], ...] = ()
     snapshot: int = -1  # the bundle that holds the recurrent state at the end of the prefix
     num_present: int = 0  # blocks whose KV is there, though other groups may lack what they need
-    grows: bool = (
-        False  # whether the step being formed makes the prefix longer, so that it pays to wait for it
-    )
+    # Whether the step being formed makes the prefix longer, so that it pays to wait for it.
+    grows: bool = False
 
 
 NO_HIT = PrefixHit()

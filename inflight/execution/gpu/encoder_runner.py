@@ -45,14 +45,12 @@ class GpuEncoderRunner:
         self.model = model
         self.buckets = TextBuckets(max_rows, max_tokens)
         self._tile_positions = encoder.attention.tuning.tile.rows  # positions per attention program
-        self._has_segments = (
-            encoder.spec.num_segments > 1
-        )  # whether the model distinguishes the two texts of a pair
+        # Whether the model distinguishes the two texts of a pair.
+        self._has_segments = encoder.spec.num_segments > 1
         largest = self.buckets.largest
         self.upload: PackedUpload[TextShape] = PackedUpload(self._sections, [largest], device)
-        self.vectors = torch.zeros(
-            largest.num_texts, model.head.size, device=device
-        )  # of the latest step's texts
+        # Of the latest step's texts.
+        self.vectors = torch.zeros(largest.num_texts, model.head.size, device=device)
         self.steps: StepGraphs[TextShape, None] | EagerSteps[TextShape, None]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
 

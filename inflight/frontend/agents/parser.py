@@ -178,9 +178,8 @@ def _read_reasoning(
         return False
     source.release()
     source.in_reasoning = True
-    yield from source.accept_after_space(
-        *markers.opens
-    )  # some models repeat the opening marker of the prompt
+    # Some models repeat the opening marker of the prompt.
+    yield from source.accept_after_space(*markers.opens)
     yield from source.skip_space()
     if markers.label and (yield from source.accept(markers.label)):
         yield from source.skip_space()

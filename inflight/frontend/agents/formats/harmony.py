@@ -30,14 +30,8 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CONSTRAIN, _CALL = "<|end|>", "<|constrain|>", "<|call|>"
 _ENDS = (_END, _CALL, "<|return|>")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, " to=")  # the prompt ends with `<|start|>assistant`
-_BUILT_IN = (
-    "python",
-    "browser",
-    "container",
-    "assistant",
-    "user",
-    "all",
-)  # recipients that are not functions
+# Recipients that are not functions.
+_BUILT_IN = ("python", "browser", "container", "assistant", "user", "all")
 _BEGIN, _END_OF_HEADER = Markers(_START, _CHANNEL), Markers(_MESSAGE)
 _END_OF_BODY = Markers(*_ENDS, _START, _CHANNEL)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
