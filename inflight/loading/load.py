@@ -209,8 +209,6 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     decoder = _fill_decoder(config, platform, checkpoint, plan, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
-    if platform.device.type == "cpu":
-        return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
         # Ranks must pad steps alike, even if the first rank's limits changed after loading.
@@ -221,8 +219,9 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
         links = stage_links(memory, decoder)
         return platform.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
-    num_blocks = platform.num_blocks(config, decoder, plan.context)
-    return LoadedRank(decoder, grammars, num_blocks, make_runner)
+    if platform.device.type == "cpu":  # ranks share the memory of their machine
+        return LoadedRank(make_runner)
+    return LoadedRank(make_runner, platform.num_blocks(config, decoder, plan.context))
 
 
 def load_encoder_engine(

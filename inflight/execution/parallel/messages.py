@@ -45,7 +45,6 @@ class Begin(RankMessage, frozen=True):
     """Allocate KV memory and rows."""
 
     num_blocks: int
-    block_size: int
     max_rows: int
     max_len: int
     max_tokens: int  # of a step

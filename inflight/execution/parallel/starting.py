@@ -142,7 +142,6 @@ def parallel_core(
     from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.runner import (
         FirstRank,
-        Follower,
         MirroredRunner,
         PipelineRunner,
         rank_runner,
@@ -155,8 +154,7 @@ def parallel_core(
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
     limits = scheduler.limits
     sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens
-    begin = Begin(num_blocks, scheduler.blocks.block_size, *sizes)
-    on_cpu = decoder.device.type == "cpu"
+    begin = Begin(num_blocks, *sizes)
 
     def begin_all() -> Runner[Any]:
         first = FirstRank(ranks, library, decoder.shard.collective)
@@ -165,15 +163,15 @@ def parallel_core(
         if ranks.layout.pipeline == 1:
             runner = MirroredRunner(make_runner(), first)
         else:
-            memory = ranks.memory
-            stage = Follower(decoder, begin, memory) if on_cpu else rank_runner(make_runner(), memory)
-            runner = PipelineRunner(stage, memory.results(), first)
+            stage = rank_runner(make_runner(), ranks.memory)
+            runner = PipelineRunner(stage, ranks.memory.results(), first)
         first.wait_until_begun()
         return runner
 
     depth = pipeline_depth if ranks.layout.pipeline == 1 else ranks.layout.pipeline
     # On GPUs the weights of the other ranks would have to move as well.
-    sleep_support = ModelSleepSupport(decoder, decoder.device, begin_all) if on_cpu else None
+    can_sleep = decoder.device.type == "cpu"
+    sleep_support = ModelSleepSupport(decoder, decoder.device, begin_all) if can_sleep else None
     return EngineCore(
         scheduler,
         begin_all(),
