@@ -112,7 +112,7 @@ def measure_attention(
 ) -> AttentionResult:
     batch, num_heads, num_kv_heads, head_dim, block_size = 16, 16, 8, 128, 16
     num_blocks = -(-context // block_size)
-    shape = KVShape.of([LayerKV(num_kv_heads, head_dim, head_dim)] * 4, block_size, torch.float32)
+    shape = KVShape.from_layers([LayerKV(num_kv_heads, head_dim, head_dim)] * 4, block_size, torch.float32)
     caches = backend.allocate(shape, batch * num_blocks, torch.device("cpu")).layers
     for cache in caches:
         cache.fill_(0.01)

@@ -173,7 +173,7 @@ class RequestMetrics:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
     @classmethod
-    def of(cls, records: list[RequestRecord]) -> RequestMetrics:
+    def from_records(cls, records: list[RequestRecord]) -> RequestMetrics:
         """Combine the records of all answers: the earliest start and the latest end."""
 
         def known(name: str) -> list[float]:

@@ -28,7 +28,7 @@ class Spread:
     std: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def from_values(cls, values: Sequence[float]) -> Spread | None:
         """Return the distribution of the values, or None if there are none."""
         if not values:
             return None
@@ -202,12 +202,14 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         num_cached_tokens=sum(record.num_cached_tokens for record in complete),
         num_output_tokens=sum(record.num_tokens for record in complete),
         num_events=sum(len(record.times) for record in complete),
-        ttft=Spread.of([record.first - record.sent for record in complete]),
-        itl=Spread.of([later - earlier for record in complete for earlier, later in pairwise(record.times)]),
-        tpot=Spread.of(_per_token(complete)),
-        e2e=Spread.of([record.ended - record.sent for record in complete]),
-        lag=Spread.of([record.lag for record in records if record.lag is not None]),
-        loop_lag=Spread.of(result.loop_lags),
+        ttft=Spread.from_values([record.first - record.sent for record in complete]),
+        itl=Spread.from_values(
+            [later - earlier for record in complete for earlier, later in pairwise(record.times)]
+        ),
+        tpot=Spread.from_values(_per_token(complete)),
+        e2e=Spread.from_values([record.ended - record.sent for record in complete]),
+        lag=Spread.from_values([record.lag for record in records if record.lag is not None]),
+        loop_lag=Spread.from_values(result.loop_lags),
         cpu_share=result.cpu_share,
         problems=_problems(records),
         num_good=sum(_is_good(record, objectives) for record in complete) if objectives else None,

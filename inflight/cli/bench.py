@@ -144,7 +144,7 @@ def serve(
         )
 
     rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
-    results = ResultFiles.of(save_result, result_dir, result_filename, len(rates))
+    results = ResultFiles.from_options(save_result, result_dir, result_filename, len(rates))
     objectives = parse_goodput(goodput or ())
     arrival_times(0, 1.0, seed, ramp, burstiness)  # checks them before the server is asked
     prompts, outputs = _lengths(prompt_len, output_len, random_range_ratio)
@@ -234,9 +234,9 @@ def _measure(
 
 def _check_any_completed(run: Run) -> None:
     if not run.num_complete:
-        kind, problem = next(iter(run.problems.items()))
+        error, problem = next(iter(run.problems.items()))
         raise EngineError(
-            f"all {run.num_requests} requests failed; the most frequent error is {kind}: {problem.example}"
+            f"all {run.num_requests} requests failed; the most frequent error is {error}: {problem.example}"
         )
 
 
@@ -258,7 +258,9 @@ class ResultFiles:
     filename: str | None
 
     @classmethod
-    def of(cls, save: bool, folder: Path | None, filename: str | None, num_rates: int) -> ResultFiles | None:
+    def from_options(
+        cls, save: bool, folder: Path | None, filename: str | None, num_rates: int
+    ) -> ResultFiles | None:
         """Return None if nothing is to be saved. Raises ConfigError if the files could not be written."""
         if not save and filename is None:
             return None

@@ -75,7 +75,7 @@ class InflightCommand(TyperCommand):
         for param in self._parameters(ctx):
             name, text = param.get_help_record(ctx)
             panel = "Arguments" if _is_argument(param) else param.rich_help_panel or OPTIONS
-            panels.setdefault(panel, []).append((_names(param, name), _plain(text)))
+            panels.setdefault(panel, []).append((_names(param, name), _without_parentheses(text)))
         for panel, rows in panels.items():
             if rows:
                 with formatter.section(panel):
@@ -112,7 +112,7 @@ def _names(param: Any, name: str) -> str:
     return name.replace("<list[str]>", "<str>...").replace(" range>", ">")
 
 
-def _plain(text: str) -> str:
+def _without_parentheses(text: str) -> str:
     """Return help text without the parentheses around a default in words."""
     return re.sub(r"default: \((.*?)\)(?=[\];])", r"default: \1", text)
 

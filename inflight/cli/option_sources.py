@@ -64,8 +64,10 @@ def with_flags(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-        parameters = [*own, *flags.values()]
+        command_parameters = [
+            item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD
+        ]
+        parameters = [*command_parameters, *flags.values()]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -91,9 +93,12 @@ def _flag(option: Option, panel: str) -> inspect.Parameter:
     shown = typer.Option(
         *flags, help=option.help, rich_help_panel=panel, show_default=option.default_text or False
     )
-    kind: Any = list[str] if option.kind is tuple else option.kind
+    annotation: Any = list[str] if option.kind is tuple else option.kind
     return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation | None, shown],
     )
 
 
@@ -105,8 +110,12 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
     name = flag.removeprefix("--").replace("-", "_")
     if not values:
         return {name.removeprefix("no_"): not name.startswith("no_")}
-    kind = options[name].kind
-    return {name: tuple(values) if kind is tuple else options[name].chosen(_parse(flag, values[0], kind))}
+    value_type = options[name].kind
+    return {
+        name: tuple(values)
+        if value_type is tuple
+        else options[name].chosen(_parse(flag, values[0], value_type))
+    }
 
 
 # ---- variables ----
@@ -143,19 +152,19 @@ def unused_variables(options: Mapping[str, Option], environment: Mapping[str, st
     return warnings
 
 
-def _parse(name: str, text: str, kind: type) -> Any:
+def _parse(name: str, text: str, value_type: type) -> Any:
     """Parse the value of an environment variable."""
-    if kind is bool:
+    if value_type is bool:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         raise ConfigError(f"{name} is {text!r}: it must be true or false")
-    if kind is tuple:
+    if value_type is tuple:
         return tuple(parse_list(text) or (item.strip() for item in text.split(",") if item.strip()))
-    if kind in (int, float):
+    if value_type in (int, float):
         try:
-            return kind(text)
+            return value_type(text)
         except ValueError:
-            raise ConfigError(f"{name} is {text!r}: it must be {_NAMES[kind]}") from None
+            raise ConfigError(f"{name} is {text!r}: it must be {_NAMES[value_type]}") from None
     return text
 
 
@@ -190,16 +199,16 @@ def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRul
 
 def _typed(name: str, value: Any, option: Option) -> Any:
     """Return a value from a file if it has the option's type, or raise ConfigError."""
-    kind = option.kind
+    value_type = option.kind
     value = option.chosen(value)
     if value is None and option.optional:
         return None
-    if kind is tuple:
+    if value_type is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list) and all(isinstance(item, str) for item in items):
             return tuple(items)
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+    elif value_type is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+    elif isinstance(value, value_type) and (value_type is bool or not isinstance(value, bool)):
         return value
-    raise ConfigError(f"{name} is {value!r}: it must be {_NAMES.get(kind, 'a string')}")
+    raise ConfigError(f"{name} is {value!r}: it must be {_NAMES.get(value_type, 'a string')}")

@@ -39,7 +39,7 @@ def _flags(params: type, truncate: bool) -> list[Option]:
     """Return a flag for each parameter of a task, then flags for the engine's options."""
     descriptions, types = parameter_help(params), parameter_types(params)
     defaults, choices = {"truncate": truncate}, {"scale": get_args(Scale)}
-    own = [
+    task_options = [
         Option(
             name,
             *option_kind(types[name]),
@@ -50,7 +50,7 @@ def _flags(params: type, truncate: bool) -> list[Option]:
         )
         for name, description in descriptions.items()
     ]
-    return own + [replace(ENGINE_OPTIONS[name], panel="Engine") for name in ENGINE_FLAGS]
+    return task_options + [replace(ENGINE_OPTIONS[name], panel="Engine") for name in ENGINE_FLAGS]
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,13 +100,13 @@ def embed(
 
 
 def _load(
-    model: str | None, kind: Literal["reranker", "embedder"], engine: dict[str, Any], show: bool
+    model: str | None, role: Literal["reranker", "embedder"], engine: dict[str, Any], show: bool
 ) -> LLM:
     with interrupts_end_at_once():
         from inflight.checkpoint.builtin import builtin_folder
         from inflight.entrypoints.llm import LLM  # imports torch, which is slow
 
-    return LLM(builtin_folder(kind) if model is None else model, show_progress=show, **engine)
+    return LLM(builtin_folder(role) if model is None else model, show_progress=show, **engine)
 
 
 # ---- documents ----

@@ -68,7 +68,7 @@ class AnswerRules:
 
     def text(self) -> str:
         """Serialize the rules for `StructuredOutputs.answer`."""
-        names = [each.name for each in fields(RuleSchema)]
+        names = [field.name for field in fields(RuleSchema)]
         schemas = {key: [getattr(schema, name) for name in names] for key, schema in self.schemas.items()}
         data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
         return json.dumps({**data, "grammars": self.grammars}, separators=(",", ":"))

@@ -196,13 +196,13 @@ class GrammarCompiler:
 
     def _has_room(self) -> bool:
         """Return whether another spare lexer fits, if need be in the place of the oldest that is not in use."""
-        self._spare_lexers = [each for each in self._spare_lexers if each() is not None]
+        self._spare_lexers = [lexer for lexer in self._spare_lexers if lexer() is not None]
         if len(self._spare_lexers) < MAX_SPARE_LEXERS:
             return True
-        for each in self._spare_lexers:
-            grammar = each()
+        for lexer in self._spare_lexers:
+            grammar = lexer()
             if grammar is not None and grammar.remove_spare():
-                self._spare_lexers.remove(each)
+                self._spare_lexers.remove(lexer)
                 return True
         return False
 

@@ -41,7 +41,7 @@ MAX_GBNF = 8_000_000
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
-def lark_grammar(kind: str, text: str, special_tokens: Collection[str], one_of: bool = False) -> str:
+def lark_grammar(syntax: str, text: str, special_tokens: Collection[str], one_of: bool = False) -> str:
     """Return the grammar of a constraint. `one_of`: make the alternatives of oneOf exclusive.
 
     Raises ParameterError; most mistakes surface when the grammar is compiled.
@@ -55,7 +55,7 @@ def lark_grammar(kind: str, text: str, special_tokens: Collection[str], one_of: 
         "grammar": lambda text: _user_grammar(text, one_of),
         "structural_tag": lambda text: _structural_tag(text, special_tokens, one_of),
     }
-    return with_options(makers[kind](text))
+    return with_options(makers[syntax](text))
 
 
 def answer_lark(
@@ -132,9 +132,9 @@ def _user_grammar(text: str, one_of: bool) -> str:
 
 def _with_checked_schemas(grammar: str, one_of: bool) -> str:
     """Check and rewrite the schemas in a grammar like any other schema."""
-    parts, at = [], 0
+    parts, position = [], 0
     for token in _LARK_TOKEN.finditer(grammar):
-        if token.start() < at:
+        if token.start() < position:
             continue
         if token["open_string"] is not None or token["open_regex"] is not None:
             raise ParameterError(
@@ -144,9 +144,9 @@ def _with_checked_schemas(grammar: str, one_of: bool) -> str:
             )
         if token["json"] is None:
             continue
-        parts.append(grammar[at : token.start()])
+        parts.append(grammar[position : token.start()])
         try:
-            schema, at = _JSON.raw_decode(grammar, token.end())
+            schema, position = _JSON.raw_decode(grammar, token.end())
         except (ValueError, RecursionError) as error:
             raise ParameterError(
                 f"{PARAM}.grammar: the text after %json is not JSON: {error}",
@@ -154,7 +154,7 @@ def _with_checked_schemas(grammar: str, one_of: bool) -> str:
                 code="invalid_constraint",
             ) from None
         parts.append(_checked_rule(schema, one_of))
-    return "".join([*parts, grammar[at:]])
+    return "".join([*parts, grammar[position:]])
 
 
 def _checked_rule(schema: Any, one_of: bool) -> str:

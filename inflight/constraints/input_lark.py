@@ -67,11 +67,11 @@ def json_quoted(grammar: str) -> str:
 
     Raises ValueError if it uses something that cannot be rewritten.
     """
-    parts, at = [], 0
+    parts, position = [], 0
     for token in _TOKEN.finditer(grammar):
-        parts += [grammar[at : token.start()], _rewritten(token)]
-        at = token.end()
-    return _with_terminals("".join([*parts, grammar[at:]]))
+        parts += [grammar[position : token.start()], _rewritten(token)]
+        position = token.end()
+    return _with_terminals("".join([*parts, grammar[position:]]))
 
 
 def bare_input(grammar: str, never: str) -> str:
@@ -93,17 +93,17 @@ def _with_terminals(grammar: str, never: str = "") -> str:
     def renamed(match: re.Match[str]) -> str:
         return terminals.get(match["name"] or "", match[0])
 
-    parts, at = [], 0
+    parts, position = [], 0
     for rule in rules:
         body = _REFERENCE.sub(renamed, rule.body)
         if rule.name in terminals:
             body, rule.head = _ALIAS.sub("", body), f"{terminals[rule.name]}:"
-        parts += [grammar[at : rule.start], rule.head, body]
-        at = rule.end
+        parts += [grammar[position : rule.start], rule.head, body]
+        position = rule.end
     if "start" in terminals:
         limits = f" & ~/(?s:.*)({never})(?s:.*)/" if never else ""
         parts.append(f"\nstart: INPUT\nINPUT: {terminals['start']}{limits}\n")
-    return "".join([*parts, grammar[at:]])
+    return "".join([*parts, grammar[position:]])
 
 
 def _finite_rules(rules: list[_Rule]) -> dict[str, None]:
@@ -191,17 +191,17 @@ def _quoted_regex(regex: str, flags: str = "") -> str:
 
 def _quoted_parts(regex: str, matches_all: bool) -> Iterator[str]:
     """Yield a regex piece by piece. `matches_all` says that a dot matches line breaks."""
-    at, groups = 0, [matches_all]  # the flag inside each open group
-    while at < len(regex):
-        character = regex[at]
-        end = at + 1
+    position, groups = 0, [matches_all]  # the flag inside each open group
+    while position < len(regex):
+        character = regex[position]
+        end = position + 1
         if character == "\\":
-            end, piece = _escape(regex, at)
+            end, piece = _escape(regex, position)
         elif character == "[":
-            end = end_of_class(regex, at)
-            if end == at + 1:
+            end = end_of_class(regex, position)
+            if end == position + 1:
                 raise ValueError(f"the regex {regex[:100]!r} has a character class that is not closed")
-            piece = _class(regex[at:end])
+            piece = _class(regex[position:end])
         elif character == ".":
             piece = _any(set(_ESCAPES) if groups[-1] else set(_ESCAPES) - {"\n"})
         elif character == "(":
@@ -223,38 +223,38 @@ def _quoted_parts(regex: str, matches_all: bool) -> Iterator[str]:
                 groups.pop()
             piece = _literal(character) if character in _ESCAPES else character
         yield piece
-        at = end
+        position = end
 
 
-def _escape(regex: str, at: int) -> tuple[int, str]:
+def _escape(regex: str, position: int) -> tuple[int, str]:
     """Return the end of the escape at a position, and its replacement."""
-    code = _CODE_POINT.match(regex, at + 1)
+    code = _CODE_POINT.match(regex, position + 1)
     if code is not None:
         number = int(next(filter(None, code.groups())), 16)
         character = chr(number) if number <= 0x10FFFF else ""
         is_special = character < " " or character in _ESCAPES
         return code.end(), _literal(character) if is_special else f"\\{code[0]}"
-    named = _PROPERTY.match(regex, at + 1)
+    named = _PROPERTY.match(regex, position + 1)
     if named is not None:
         return named.end(), f"[\\{named[0]}&&{_PLAIN}]"
-    letter = regex[at + 1 : at + 2]
+    letter = regex[position + 1 : position + 2]
     if letter in _ESCAPED_LETTERS or letter in _ESCAPES:
-        return at + 2, _literal(_ESCAPED_LETTERS.get(letter, letter))
+        return position + 2, _literal(_ESCAPED_LETTERS.get(letter, letter))
     if letter in "sSDW":
-        return at + 2, _class(f"[\\{letter}]")
-    return at + 2, f"\\{letter}"
+        return position + 2, _class(f"[\\{letter}]")
+    return position + 2, f"\\{letter}"
 
 
 def _literal(character: str) -> str:
     """Return a regex for a character that JSON escapes, or one that matches nothing if it has no short escape."""
-    return _any({character}, plain="") if character in _ESCAPES else f"[a&&{_PLAIN}&&b]"
+    return _any({character}, unescaped="") if character in _ESCAPES else f"[a&&{_PLAIN}&&b]"
 
 
-def _any(escaped: set[str], plain: str = _PLAIN) -> str:
-    """Return a regex for any of the characters that are written `plain`, or as an escape."""
+def _any(escaped: set[str], unescaped: str = _PLAIN) -> str:
+    """Return a regex for any of the characters that are written `unescaped`, or as an escape."""
     letters = "".join(re.escape(letter) for character, letter in _ESCAPES.items() if character in escaped)
     # A surrounding i flag must not allow \N for \n.
-    alternatives = filter(None, (plain, rf"\\(?-i:[{letters}])" if letters else ""))
+    alternatives = filter(None, (unescaped, rf"\\(?-i:[{letters}])" if letters else ""))
     return f"(?:{'|'.join(alternatives)})"
 
 

@@ -168,7 +168,7 @@ class NativeTokenizer:
         tokens = [SPECIAL + token if i in special else token for i, token in enumerate(pieces.tokens)]
         sizes, text = np.array([*map(len, tokens)], dtype=np.uint32), b"".join(tokens)
         ends = np.array(vocabulary.eos_token_ids, dtype=np.uint32)
-        slices = (ctypes.c_char_p * (len(SLICES) + 1))(*(each.encode() for each in SLICES), None)
+        slices = (ctypes.c_char_p * (len(SLICES) + 1))(*(regex.encode() for regex in SLICES), None)
         self._tokenize = _TOKENIZE(_tokenize_with(pieces))  # must outlive the tokenizer
         options = _TokenizerOptions(
             struct_size=ctypes.sizeof(_TokenizerOptions),
@@ -196,8 +196,8 @@ class NativeTokenizer:
         for name, value in limits.items():
             setattr(options.limits, name, value)
         options.limits.verbose_errors = False
-        kind = b"llguidance" if grammar.startswith("{") else b"lark"
-        handle = self.functions.new_matcher(ctypes.byref(options), kind, grammar.encode())
+        syntax = b"llguidance" if grammar.startswith("{") else b"lark"
+        handle = self.functions.new_matcher(ctypes.byref(options), syntax, grammar.encode())
         return NativeState(self, handle)
 
 

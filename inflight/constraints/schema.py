@@ -245,7 +245,7 @@ def _endless_part(schema: Any) -> str | None:
     targets = {id(part.schema): _target(schema, part.schema.get("$ref")) for part in parts.values()}
     finite: set[int] = set()
 
-    def holds(inner: Any) -> bool:
+    def is_part_finite(inner: Any) -> bool:
         return id(inner) in finite or id(inner) not in parts
 
     identities = list(parts)
@@ -255,7 +255,7 @@ def _endless_part(schema: Any) -> str | None:
         finite.update(
             identity
             for identity in identities
-            if holds(targets[identity]) and _is_finite(parts[identity].schema, holds)
+            if is_part_finite(targets[identity]) and _is_finite(parts[identity].schema, is_part_finite)
         )
         if len(finite) == num_finite:
             endless = next((part for identity, part in parts.items() if identity not in finite), None)
@@ -263,15 +263,15 @@ def _endless_part(schema: Any) -> str | None:
     return None
 
 
-def _is_finite(schema: dict[str, Any], holds: Callable[[Any], bool]) -> bool:
-    """Return whether a part is finite, apart from what it refers to. `holds` says so of the parts in it."""
-    if not all(map(holds, _items(schema.get("allOf")))):
+def _is_finite(schema: dict[str, Any], is_part_finite: Callable[[Any], bool]) -> bool:
+    """Return whether a part is finite, apart from what it refers to. `is_part_finite` answers for the parts in it."""
+    if not all(map(is_part_finite, _items(schema.get("allOf")))):
         return False
     for keyword in ("anyOf", "oneOf"):
         branches = _items(schema.get(keyword))
-        if branches and not any(map(holds, branches)):
+        if branches and not any(map(is_part_finite, branches)):
             return False
-    return all(map(holds, _required_parts(schema)))
+    return all(map(is_part_finite, _required_parts(schema)))
 
 
 def _required_parts(schema: dict[str, Any]) -> Iterator[Any]:

@@ -149,8 +149,8 @@ def all_of(schemas: list[Any]) -> Any:
     return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
 
-def other_types(kind: str) -> dict[str, Any]:
-    return {"type": [other for other in TYPES if other != kind]}
+def other_types(type_name: str) -> dict[str, Any]:
+    return {"type": [other for other in TYPES if other != type_name]}
 
 
 def type_of(value: Any) -> str:

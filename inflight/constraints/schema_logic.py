@@ -137,7 +137,7 @@ class _Expansion:
                 continue
             self._document.keyword = keyword
             if keyword == "not":
-                yield self._negation.of(value, f"{pointer}/not")
+                yield self._negation.negated(value, f"{pointer}/not")
             elif keyword == "if":
                 yield self._conditional(schema, pointer)
             elif keyword == "contains":
@@ -160,7 +160,7 @@ class _Expansion:
         return any_of(
             [
                 all_of([condition, schema.get("then", True)]),
-                all_of([self._negation.of(condition, f"{pointer}/if"), schema.get("else", True)]),
+                all_of([self._negation.negated(condition, f"{pointer}/if"), schema.get("else", True)]),
             ]
         )
 
@@ -185,7 +185,7 @@ class _Expansion:
             return
         other: Any = True
         if most is not None:
-            other = self._negation.of(item, f"{pointer}/contains")
+            other = self._negation.negated(item, f"{pointer}/contains")
         largest = least if most is None else most
         if max(least, largest) > MAX_POSITIONS:
             raise UnsupportedKeywordError("contains", pointer, f" for more than {MAX_POSITIONS} items")
@@ -241,8 +241,8 @@ class _Expansion:
         listed = schema.get("enum")
         if not isinstance(listed, list) or keywords - {"enum", "type"}:
             return None
-        kind = schema.get("type")
-        if kind is not None and not all(type_of(value) == kind for value in listed):
+        type_name = schema.get("type")
+        if type_name is not None and not all(type_of(value) == type_name for value in listed):
             return None
         return list({_canonical(value): value for value in listed}.values())
 
@@ -289,7 +289,7 @@ class _Expansion:
         if len(branches) ** 2 > MAX_COST:  # each branch stands beside the negations of all others
             return None
         try:
-            negated = [self._negation.of(branch, pointer) for branch in branches]
+            negated = [self._negation.negated(branch, pointer) for branch in branches]
         except UnsupportedKeywordError:
             return None
         return any_of(
@@ -338,12 +338,12 @@ class _Expansion:
             if "contains" in schema:
                 raise UnsupportedKeywordError(keyword, pointer, " beside contains")
             is_all = "items" in schema or keyword in schema
-            own = _Evaluated(num_items=len(schema.get("prefixItems", ())), all=is_all)
+            evaluated = _Evaluated(num_items=len(schema.get("prefixItems", ())), all=is_all)
         else:
             is_all = "additionalProperties" in schema or keyword in schema
             names, patterns = schema.get("properties", ()), schema.get("patternProperties", ())
-            own = _Evaluated(names=tuple(names), patterns=frozenset(patterns), all=is_all)
-        cases = [own]
+            evaluated = _Evaluated(names=tuple(names), patterns=frozenset(patterns), all=is_all)
+        cases = [evaluated]
 
         def product(cases: list[_Evaluated], others: Iterable[_Evaluated]) -> list[_Evaluated]:
             others = list(others)
@@ -381,7 +381,7 @@ class _Expansion:
             combine(case for branch in schema["oneOf"] for case in under([branch], [branch]))
         if "if" in schema:
             condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
-            negated = self._negation.of(condition, f"{pointer}/if")
+            negated = self._negation.negated(condition, f"{pointer}/if")
             combine([*under([condition, then], [condition, then]), *under([negated, otherwise], [otherwise])])
         for name, inner in schema.get("dependentSchemas", {}).items():
             absent = _Evaluated(({"properties": {name: False}},))

@@ -45,7 +45,7 @@ class Negation:
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
 
-    def of(self, schema: Any, pointer: str) -> Any:
+    def negated(self, schema: Any, pointer: str) -> Any:
         """Return one schema for the values that a schema does not match."""
         return any_of(self.cases(schema, pointer))
 
@@ -106,20 +106,20 @@ class Negation:
             case "contains":
                 if schema.get("minContains", 1) != 1 or "maxContains" in schema:
                     raise UnsupportedKeywordError(keyword, pointer, " with minContains or maxContains here")
-                return [{"type": "array", "items": self.of(value, pointer)}]
+                return [{"type": "array", "items": self.negated(value, pointer)}]
             case "allOf":
-                return (each for inner in value for each in negate(inner, pointer))
+                return itertools.chain.from_iterable(negate(inner, pointer) for inner in value)
             case "anyOf":
-                return [all_of([self.of(inner, pointer) for inner in value])]
+                return [all_of([self.negated(inner, pointer) for inner in value])]
             case "oneOf":
-                none = all_of([self.of(inner, pointer) for inner in value])
+                none = all_of([self.negated(inner, pointer) for inner in value])
                 pairs = itertools.combinations(value, 2)
                 return itertools.chain([none], (all_of(list(pair)) for pair in pairs))
             case "not":
                 return [value]
             case "if":
-                met = [value, self.of(schema.get("then", True), pointer)]
-                unmet = [self.of(value, pointer), self.of(schema.get("else", True), pointer)]
+                met = [value, self.negated(schema.get("then", True), pointer)]
+                unmet = [self.negated(value, pointer), self.negated(schema.get("else", True), pointer)]
                 return [all_of(met), all_of(unmet)]
             case "dependentRequired":
                 return (
@@ -133,10 +133,10 @@ class Negation:
 
     def _outside_values(self, values: list[Any], pointer: str) -> list[Any]:
         """Return schemas for everything but some values."""
-        by_type: dict[str, list[Any]] = {kind: [] for kind in TYPES}
+        by_type: dict[str, list[Any]] = {type_name: [] for type_name in TYPES}
         for value in values:
             by_type["number" if type_of(value) == "integer" else type_of(value)].append(value)
-        free = [kind for kind in TYPES if not by_type[kind]]
+        free = [type_name for type_name in TYPES if not by_type[type_name]]
         schemas: list[Any] = [{"type": free}] if free else []
         if len(set(by_type["boolean"])) == 1:
             schemas.append({"const": not by_type["boolean"][0]})
@@ -146,10 +146,10 @@ class Negation:
             if sum(map(len, by_type["string"])) > MAX_WORD_CHARACTERS:
                 raise UnsupportedKeywordError("enum", pointer, " here: its strings are too long")
             schemas.append({"type": "string", "pattern": f"^{_pattern_outside(set(by_type['string']))}$"})
-        for kind in ("array", "object"):
-            if by_type[kind]:
-                outside = [any_of(self._outside_container(value, pointer)) for value in by_type[kind]]
-                schemas.append(all_of([{"type": kind}, *outside]))
+        for type_name in ("array", "object"):
+            if by_type[type_name]:
+                outside = [any_of(self._outside_container(value, pointer)) for value in by_type[type_name]]
+                schemas.append(all_of([{"type": type_name}, *outside]))
         return schemas
 
     def _outside_container(self, value: Any, pointer: str) -> list[Any]:
@@ -165,20 +165,20 @@ class Negation:
 
 def _outside_types(types: list[str]) -> list[Any]:
     """Return a schema of all other types. Numbers that are no integers cannot be told apart, and are left out."""
-    excluded = {"number" if kind == "integer" else kind for kind in types}
-    others = [kind for kind in TYPES if kind not in excluded]
+    excluded = {"number" if type_name == "integer" else type_name for type_name in types}
+    others = [type_name for type_name in TYPES if type_name not in excluded]
     return [{"type": others}] if others else []
 
 
 def _outside_bound(keyword: str, value: Any, pointer: str) -> list[Any]:
     """Return a schema of the values beyond a bound. Raises UnsupportedKeywordError for all other keywords."""
     if keyword in _OPPOSITES and isinstance(value, int | float) and not isinstance(value, bool):
-        kind, opposite, step = _OPPOSITES[keyword]
+        type_name, opposite, step = _OPPOSITES[keyword]
         bound = value + step
-        if kind != "number" and bound < 0:
+        if type_name != "number" and bound < 0:
             return []
         if opposite != "minProperties" or bound <= 1:  # more than one could be repeated names
-            return [{"type": kind, opposite: bound}]
+            return [{"type": type_name, opposite: bound}]
     raise UnsupportedKeywordError(keyword, pointer, " here")
 
 

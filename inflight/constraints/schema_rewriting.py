@@ -56,18 +56,18 @@ def _exact(keyword: str, value: Any) -> Any:
 
 def safe_pattern(pattern: str) -> str:
     """Return a pattern without control characters in its classes. Invalid patterns stay invalid."""
-    parts, at = [], 0
-    while at < len(pattern):
-        end = at + 1
-        if pattern[at] == "[":
-            end = end_of_class(pattern, at)
-        elif pattern[at] == "\\":
-            match = _PROPERTY.match(pattern, at)
-            end = match.end() if match else at + 2
-        part = _without_mark(pattern[at:end])
+    parts, position = [], 0
+    while position < len(pattern):
+        end = position + 1
+        if pattern[position] == "[":
+            end = end_of_class(pattern, position)
+        elif pattern[position] == "\\":
+            match = _PROPERTY.match(pattern, position)
+            end = match.end() if match else position + 2
+        part = _without_mark(pattern[position:end])
         is_class = len(part) > 2
         parts.append(f"[{part}{_EXCEPT_CONTROL}]" if is_class else part)
-        at = end
+        position = end
     return "".join(parts)
 
 
@@ -85,18 +85,18 @@ def as_written(text: str) -> str:
 
 def end_of_class(pattern: str, start: int) -> int:
     """Return the index after the bracket that closes the one at `start`, or start + 1 if none does."""
-    depth, at = 0, start
-    while at < len(pattern):
-        character = pattern[at]
+    depth, position = 0, start
+    while position < len(pattern):
+        character = pattern[position]
         if character == "\\":
-            at += 1
+            position += 1
         elif character == "[":
             depth += 1
-            at += pattern.startswith("^", at + 1)
-            at += pattern.startswith("]", at + 1)  # a literal in this position
+            position += pattern.startswith("^", position + 1)
+            position += pattern.startswith("]", position + 1)  # a literal in this position
         elif character == "]":
             depth -= 1
             if depth == 0:
-                return at + 1
-        at += 1
+                return position + 1
+        position += 1
     return start + 1

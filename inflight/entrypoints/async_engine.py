@@ -65,7 +65,7 @@ class AsyncEngine(AsyncScoringMethods):
         self._threads = ThreadPoolExecutor(SCORING_THREADS, "inflight-scoring")  # started on first use
 
     @classmethod
-    def of(cls, loaded: LoadedEngine) -> AsyncEngine:
+    def from_loaded(cls, loaded: LoadedEngine) -> AsyncEngine:
         """Create an AsyncEngine over an engine in this process."""
         return cls(loaded.frontend, InprocClient(loaded.core, loaded.facts))
 
@@ -89,10 +89,12 @@ class AsyncEngine(AsyncScoringMethods):
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
         if in_process and not routing.is_enabled:
-            return cls.of(await asyncio.to_thread(_load, config, progress))
+            return cls.from_loaded(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
-            frontend = await asyncio.to_thread(Frontend.of, config, client.facts, routing.on_this_machine)
+            frontend = await asyncio.to_thread(
+                Frontend.from_config, config, client.facts, routing.on_this_machine
+            )
             await asyncio.to_thread(frontend.warm_up)
         except BaseException:
             await client.close()
@@ -141,7 +143,7 @@ class AsyncEngine(AsyncScoringMethods):
         """
         chat_options: dict[str, Any] = dict(options)
         context = RequestContext.pop(chat_options)
-        chat = ChatRequest.of(messages, **chat_options)
+        chat = ChatRequest.from_messages(messages, **chat_options)
         prepare = partial(self._frontend.prepare_chat, chat=chat, context=context)
         outputs = self._outputs(prepare, True, sampling_params, request_id, output_kind)
         async with contextlib.aclosing(outputs):
@@ -315,7 +317,7 @@ class AsyncLLM(AsyncEngine):
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **foreign: Any) -> AsyncLLM:  # noqa: ARG003
         """Load a model and wait for it. vLLM's other arguments only affect its logging and are ignored."""
-        engine = cls.of(_load(engine_args.config, None))
+        engine = cls.from_loaded(_load(engine_args.config, None))
         assert isinstance(engine, AsyncLLM)
         return engine
 

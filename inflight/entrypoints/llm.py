@@ -137,7 +137,7 @@ class LLM(ScoringMethods):
         one = bool(messages) and not isinstance(messages[0], Sequence)
         conversations: Sequence[Any] = [messages] if one else list(messages)
         chats = [
-            ChatRequest.of(
+            ChatRequest.from_messages(
                 conversation,
                 tools=tools,
                 tool_choice=tool_choice,

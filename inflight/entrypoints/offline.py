@@ -439,7 +439,7 @@ class ReplicatedEngine:
             self._end_thread()
             raise
         try:
-            self.frontend = Frontend.of(config, self._router.facts, options.on_this_machine)
+            self.frontend = Frontend.from_config(config, self._router.facts, options.on_this_machine)
         except BaseException:
             self._wait_for(self._router.close())
             self._end_thread()

@@ -88,7 +88,7 @@ class ChatRequest:
             raise ParameterError.of_value("reasoning_effort", self.reasoning_effort, "it must be a string")
 
     @classmethod
-    def of(cls, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatRequest:
+    def from_messages(cls, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatRequest:
         """Make a request from the arguments of `chat`. Raises ParameterError."""
         fields: dict[str, Any] = dict(options)
         tools, choice = selected_tools(
@@ -189,8 +189,8 @@ def num_characters(value: Any) -> int:
 
 
 def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if kind != "function":
+    tool_type = tool.get("type") if isinstance(tool, Mapping) else None
+    if tool_type != "function":
         raise _invalid("tools", f"{where} is {shown(tool)}: only tools of type function are supported", where)
     function = tool.get("function")
     if not isinstance(function, Mapping):
@@ -321,7 +321,9 @@ class ChatFormats:
     call_marker_ids: frozenset[int] = frozenset()  # tokens that start a call
 
     @classmethod
-    def of(cls, config: ModelConfig, template: ChatTemplate, tokenizer: Tokenizer | None) -> ChatFormats:
+    def from_config(
+        cls, config: ModelConfig, template: ChatTemplate, tokenizer: Tokenizer | None
+    ) -> ChatFormats:
         """Detect the formats. This renders the template several times: too slow for an event loop."""
         reasoning = reasoning_format_name(_forced(config.reasoning_parser))
         if config.reasoning_parser is None:

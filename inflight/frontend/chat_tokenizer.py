@@ -82,7 +82,7 @@ class ChatTokenizer:
             return [
                 self.apply_chat_template(one, tools, **options, **template_kwargs) for one in conversation
             ]
-        chat = ChatRequest.of(
+        chat = ChatRequest.from_messages(
             conversation,
             tools=tools,
             chat_template_kwargs=template_kwargs,

@@ -49,7 +49,7 @@ class Frontend:
     _detecting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @classmethod
-    def of(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
+    def from_config(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
         """Create the frontend of an engine in another process, on this machine or on another one."""
         check_parsers(config.model)
         tokenizer = None
@@ -101,7 +101,7 @@ class Frontend:
 
     @cached_property
     def _chat_formats(self) -> ChatFormats:
-        return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
+        return ChatFormats.from_config(self.config.model, self.chat_template, self.tokenizer)
 
     def encode_chat(
         self, chat: ChatRequest, check_size: Callable[[int], None] | None = None

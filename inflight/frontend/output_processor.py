@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     ParsedMessage,
     ParserEvent,
@@ -77,7 +77,7 @@ class MessageReader:
 
     def pieces(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """Split token ids as `feed` needs them: one by one, so that reasoning tokens are counted exactly."""
-        return (token_ids[at : at + 1] for at in range(len(token_ids)))
+        return (token_ids[index : index + 1] for index in range(len(token_ids)))
 
     def feed(self, text: str, token_ids: Sequence[int]) -> None:
         """Parse the next tokens and the text that they complete."""
@@ -161,8 +161,8 @@ class Answer:
     def _find_stop(self, first: int, delta: Delta) -> bool:
         """Search token by token, so that the answer ends with the token that completed the stop string."""
         output = self.output
-        last = len(output.token_ids) - self._hides_last()
-        for end in range(first + 1, last + 1):
+        last_end = len(output.token_ids) - self._hides_last()
+        for end in range(first + 1, last_end + 1):
             self._read(end)
             if self._stops.matched is not None:
                 self._cut(end)
@@ -213,17 +213,17 @@ class Answer:
         """Bring the output up to date with the tokens; at the end, add the text that was held back."""
         self._sum_logprobs()
         output = self.output
-        held = ""
+        pending = ""
         if self._detokenizer is not None and self._stops.matched is None:
             self._read(len(output.token_ids) - self._hides_last())
             if output.finished:
-                held = self._stops.push(self._detokenizer.flush())
+                pending = self._stops.push(self._detokenizer.flush())
                 if self._stops.matched is None:
-                    held += self._stops.flush()
-                output.text += held
+                    pending += self._stops.flush()
+                output.text += pending
                 self._detokenizer = None
         if self.reader is not None and output.finished:
-            self.reader.finish(held)
+            self.reader.finish(pending)
 
     def message(self) -> AssistantMessage:
         """Return the answer to a conversation so far."""
@@ -295,10 +295,10 @@ class OutputProcessor:
         """Return the beginning and the end of the prompt's text, in at most about `length` characters."""
         text = self.prompt
         if text is None:
-            ids, each = self.prompt_token_ids, length // 4  # most tokens have fewer characters than four
+            ids, num_shown = self.prompt_token_ids, length // 4  # most tokens have fewer characters than four
             if self._tokenizer is None:
                 return ""
-            shown = ids if len(ids) <= 2 * each else [*ids[:each], *ids[-each:]]
+            shown = ids if len(ids) <= 2 * num_shown else [*ids[:num_shown], *ids[-num_shown:]]
             text = self._tokenizer.decode(shown, skip_special_tokens=False)
         half = length // 2
         return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
@@ -342,5 +342,5 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # reading it gives a list
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,
-            metrics=RequestMetrics.of(records),
+            metrics=RequestMetrics.from_records(records),
         )

@@ -232,18 +232,18 @@ def encode_prefixes(tokenizer: Tokenizer, texts: Sequence[str], limits: Sequence
     """
     prefix_ids: list[list[int]] = [[]] * len(texts)
     sizes = [(limit + SPARE_AFTER_WORD) * CHARACTERS_PER_TOKEN for limit in limits]
-    left = list(range(len(texts)))
-    while left:
-        prefixes = [_prefix(texts[index], sizes[index]) for index in left]
+    remaining = list(range(len(texts)))
+    while remaining:
+        prefixes = [_prefix(texts[index], sizes[index]) for index in remaining]
         all_ids = tokenizer.encode_plain([prefix for prefix, _ in prefixes])
         too_short = []
-        for index, (prefix, spare), ids in zip(left, prefixes, all_ids, strict=True):
+        for index, (prefix, spare), ids in zip(remaining, prefixes, all_ids, strict=True):
             if len(prefix) == len(texts[index]) or len(ids) >= limits[index] + spare:
                 prefix_ids[index] = ids[: limits[index]]
             else:
                 sizes[index] *= 2
                 too_short.append(index)
-        left = too_short
+        remaining = too_short
     return prefix_ids
 
 

@@ -446,7 +446,7 @@ def check_tensors(
     placements = {placement.name: placement for placement in needed}
     missing = [name for name in placements if name not in stored]
     if missing:
-        raise WeightsError(f"the weights lack {_some(missing)}, required by config.json{hint}")
+        raise WeightsError(f"the weights lack {_shorten(missing)}, required by config.json{hint}")
     for name, placement in placements.items():
         tensor = stored[name]
         where = f"{name} in {tensor.file.name}"
@@ -461,7 +461,9 @@ def check_tensors(
     unused = [re.compile(pattern) for pattern in ignored]
     surplus = [name for name in stored if name not in placements and not any(p.search(name) for p in unused)]
     if surplus:
-        raise WeightsError(f"the weights have {_some(surplus)}, which config.json does not account for{hint}")
+        raise WeightsError(
+            f"the weights have {_shorten(surplus)}, which config.json does not account for{hint}"
+        )
 
 
 def layers_hint(num_layers: int, stored: Iterable[str]) -> str:
@@ -538,7 +540,7 @@ def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
     return store
 
 
-def _some(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

@@ -73,16 +73,16 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     code: str | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> RemoteError:
+    def from_exception(cls, error: BaseException) -> RemoteError:
         param, code = (error.param, error.code) if isinstance(error, InflightError) else (None, None)
         notes = [*getattr(error, "__notes__", ())]
         return cls(type(error).__name__, _printable(error), notes, param, code)
 
     def error(self) -> InflightError:
         """Return the same exception if its class is one of ours, and an EngineError that names it otherwise."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, InflightError):
-            error = kind(self.text, param=self.param, code=self.code)
+        error_class = getattr(errors, self.kind, None)
+        if isinstance(error_class, type) and issubclass(error_class, InflightError):
+            error = error_class(self.text, param=self.param, code=self.code)
         else:
             error = EngineError(f"{self.kind}: {self.text}")
         for note in self.notes:
@@ -159,9 +159,9 @@ def array_to_bytes(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
-def array_from_bytes(kind: type, value: Any) -> Any:
+def array_from_bytes(expected: type, value: Any) -> Any:
     """Decode what `array_to_bytes` encoded."""
-    if kind is not array or not isinstance(value, bytes) or not value or len(value) % 8:
+    if expected is not array or not isinstance(value, bytes) or not value or len(value) % 8:
         raise ValueError("these bytes hold no token ids")
     return array("q", value)
 
@@ -207,7 +207,7 @@ class ErrorOnWire(Protocol):
     """An exception as data."""
 
     @classmethod
-    def of(cls, error: Exception) -> Self: ...
+    def from_exception(cls, error: Exception) -> Self: ...
 
     def error(self) -> Exception: ...
 
@@ -246,16 +246,18 @@ class RpcPeer(Generic[RequestT, ErrorT]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    async def call(self, request: RequestT, kind: type[T] | Any) -> T:
-        """Return the other end's answer, which is of this `kind`. Raises what the other end raised, and EngineDeadError
-        if it is gone."""
+    async def call(self, request: RequestT, result_type: type[T] | Any) -> T:
+        """Return the other end's answer, decoded as `result_type`.
+
+        Raises what the other end raised, and EngineDeadError if it is gone.
+        """
         if self._is_closed:
             raise EngineDeadError("the process is gone")
         number = next(self._numbers)
         reply = await self._calls.call(number, lambda: self._send(RpcCall(number, request)))
         if reply.error is not None:
             raise reply.error.error()
-        value: T = msgspec.convert(reply.value, kind)
+        value: T = msgspec.convert(reply.value, result_type)
         return value
 
     def handle(self, message: RpcCall[RequestT] | RpcReply[ErrorT]) -> None:
@@ -272,7 +274,7 @@ class RpcPeer(Generic[RequestT, ErrorT]):
             reply = RpcReply(message.call, await self._answer(message.request))
         except Exception as error:
             logger.debug("a call of another process failed", exc_info=True)
-            reply = RpcReply(message.call, error=self._error_type.of(error))
+            reply = RpcReply(message.call, error=self._error_type.from_exception(error))
         if not self._is_closed:
             self._send(reply)
 

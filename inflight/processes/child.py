@@ -227,9 +227,9 @@ StartT = TypeVar("StartT", bound=StartLine)
 
 
 def run_child(
-    kind: type[StartT], work: Callable[[StartT], int], while_waiting: Callable[[], None] = lambda: None
+    start_type: type[StartT], work: Callable[[StartT], int], while_waiting: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Read the first line, which is of this `kind`, do the `work`, and exit with the code that it returns.
+    """Read the first line as a `start_type`, do the `work`, and exit with the code that it returns.
 
     The parent decides when the child ends, so signals for the parent's terminal or service manager are ignored, and the
     child exits when the parent does. `while_waiting` is called before the line is read.
@@ -240,7 +240,7 @@ def run_child(
     code = 0
     line = sys.stdin.buffer.readline()
     if line:  # otherwise the parent ended, or changed its mind, before it sent one
-        start = msgspec.json.decode(line, type=kind)
+        start = msgspec.json.decode(line, type=start_type)
         _exit_with(start.parent_id)
         code = work(start)
     logging.shutdown()

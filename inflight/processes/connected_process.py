@@ -293,8 +293,10 @@ def _remove_leftovers() -> None:
             status = folder.lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             if ours and time.time() - status.st_mtime > MAX_FOLDER_AGE:
-                left = list(folder.iterdir())
-                if {path.name for path in left} <= {"up", "down"} and all(map(Path.is_socket, left)):
+                leftovers = list(folder.iterdir())
+                if {path.name for path in leftovers} <= {"up", "down"} and all(
+                    map(Path.is_socket, leftovers)
+                ):
                     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -68,7 +68,7 @@ class KnownBlocks:
 
 
 def _split(packed: bytes) -> list[bytes]:
-    return [packed[at : at + CACHE_HASH_LENGTH] for at in range(0, len(packed), CACHE_HASH_LENGTH)]
+    return [packed[start : start + CACHE_HASH_LENGTH] for start in range(0, len(packed), CACHE_HASH_LENGTH)]
 
 
 ReplicaState = Literal[
@@ -164,9 +164,9 @@ def _summed_experts(experts: Sequence[ExpertStats]) -> ExpertStats | None:
     if not experts:
         return None
     return ExpertStats(
-        tuple(map(sum, zip(*(own.tokens for own in experts), strict=True))),
-        sum(own.imbalance for own in experts) / len(experts),
-        max(own.worst_imbalance for own in experts),
+        tuple(map(sum, zip(*(stats.tokens for stats in experts), strict=True))),
+        sum(stats.imbalance for stats in experts) / len(experts),
+        max(stats.worst_imbalance for stats in experts),
     )
 
 

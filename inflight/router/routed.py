@@ -157,9 +157,9 @@ class RoutedRequest:
         try:
             return self.request.resumed(self.output_ids)
         except RequestError:  # it has all its tokens, only the final delta was lost
-            last = self.output_ids[-1]
-            if last in self.request.stop_ids and len(self.output_ids) > self.request.params.min_tokens:
-                return Delta(self.request_id, [], finish_reason="stop", stop_token_id=last)
+            last_id = self.output_ids[-1]
+            if last_id in self.request.stop_ids and len(self.output_ids) > self.request.params.min_tokens:
+                return Delta(self.request_id, [], finish_reason="stop", stop_token_id=last_id)
             return Delta(self.request_id, [], finish_reason="length")
 
     def complete(self, delta: Delta, now: float) -> None:

@@ -108,9 +108,11 @@ class Router:
             except EngineDeadError as error:
                 if not routed.num_failovers:
                     raise
-                last = await self._resume(routed, error)
-                if last is not None:
-                    raise EngineError(last.error or "the request was aborted", code=last.error_code) from None
+                final_delta = await self._resume(routed, error)
+                if final_delta is not None:
+                    raise EngineError(
+                        final_delta.error or "the request was aborted", code=final_delta.error_code
+                    ) from None
         except BaseException:
             self._forget(routed)
             raise

@@ -38,7 +38,7 @@ async def start_router(
     build: str = "model",
 ) -> Router:
     """Start the replicas and wait until they are ready. Raises the error of a replica that fails to start."""
-    watched = _impatient(process or ProcessConfig())
+    watched = _with_short_timeout(process or ProcessConfig())
     shares = await _shares(config, options, watched.environment)
     bytes_loaded = _SummedProgress(progress)
     num_blocks: dict[str, int] = {}  # by replica
@@ -46,17 +46,17 @@ async def start_router(
 
     async def start(replica_id: str, beside: ReplicaClient | None = None) -> ProcessClient:
         if beside is None:
-            share, host = shares.of(int(replica_id))
+            share, host = shares.share_and_host(int(replica_id))
         else:
             assert isinstance(beside, ProcessClient)
             await asyncio.to_thread(check_unchanged, config, beside.facts.fingerprint)
             share, host = await asyncio.to_thread(shares.beside, int(replica_id), beside.process_id)
         # Later replicas need as many blocks as the others, however much memory is free by then.
-        held = num_blocks.get(replica_id, min(num_blocks.values(), default=share.cache.num_blocks))
-        share = replace(share, cache=replace(share.cache, num_blocks=held))
+        replica_blocks = num_blocks.get(replica_id, min(num_blocks.values(), default=share.cache.num_blocks))
+        share = replace(share, cache=replace(share.cache, num_blocks=replica_blocks))
         try:
             client = await ProcessClient.start(
-                share, watched, bytes_loaded.of(replica_id), build, host, generations[replica_id]
+                share, watched, bytes_loaded.for_replica(replica_id), build, host, generations[replica_id]
             )
         except KVBudgetError as error:
             if beside is None:
@@ -79,7 +79,7 @@ class Shares(Protocol):
 
     count: int
 
-    def of(self, index: int) -> tuple[EngineConfig, ProcessHost]:
+    def share_and_host(self, index: int) -> tuple[EngineConfig, ProcessHost]:
         """Return the configuration of one replica, and where it runs."""
 
     def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ProcessHost]:
@@ -118,7 +118,7 @@ async def _shares(config: EngineConfig, options: RouterConfig, environment: Mapp
     return await ClusterShares.connect(options.ray_address, config, options, environment)
 
 
-def _impatient(process: ProcessConfig) -> ProcessConfig:
+def _with_short_timeout(process: ProcessConfig) -> ProcessConfig:
     """Return a config that gives up a silent replica as soon as it is unhealthy, since others can take over."""
     silent, limit = process.silent_after, process.kill_silent_after
     return replace(process, kill_silent_after=silent if limit is None else min(silent, limit))
@@ -140,7 +140,7 @@ class MachineShares:
     async def close(self) -> None:
         """Do nothing: no resources are held."""
 
-    def of(self, index: int) -> tuple[EngineConfig, ChildHost]:
+    def share_and_host(self, index: int) -> tuple[EngineConfig, ChildHost]:
         config, environment = self._config, dict(self._environment)
         if self._gpus or config.model.device.startswith("cuda:"):
             if self._gpus:
@@ -155,7 +155,7 @@ class MachineShares:
         return config, engine_host(environment, f"engine process of replica {index}")
 
     def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ChildHost]:
-        config, host = self.of(index)
+        config, host = self.share_and_host(index)
         if self._gpus:
             check_gpu_memory(host.environment[DEVICES], config.cache.gpu_memory_utilization)
         elif process_id is not None and (used := used_memory(process_id)) > (available := available_memory()):
@@ -215,7 +215,7 @@ class _SummedProgress:
         self._progress = progress
         self._parts: dict[str, tuple[int, int]] = {}
 
-    def of(self, replica_id: str) -> LoadProgress:
+    def for_replica(self, replica_id: str) -> LoadProgress:
         def report(num_done: int, num_total: int) -> None:
             self._parts[replica_id] = num_done, num_total
             if self._progress is not None:

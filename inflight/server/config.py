@@ -278,9 +278,9 @@ class ServerConfig:
 
     def flat(self) -> dict[str, Any]:
         """Return the options by flat name, as `create` takes them."""
-        own = {name: getattr(self, name) for name in options_of(ServerConfig)}
+        server = {name: getattr(self, name) for name in options_of(ServerConfig)}
         process = {name: getattr(self.process, name) for name in options_of(ProcessConfig)}
-        return own | self.engine.options() | process | asdict(self.router)
+        return server | self.engine.options() | process | asdict(self.router)
 
     @property
     def model(self) -> str | None:

@@ -68,9 +68,9 @@ class Conversation:
 
     def _assistant(self, name: str) -> dict[str, Any]:
         """Return the message for the assistant's next piece: a new one if the last already has a later field."""
-        last = self._messages[-1] if self._messages else {"role": None}
+        message = self._messages[-1] if self._messages else {"role": None}
         later = _ORDER[_ORDER.index(name) + 1 :]
-        if last["role"] != "assistant" or any(part in last for part in later):
-            last = {"role": "assistant"}
-            self._messages.append(last)
-        return last
+        if message["role"] != "assistant" or any(part in message for part in later):
+            message = {"role": "assistant"}
+            self._messages.append(message)
+        return message

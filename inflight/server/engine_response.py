@@ -139,12 +139,12 @@ class EngineResponse(Response):
         logged.queued = True
         self.caller.usage.add_request(sum(answer.request.num_prompt_tokens for _, answer in answers))
         if logged.stream:
-            last = await self._stream(generation, params)
+            last_events = await self._stream(generation, params)
         else:
-            last = await self._collect(generation, params)
+            last_events = await self._collect(generation, params)
         if before_end is not None:
             await before_end()
-        await self._send_last(last)
+        await self._send_last(last_events)
 
     def _origin(self, index: int, prompt: OutputProcessor) -> RequestOrigin:
         """Return what the timeline may tell about an answer."""

@@ -101,9 +101,9 @@ class ApiError(Exception):
 
     def anthropic_body(self, request_id: str | None) -> bytes:
         """Return the error as JSON in Anthropic's format, for a response or for the last event of a stream."""
-        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        default_type = "invalid_request_error" if self.status < 500 else "api_error"
         detail: dict[str, object] = {
-            "type": _ANTHROPIC_TYPES.get(self._anthropic_status, kind),
+            "type": _ANTHROPIC_TYPES.get(self._anthropic_status, default_type),
             "message": self.message,
         }
         if self.code == "unsupported_parameter" and self.param == "thread":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,
@@ -176,29 +176,29 @@ class PartWriter:
             case ToolCallEnded(_, complete):
                 return self._end(complete)
 
-    def _more(self, kind: PartKind, text: str) -> bytes:
-        start = b"" if self._open == kind else self._switch(kind)
+    def _more(self, part_kind: PartKind, text: str) -> bytes:
+        start = b"" if self._open == part_kind else self._switch(part_kind)
         self._pieces.append(text)
-        return start + self._delta(kind, text)
+        return start + self._delta(part_kind, text)
 
-    def _switch(self, kind: PartKind, name: str = "", call_id: str = "") -> bytes:
+    def _switch(self, part_kind: PartKind, name: str = "", call_id: str = "") -> bytes:
         ended = self._end(complete=True)
-        self._open, self._pieces = kind, []
-        return ended + self._begun(kind, name, call_id)
+        self._open, self._pieces = part_kind, []
+        return ended + self._begun(part_kind, name, call_id)
 
     def _end(self, complete: bool) -> bytes:
         if self._open is None:
             return b""
-        kind, self._open = self._open, None
-        return self._ended(kind, "".join(self._pieces), complete)
+        part_kind, self._open = self._open, None
+        return self._ended(part_kind, "".join(self._pieces), complete)
 
     # ---- for subclasses: the events of each API ----
 
-    def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
+    def _begun(self, part_kind: PartKind, name: str, call_id: str) -> bytes:
         raise NotImplementedError
 
-    def _delta(self, kind: PartKind, text: str) -> bytes:
+    def _delta(self, part_kind: PartKind, text: str) -> bytes:
         raise NotImplementedError
 
-    def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:
+    def _ended(self, part_kind: PartKind, text: str, complete: bool) -> bytes:
         raise NotImplementedError

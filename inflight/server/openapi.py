@@ -146,8 +146,8 @@ def query_parameters(*parameters: tuple[str, str, str]) -> dict[str, Any]:
     """Return the `extra` of a route with optional query parameters: their names, types and descriptions."""
     return {
         "parameters": [
-            {"name": name, "in": "query", "schema": {"type": kind}, "description": text}
-            for name, kind, text in parameters
+            {"name": name, "in": "query", "schema": {"type": type_name}, "description": text}
+            for name, type_name, text in parameters
         ]
     }
 

@@ -165,13 +165,13 @@ class Server(uvicorn.Server):
             max_connections=fit_open_files(options.max_connections),
         )
         self._tls = tls_context(options)
-        kind = BoundedProtocol if self._tls is None else TlsProtocol
+        protocol = BoundedProtocol if self._tls is None else TlsProtocol
         super().__init__(
             uvicorn.Config(
                 self.loading_app
                 if options.root_path is None
                 else RootPath(self.loading_app, options.root_path),
-                http=bounded_protocol(kind, limits, self._loop),
+                http=bounded_protocol(protocol, limits, self._loop),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -65,7 +65,7 @@ def one_or_many(*kinds: dict[str, Any], description: str) -> WithJsonSchema:
 
     A union would report several errors for one mistake, and millions for a long list.
     """
-    lists = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
+    lists = [{"type": "array", "items": schema, "minItems": 1} for schema in kinds]
     return WithJsonSchema({"anyOf": [*kinds, *lists], "description": description})
 
 
@@ -241,8 +241,8 @@ def by_type(
     """
 
     def tag(part: Any) -> str:
-        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        return f"<{(others or {}).get(kind, kind) if isinstance(kind, str) else default}>"
+        part_type = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+        return f"<{(others or {}).get(part_type, part_type) if isinstance(part_type, str) else default}>"
 
     return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=allowed)
 

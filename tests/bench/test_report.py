@@ -80,10 +80,10 @@ def test_percentiles_match_numpy(values: list[float], share: float) -> None:
 def test_spread_has_mean_percentiles_and_maximum() -> None:
     values = [float(value) for value in range(101)]
     random.Random(0).shuffle(values)
-    assert Spread.of(values) == Spread(
+    assert Spread.from_values(values) == Spread(
         statistics.fmean(values), 50.0, 90.0, 99.0, 100.0, statistics.pstdev(values)
     )
-    assert Spread.of([]) is None
+    assert Spread.from_values([]) is None
 
 
 def test_json_contains_every_figure() -> None:

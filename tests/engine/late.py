@@ -43,7 +43,7 @@ def second(noticed: Path) -> int:
     sys.stdout.buffer.write(MARK)
     sys.stdout.buffer.flush()
     wait_until(noticed.exists, "the first process's end")
-    sockets.send(Failed(RemoteError.of(ValueError(TEXT))))
+    sockets.send(Failed(RemoteError.from_exception(ValueError(TEXT))))
     sockets.close()
     return 0
 

@@ -15,7 +15,7 @@ from inflight.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from inflight.sampling_params import SamplingParams
 
 NUM_TOKENS, END = 4, 3
-METRICS = RequestMetrics.of([RequestRecord("r", "", 0, 1)])
+METRICS = RequestMetrics.from_records([RequestRecord("r", "", 0, 1)])
 
 
 def logprobs_after(tokens: list[int]) -> list[float]:

@@ -32,7 +32,7 @@ def forbidden(llm: LLM, params: SamplingParams, **chat: Any) -> set[str]:
     """Return the forbidden tokens of a chat request."""
     frontend = llm._frontend
     assert frontend.tokenizer is not None
-    processor = frontend.prepare_chat("1", ChatRequest.of(QUESTION, **chat), params)
+    processor = frontend.prepare_chat("1", ChatRequest.from_messages(QUESTION, **chat), params)
     (answer,) = processor.answers
     return {frontend.tokenizer.decode(ids) for ids in answer.request.spec.bad_word_ids}
 
@@ -79,6 +79,6 @@ def test_forbidden_tokens_do_not_count_against_the_limit_of_listed_tokens(llm: L
 def test_names_of_vllm_are_resolved_when_formats_are_detected(llm: LLM) -> None:
     frontend = llm._frontend
     config = ModelConfig(tool_call_parser="granite4", reasoning_parser="deepseek_v4")
-    formats = ChatFormats.of(config, frontend.chat_template, frontend.tokenizer)
+    formats = ChatFormats.from_config(config, frontend.chat_template, frontend.tokenizer)
     assert (formats.tools, formats.reasoning) == ("hermes", "think")
     assert formats.call_marker_ids == {marker_id(llm)}

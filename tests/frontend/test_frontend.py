@@ -91,7 +91,7 @@ def test_tokenizer_of_an_engine_elsewhere_is_found_here(
     downloads: list[tuple[str, str | None, str | None]],
 ) -> None:
     facts = replace(FACTS, tokenizer_folder=folder)
-    frontend = Frontend.of(EngineConfig.create(**options), facts, on_this_machine=False)
+    frontend = Frontend.from_config(EngineConfig.create(**options), facts, on_this_machine=False)
     assert downloads == downloaded
     assert frontend.tokenizer is not None
     frontend.close()
@@ -101,14 +101,14 @@ def test_model_folder_missing_on_this_machine_is_an_error(tmp_path: Path) -> Non
     config = EngineConfig.create(str(tmp_path / "model"))
     facts: ModelFacts = replace(FACTS, tokenizer_folder=str(tmp_path / "model"))
     with pytest.raises(ModelError, match="does not exist: pass a checkpoint folder"):
-        Frontend.of(config, facts, on_this_machine=False)
+        Frontend.from_config(config, facts, on_this_machine=False)
 
 
 def test_on_one_machine_the_engines_folder_is_used(
     downloads: list[tuple[str, str | None, str | None]],
 ) -> None:
     facts = replace(FACTS, tokenizer_folder=str(checkpoint_folder()))
-    frontend = Frontend.of(EngineConfig.create("owner/name"), facts)
+    frontend = Frontend.from_config(EngineConfig.create("owner/name"), facts)
     assert frontend.tokenizer is not None
     assert downloads == []
     frontend.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import merge_deltas
+from inflight.frontend.agents.source import merge_deltas
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.outputs import Logprob, PackedLogprobs

@@ -36,7 +36,7 @@ def check(call: Callable[[], Any], kind: Kind, param: str | None, code: str | No
         call()
     error = caught.value
     assert (type(error), error.param, error.code) == (kind, param, code)
-    frame = msgspec.msgpack.encode(RemoteError.of(error))
+    frame = msgspec.msgpack.encode(RemoteError.from_exception(error))
     found = msgspec.msgpack.decode(frame, type=RemoteError).error()
     assert (type(found), str(found), found.param, found.code) == (kind, str(error), param, code)
 

@@ -59,19 +59,19 @@ def test_places_are_disjoint_and_follow_the_depth(layers: list[LayerKV]) -> None
 
 def test_quantized_layers_take_half_the_bytes_and_their_scales() -> None:
     plain, quantized = LayerKV(8, 128, 128), LayerKV(8, 128, 128, quantized="fp8")
-    assert KVShape.of([plain] * 4, 16, torch.bfloat16).bytes_per_block == 4 * 16 * 8 * 2 * 256
-    shape = KVShape.of([quantized] * 4, 16, torch.bfloat16)
+    assert KVShape.from_layers([plain] * 4, 16, torch.bfloat16).bytes_per_block == 4 * 16 * 8 * 2 * 256
+    shape = KVShape.from_layers([quantized] * 4, 16, torch.bfloat16)
     assert (shape.windows, len(shape.slots)) == ((None,), 4)
     assert shape.bytes_per_block == 4 * 16 * 8 * 2 * (128 + 2)
 
 
 def test_latents_that_are_keys_and_values_are_kept_once() -> None:
-    shape = KVShape.of([LATENT] * 27, 16, torch.bfloat16)
+    shape = KVShape.from_layers([LATENT] * 27, 16, torch.bfloat16)
     assert shape.bytes_per_block == 27 * 16 * 2 * 576
 
 
 def test_two_quantized_layers_fit_in_place_of_a_plain_one() -> None:
     layers = [LayerKV(8, 128, 128, quantized=None if index in (0, 5) else "fp8") for index in range(32)]
-    shape = KVShape.of(layers, 16, torch.bfloat16)
+    shape = KVShape.from_layers(layers, 16, torch.bfloat16)
     assert len(shape.slots) * len(shape.windows) == 18  # 2 plain layers, 15 pairs, and one that is unused
     assert shape.bytes_per_part == 2 * 16 * 8 * 2 * (128 + 2)

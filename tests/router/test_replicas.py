@@ -206,11 +206,11 @@ async def test_facts_and_stats_cover_all_replicas() -> None:
 def test_threads_and_memory_of_a_cpu_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(start_module, "num_threads", lambda: 9)
-    config, host = MachineShares(EngineConfig.create(device="cpu"), {}, 4).of(2)
+    config, host = MachineShares(EngineConfig.create(device="cpu"), {}, 4).share_and_host(2)
     assert host.environment == {"OMP_NUM_THREADS": "2"}
     assert config.cache.num_neighbours == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    _, host = MachineShares(EngineConfig.create(device="cpu"), {"OTHER": "1"}, 4).of(2)
+    _, host = MachineShares(EngineConfig.create(device="cpu"), {"OTHER": "1"}, 4).share_and_host(2)
     assert host.environment == {"OTHER": "1"}
 
 
@@ -218,7 +218,7 @@ def test_gpus_are_assigned_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert visible_gpus() == ["3", "5"]
     shares = MachineShares(EngineConfig.create(gpu_memory_utilization=0.8), {}, 4)
-    replicas = [shares.of(index) for index in range(4)]
+    replicas = [shares.share_and_host(index) for index in range(4)]
     assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in replicas] == ["3", "5", "3", "5"]
     assert {config.cache.gpu_memory_utilization for config, _ in replicas} == {0.4}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -227,9 +227,9 @@ def test_gpus_are_assigned_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replicas_on_a_named_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    config, host = MachineShares(EngineConfig.create(device="cuda:1", gpu_memory_utilization=0.8), {}, 4).of(
-        3
-    )
+    config, host = MachineShares(
+        EngineConfig.create(device="cuda:1", gpu_memory_utilization=0.8), {}, 4
+    ).share_and_host(3)
     assert (config.model.device, config.cache.gpu_memory_utilization) == ("cuda:1", 0.2)
     assert "CUDA_VISIBLE_DEVICES" not in host.environment
 
@@ -237,11 +237,11 @@ def test_replicas_on_a_named_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatc
 def test_ranks_of_a_replica_get_gpus_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     config = EngineConfig.create(tensor_parallel_size=2, gpu_memory_utilization=0.8)
-    replicas = [MachineShares(config, {}, 3).of(index) for index in range(3)]
+    replicas = [MachineShares(config, {}, 3).share_and_host(index) for index in range(3)]
     assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in replicas] == ["0,1", "2,3", "0,1"]
     assert {config.cache.gpu_memory_utilization for config, _ in replicas} == {0.4}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert MachineShares(config, {}, 1).of(0)[1].environment["CUDA_VISIBLE_DEVICES"] == "7"
+    assert MachineShares(config, {}, 1).share_and_host(0)[1].environment["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 async def test_replica_that_starts_after_the_router_closed_is_closed() -> None:

@@ -77,7 +77,7 @@ class ProcessBackend(Backend):
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         config = EngineConfig.create(**options)
         client = await ProcessClient.start(config, self._process, build=BUILD)
-        return AsyncEngine(Frontend.of(config, client.facts), client)
+        return AsyncEngine(Frontend.from_config(config, client.facts), client)
 
     @property
     def client(self) -> ProcessClient:

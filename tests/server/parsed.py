@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,

@@ -102,7 +102,7 @@ class PooledBackend(Backend):
             pooling=self._facts,
         )
         client = InprocClient(fake.core, facts)
-        return AsyncEngine(Frontend.of(EngineConfig.create(), facts), client)
+        return AsyncEngine(Frontend.from_config(EngineConfig.create(), facts), client)
 
     @property
     def runner(self) -> PoolingRunner:

@@ -133,7 +133,7 @@ class ScriptedBackend(Backend):
         )
         self.client = ScriptedClient(facts)
         self.client.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        return AsyncEngine(Frontend.of(config, facts), self.client)
+        return AsyncEngine(Frontend.from_config(config, facts), self.client)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def sent(error: ApiError) -> tuple[int, Any]:
 def test_exceptions_get_their_status_type_and_code(
     error: InflightError, status: int, kind: str, param: str | None, code: str | None, is_remote: bool
 ) -> None:
-    raised = RemoteError.of(error).error() if is_remote else error
+    raised = RemoteError.from_exception(error).error() if is_remote else error
     sent_status, error_object = sent(of_exception(raised, retry_after=7))
     assert (sent_status, error_object["type"], error_object["param"], error_object["code"]) == (
         status,

@@ -44,7 +44,7 @@ def to_html(comparison: ComparisonView) -> str:
     )
     view = {
         "titles": {name: f"{name}: {comparison.short_summary(name)}" for name in comparison.results},
-        "seconds": TimeAxis.over(comparison.timelines).limit,
+        "seconds": TimeAxis.from_timelines(comparison.timelines).limit,
         "padded": comparison.padded,
         "legend": [
             ("free" if entry.kind is None else entry.kind.name.lower(), entry.text)

@@ -27,7 +27,9 @@ def draw(comparison: ComparisonView) -> Drawing:
     pen = _Pen(comparison)
     pen.heading(TITLE, comparison.subtitle)
     pen.legend()
-    pen.section(TimeAxis.over(comparison.timelines), "The whole run, all strategies on the same time scale")
+    pen.section(
+        TimeAxis.from_timelines(comparison.timelines), "The whole run, all strategies on the same time scale"
+    )
     longest = max(timeline.num_steps for timeline in comparison.timelines)
     first = min(comparison.close_steps, longest)
     pen.section(StepAxis(first), f"Close-up: the first {first} steps of each strategy")

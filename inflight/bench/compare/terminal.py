@@ -49,7 +49,7 @@ def table(comparison: ComparisonView) -> Table:
 
 def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
     """Draw every strategy's slots on the same time scale, as wide as the console."""
-    axis = TimeAxis.over(comparison.timelines)
+    axis = TimeAxis.from_timelines(comparison.timelines)
     num_columns = max(console.width - GUTTER, MIN_COLUMNS)
     coloured = console.color_system is not None
     marks = _ASCII_MARKS if console.options.ascii_only else _MARKS

@@ -138,7 +138,7 @@ class TimeAxis:
         return timeline.duration
 
     @classmethod
-    def over(cls, timelines: Sequence[Timeline]) -> TimeAxis:
+    def from_timelines(cls, timelines: Sequence[Timeline]) -> TimeAxis:
         """Return an axis that ends with the slowest strategy.
 
         If that strategy is so slow that all others would become slivers, the axis ends with the second slowest.

@@ -102,7 +102,7 @@ class ClientService:
                 request = Request(added)
                 await self._client.add(request)
             except Exception as error:
-                self._reply(Reply(handle, remote_error=RemoteError.of(error)))
+                self._reply(Reply(handle, remote_error=RemoteError.from_exception(error)))
                 return
             self._outbox.open(request.request_id, handle)
             self._reply(Reply(handle))
@@ -113,7 +113,7 @@ class ClientService:
                         self._outbox.put([delta])
                         self._flush_soon()
             except Exception as error:
-                self._outbox.lose(handle, RemoteError.of(error))
+                self._outbox.lose(handle, RemoteError.from_exception(error))
                 self._flush_soon()
         finally:
             del self._served[handle]
@@ -124,7 +124,7 @@ class ClientService:
         try:
             reply = await work()
         except Exception as error:
-            reply = Reply(call or 0, remote_error=RemoteError.of(error))
+            reply = Reply(call or 0, remote_error=RemoteError.from_exception(error))
         if call is not None:
             self._reply(reply)
 

@@ -126,7 +126,7 @@ class EngineLoop:
             case Add() | Abort() | Describe() | ReadMemory():
                 self._handle_call(message)
             case Unreadable(call, error):
-                self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
             case RunCommand(call, command):
                 self._run_command(call, command)
             case Ack(num_read):
@@ -162,7 +162,7 @@ class EngineLoop:
             if not isinstance(error, InflightError):
                 logger.exception("failed to handle a %s message", type(message).__name__)
             if message.call is not None:
-                self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
+                self._outbox.reply(Reply(message.call, remote_error=RemoteError.from_exception(error)))
 
     def _add(self, message: Add) -> None:
         self._core.check_queue_limit(len(self._preparing))
@@ -183,7 +183,7 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:  # reported only to the owner of the request
-            self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
+            self._outbox.reply(Reply(handle, remote_error=RemoteError.from_exception(error)))
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(Reply(handle))
@@ -192,7 +192,7 @@ class EngineLoop:
         try:
             self._core.run_command(command)
         except EngineError as error:  # the engine continues unchanged
-            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+            self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
         else:
             self._outbox.reply(Reply(call))
 

@@ -150,10 +150,10 @@ class ProcessClient:
         host = host or engine_host(process.environment)
         supervisor = Supervisor(build, _options_on_wire(config), process, progress, host, generations)
         ready = await supervisor.launch()
-        return cls.over(supervisor, ready)
+        return cls.from_connection(supervisor, ready)
 
     @classmethod
-    def over(cls, connection: EngineConnection, ready: Ready) -> ProcessClient:
+    def from_connection(cls, connection: EngineConnection, ready: Ready) -> ProcessClient:
         """Return a client of an engine that is ready."""
         client = cls(connection)
         client._begin(ready.facts, ready.stats)

@@ -80,7 +80,7 @@ def _serve(sockets: EngineSockets) -> int:
             core, facts = BUILDERS.get(start.build)(config, report)
     except Exception as error:
         logger.debug("the engine could not be built", exc_info=True)
-        sockets.send(Failed(RemoteError.of(error)))
+        sockets.send(Failed(RemoteError.from_exception(error)))
         return 1
     if sockets.is_remote:  # all times in records are the client's
         core.clock = lambda: time.monotonic() + ahead
@@ -96,9 +96,8 @@ def _serve(sockets: EngineSockets) -> int:
         loop.run()
     except Exception as error:
         logger.exception("the engine loop stopped")
-        sockets.send(
-            Stopped(f"the engine stopped: {RemoteError.of(error).kind}: {RemoteError.of(error).text}")
-        )
+        described = RemoteError.from_exception(error)
+        sockets.send(Stopped(f"the engine stopped: {described.kind}: {described.text}"))
         return 1
     core.close()
     return 0

@@ -38,7 +38,7 @@ def run_rank(start: RankStart) -> int:
         _work(start)
     except Exception as error:
         logger.debug("rank %d failed", start.rank, exc_info=True)
-        _report(start, Broken(RemoteError.of(error)))
+        _report(start, Broken(RemoteError.from_exception(error)))
         return 1
     return 0
 

@@ -40,7 +40,7 @@ class RowNumbers(NamedTuple):
     argmax: bool  # take the most likely token, ties go to the lower id: nothing is random
 
     @classmethod
-    def of(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
+    def from_request(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
         params = request.params
         greedy = is_greedy(params)
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0

@@ -65,7 +65,7 @@ class NativeSamplingRows:
             np.array([part for word in words for part in (len(word), *word)], dtype=np.int32),
         )
         self._table[row] = (
-            *RowNumbers.of(request, self.vocab_size),
+            *RowNumbers.from_request(request, self.vocab_size),
             self.num_logprobs.get(row, -1),
             has_penalties(params),
             len(stops),

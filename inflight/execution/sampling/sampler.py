@@ -67,7 +67,7 @@ class SamplingRows:
         bits = first_mask(params, vocab_size)
         words = [tuple(word) for word in request.bad_word_ids]
         self._rows[row] = SamplingRow(
-            RowNumbers.of(request, vocab_size),
+            RowNumbers.from_request(request, vocab_size),
             None if params.logprobs is None else min(params.logprobs, vocab_size),
             has_penalties(params),
             self._unpacked(bits) if len(bits) else None,

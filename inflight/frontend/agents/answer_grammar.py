@@ -129,8 +129,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             schema = {**ANY_OBJECT, "additionalProperties": False}
         is_strict = function.get("strict") is True
         param = f"tools[{index}].function.parameters"
-        kind = schema.get("type", "object") if isinstance(schema, dict) else None
-        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        type_name = schema.get("type", "object") if isinstance(schema, dict) else None
+        if type_name != "object" and not (isinstance(type_name, list) and "object" in type_name):
             if is_strict:
                 raise ParameterError(f"{param} must be a schema of type object", param=param)
             schema = {}

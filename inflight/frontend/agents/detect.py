@@ -199,7 +199,9 @@ def _render_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
         # A prompt may end with the start of only some answers, such as an opened block of reasoning.
         if text.startswith(prompt):
             yield style, text[len(prompt) :]
-        differing = (at for at, pair in enumerate(zip(question, text, strict=False)) if pair[0] != pair[1])
+        differing = (
+            index for index, pair in enumerate(zip(question, text, strict=False)) if pair[0] != pair[1]
+        )
         yield style, text[next(differing, min(len(question), len(text))) :]
 
 

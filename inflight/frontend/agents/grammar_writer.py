@@ -164,9 +164,9 @@ class GrammarWriter:
         self._num_repeated += len(json.dumps(definitions))
         return definitions
 
-    def user_content(self, kind: str, text: str) -> str:
+    def user_content(self, syntax: str, text: str) -> str:
         """Return an expression for content that the user constrained with a regex or a grammar."""
-        self._content = kind, text
+        self._content = syntax, text
         return "@content"
 
     def json_input(self, grammar: InputGrammar) -> str:

@@ -18,7 +18,7 @@ from inflight.frontend.agents.formats.base import (
     tool_format_name,
 )
 from inflight.frontend.agents.formats.harmony import HARMONY_WITHOUT_CALLS
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ContentDelta,
     Markers,
     ParsedMessage,
@@ -79,12 +79,12 @@ class MessageParser:
         If the pieces are fed one by one with their text, it is unambiguous where in the text a marker is a token.
         """
         start = 0
-        for at, token_id in enumerate(token_ids):
+        for index, token_id in enumerate(token_ids):
             if token_id in self._special:
-                if start < at:
-                    yield token_ids[start:at]
-                yield token_ids[at : at + 1]
-                start = at + 1
+                if start < index:
+                    yield token_ids[start:index]
+                yield token_ids[index : index + 1]
+                start = index + 1
         if start < len(token_ids):
             yield token_ids[start:]
 

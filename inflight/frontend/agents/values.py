@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inflight.frontend.agents.reading import ParserEvent, Reading, Source
+from inflight.frontend.agents.source import ParserEvent, Reading, Source
 
 NOT_JSON = object()  # returned by `parse_json`
 _MAX_DEPTH = 8  # of nested alternatives in a schema, and of references to references
@@ -96,12 +96,12 @@ def python_to_json(text: str) -> str | None:
     Literals are strings, numbers, booleans, None, and lists, tuples and dicts of these.
     """
     parts = []
-    at = 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
         if token is None:
             return None
-        at = token.end()
+        position = token.end()
         match token.lastgroup:
             case "string":
                 parts.append(json_string(_ESCAPE.sub(_unescape, token.group()[1:-1])))
@@ -185,25 +185,25 @@ class JsonScanner:
 
     def advance(self, text: str) -> int:
         """Return how many of the next characters belong to the value."""
-        at = 0
+        position = 0
         if text and not self._begun:
             self._begun = True
             self._scalar = text[0] not in '"{['
-        while at < len(text) and not self.done:
+        while position < len(text) and not self.done:
             if self._escaped:
-                self._escaped, at = False, at + 1
+                self._escaped, position = False, position + 1
             elif self._in_string:
-                at = self._scan_string(text, at)
+                position = self._scan_string(text, position)
             elif self._scalar:
-                end = _SCALAR_END.search(text, at)
+                end = _SCALAR_END.search(text, position)
                 self.done = self.whole = end is not None
-                at = len(text) if end is None else end.start()
+                position = len(text) if end is None else end.start()
             else:
-                at = self._scan_structure(text, at)
-        return at
+                position = self._scan_structure(text, position)
+        return position
 
-    def _scan_string(self, text: str, at: int) -> int:
-        match = _IN_STRING.search(text, at)
+    def _scan_string(self, text: str, position: int) -> int:
+        match = _IN_STRING.search(text, position)
         if match is None:
             return len(text)
         self._escaped = match.group() == "\\"
@@ -212,8 +212,8 @@ class JsonScanner:
             self.done = self.whole = self._depth == 0
         return match.end()
 
-    def _scan_structure(self, text: str, at: int) -> int:
-        match = self._outside.search(text, at)
+    def _scan_structure(self, text: str, position: int) -> int:
+        match = self._outside.search(text, position)
         if match is None:
             return len(text)
         character = match.group()
@@ -278,9 +278,9 @@ def emit_string(source: Source, event: Callable[[str], ParserEvent]) -> Reading[
         if character == "\\":
             text = yield from _take_escape(source)
         else:
-            plain = _PLAIN.match(source.available())
-            assert plain is not None
-            text = source.take(plain.end())
+            unescaped = _PLAIN.match(source.available())
+            assert unescaped is not None
+            text = source.take(unescaped.end())
         yield event(text)
     return False
 

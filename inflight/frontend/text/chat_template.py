@@ -203,10 +203,10 @@ def _check_message(name: str, message: object) -> None:
             param="messages",
         )
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text":
+        part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if part_type != "text":
             raise PromptError(
-                f'{name}.content[{index}] is of type {shown(kind)}: only "text" parts are allowed',
+                f'{name}.content[{index}] is of type {shown(part_type)}: only "text" parts are allowed',
                 param="messages",
             )
         if not isinstance(part.get("text"), str):

@@ -98,11 +98,11 @@ class _WindowStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._last: list[int] = []  # the previous id
+        self._previous: list[int] = []  # the previous id
         self._pending: list[int] = []
 
     def begin(self, backwards: Iterator[int]) -> None:
-        self._last = next(([token_id] for token_id in backwards if self._tokenizer.knows(token_id)), [])
+        self._previous = next(([token_id] for token_id in backwards if self._tokenizer.knows(token_id)), [])
 
     def push(self, ids: Sequence[int]) -> str:
         self._pending += filter(self._tokenizer.knows, ids)
@@ -119,14 +119,16 @@ class _WindowStream:
         return text
 
     def _advance(self) -> None:
-        self._last = self._pending[-1:] or self._last
+        self._previous = self._pending[-1:] or self._previous
         self._pending = []
 
     def _pending_text(self) -> str:
         if not self._pending:
             return ""
-        before = self._tokenizer.decode(self._last, skip_special_tokens=False)
-        return self._tokenizer.decode(self._last + self._pending, skip_special_tokens=False)[len(before) :]
+        before = self._tokenizer.decode(self._previous, skip_special_tokens=False)
+        return self._tokenizer.decode(self._previous + self._pending, skip_special_tokens=False)[
+            len(before) :
+        ]
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

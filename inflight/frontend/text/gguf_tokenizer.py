@@ -108,11 +108,11 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
-    kind = file.string("tokenizer.ggml.model")
+    model = file.string("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
-    if kind not in builders:
+    if model not in builders:
         raise ModelError(
-            f"{file.path} has a tokenizer of the kind {shown(kind)}: it must be one of {', '.join(builders)}; "
+            f"{file.path} has a tokenizer of the kind {shown(model)}: it must be one of {', '.join(builders)}; "
             "or set --tokenizer to a folder with a tokenizer.json"
         )
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -120,7 +120,7 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     if len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types")
     vocabulary = _GgufVocabulary(tokens, types)
-    backend, adds_bos = builders[kind](file, vocabulary)
+    backend, adds_bos = builders[model](file, vocabulary)
     # Longer spellings first: the package prefers tokens that were added earlier.
     for token_type, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = sorted(vocabulary.of_type(token_type), key=len, reverse=True)
@@ -141,13 +141,13 @@ class _GgufVocabulary:
     def __init__(self, tokens: list[str], types: list[int]) -> None:
         self.ids = {
             text: index
-            for index, (text, kind) in enumerate(zip(tokens, types, strict=True))
-            if text and not (kind == UNUSED and text.startswith("[PAD"))
+            for index, (text, token_type) in enumerate(zip(tokens, types, strict=True))
+            if text and not (token_type == UNUSED and text.startswith("[PAD"))
         }
         self._types = types
 
-    def of_type(self, kind: int) -> list[str]:
-        return [text for text, index in self.ids.items() if self._types[index] == kind]
+    def of_type(self, token_type: int) -> list[str]:
+        return [text for text, index in self.ids.items() if self._types[index] == token_type]
 
 
 def _byte_level_bpe(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bool]:

@@ -79,11 +79,11 @@ def compiled(source: str) -> jinja2.Template:
 
 def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
     chunks = []
-    left = max_characters
+    remaining = max_characters
     for chunk in compiled(source).generate(variables):
         chunks.append(chunk)
-        left -= len(chunk)
-        if left < 0:
+        remaining -= len(chunk)
+        if remaining < 0:
             raise jinja2.TemplateRuntimeError(
                 f"its output is longer than the limit of {max_characters} characters"
             )
@@ -102,8 +102,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"[:MAX_ERROR_CHARACTERS]}
     except jinja2.TemplateError as error:
-        kind = "rejected" if type(error) is jinja2.TemplateError else "error"
-        return {kind: str(error)[:MAX_ERROR_CHARACTERS]}
+        outcome = "rejected" if type(error) is jinja2.TemplateError else "error"
+        return {outcome: str(error)[:MAX_ERROR_CHARACTERS]}
     except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
 

@@ -69,7 +69,7 @@ class StopStrings:
         self._automaton = _automaton(tuple(stops))
         self._include = include
         self._state = _ROOT
-        self._held = ""  # as long as the depth of the state
+        self._pending = ""  # as long as the depth of the state
         self.matched: str | None = None  # the stop string at which the text ended
 
     def push(self, text: str) -> str:
@@ -83,21 +83,21 @@ class StopStrings:
             state = automaton.step(state, ord(character))
             stop = automaton.match[state]
             if stop is not None:
-                return self._end(self._held + text[: index + 1], stop)
+                return self._end(self._pending + text[: index + 1], stop)
         self._state = state
-        text = self._held + text
+        text = self._pending + text
         safe = len(text) - automaton.depth[state]
-        self._held = text[safe:]
+        self._pending = text[safe:]
         return text[:safe]
 
     def flush(self) -> str:
         """Return the text that was held back, at the natural end of the output."""
-        held, self._held, self._state = self._held, "", _ROOT
-        return held
+        pending, self._pending, self._state = self._pending, "", _ROOT
+        return pending
 
     def _end(self, text: str, stop: str) -> str:
         self.matched = stop
-        self._held = ""
+        self._pending = ""
         return text if self._include else text[: len(text) - len(stop)]
 
 

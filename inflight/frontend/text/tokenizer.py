@@ -317,12 +317,12 @@ class Tokenizer:
         with self._lock:
             if self._plain is None:
                 state = self._backend.to_str()
-                plain = tokenizers.Tokenizer.from_str(state)
-                plain.encode_special_tokens = True
+                backend = tokenizers.Tokenizer.from_str(state)
+                backend.encode_special_tokens = True
                 model = json.loads(state)["model"]
                 unknown = model.get("unk_token")
                 self._unknown_id = model.get("unk_id") if unknown is None else self.token_id(unknown)
-                self._plain = plain
+                self._plain = backend
             return self._plain
 
     def _check_plain(self, encoding: Any) -> None:

@@ -29,7 +29,7 @@ class KVShape:
     snapshot_blocks: int = 0  # blocks that a snapshot of this rank's recurrent states takes
 
     @classmethod
-    def of(
+    def from_layers(
         cls, layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype, own: range | None = None
     ) -> KVShape:
         """Place all layers of a model; `own` are those of this rank, by default all."""

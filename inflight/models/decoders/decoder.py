@@ -159,7 +159,7 @@ class Decoder:
         kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
         before = sum(index < shard.layers.start for index in kv_layers)
         own = range(before, before + sum(index in shard.layers for index in kv_layers))
-        shape = KVShape.of(kept, block_size, self.kernels.compute_dtype, own)
+        shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, own)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.slots), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
 

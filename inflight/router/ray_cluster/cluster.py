@@ -153,7 +153,7 @@ class ClusterShares:
 
         return await asyncio.to_thread(open_cluster)
 
-    def of(self, index: int) -> tuple[EngineConfig, RayHost]:  # noqa: ARG002
+    def share_and_host(self, index: int) -> tuple[EngineConfig, RayHost]:  # noqa: ARG002
         host = RayHost(self._address, self._resources, self._environment, self._patience)
         return self._config, host
 

@@ -45,8 +45,10 @@ class KeyUsage:
         """Add the queue time of a finished answer; `seconds` is its whole time if there is no record."""
         if record is None:
             self.queue_seconds += seconds
-        elif (left := record.finished_at if record.admitted_at is None else record.admitted_at) is not None:
-            self.queue_seconds += left - record.arrived_at
+        elif (
+            queue_end := record.finished_at if record.admitted_at is None else record.admitted_at
+        ) is not None:
+            self.queue_seconds += queue_end - record.arrived_at
 
 
 @dataclass(eq=False)
@@ -288,7 +290,7 @@ class Turns:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, bool], asyncio.Lock] = WeakValueDictionary()
 
-    def of(self, caller: Caller) -> asyncio.Lock:
+    def lock_of(self, caller: Caller) -> asyncio.Lock:
         """Return the lock to hold meanwhile."""
         return self._locks.setdefault((caller.name, caller.is_admin), asyncio.Lock())
 
@@ -304,7 +306,7 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
         entries += _read_file(Path(file))
         names = [caller.name for _, caller in entries if caller.name]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{file} has two keys with the name {_twice(names)!r}")
+            raise ConfigError(f"{file} has two keys with the name {_first_duplicate(names)!r}")
     keys = [key for key, _ in entries]
     for number, (key, caller) in enumerate(entries, 1):
         if not _can_be_sent(key):
@@ -322,7 +324,7 @@ def _can_be_sent(key: str) -> bool:
     return key.isascii() and key.isprintable() and key == key.strip() != ""
 
 
-def _twice(names: list[str]) -> str:
+def _first_duplicate(names: list[str]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 

@@ -16,8 +16,8 @@ _encode, _decode = msgspec.json.encode, msgspec.json.decode
 SIGNATURE = "unsigned"
 
 
-def event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+def event(event_type: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event_type.encode(), _encode({"type": event_type, **fields}))
 
 
 class MessageBlocks(PartWriter):
@@ -33,36 +33,36 @@ class MessageBlocks(PartWriter):
     def _index(self) -> int:
         return len(self.blocks) - 1
 
-    def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
-        if kind == "reasoning":
+    def _begun(self, part_kind: PartKind, name: str, call_id: str) -> bytes:
+        if part_kind == "reasoning":
             block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
-        elif kind == "text":
+        elif part_kind == "text":
             block = {"type": "text", "text": ""}
         else:
             block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
         self.blocks.append(block)
         return event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, kind: PartKind, text: str) -> bytes:
-        if kind == "reasoning":
+    def _delta(self, part_kind: PartKind, text: str) -> bytes:
+        if part_kind == "reasoning":
             return (
                 self._block_delta({"type": "thinking_delta", "thinking": text})
                 if self._shows_thinking
                 else b""
             )
-        if kind == "text":
+        if part_kind == "text":
             return self._block_delta({"type": "text_delta", "text": text})
         return self._block_delta({"type": "input_json_delta", "partial_json": text})
 
     def _block_delta(self, delta: dict[str, Any]) -> bytes:
         return event("content_block_delta", index=self._index, delta=delta)
 
-    def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:  # noqa: ARG002
+    def _ended(self, part_kind: PartKind, text: str, complete: bool) -> bytes:  # noqa: ARG002
         block, signed = self.blocks[-1], b""
-        if kind == "reasoning":
+        if part_kind == "reasoning":
             block |= {"thinking": text if self._shows_thinking else "", "signature": SIGNATURE}
             signed = self._block_delta({"type": "signature_delta", "signature": SIGNATURE})
-        elif kind == "text":
+        elif part_kind == "text":
             block["text"] = text
         else:
             block["input"] = _object(text)

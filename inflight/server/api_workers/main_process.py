@@ -137,9 +137,9 @@ class StopSignals:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self._taken.append(signal.SIGHUP)
         for number in self._taken:
-            self._loop.add_signal_handler(number, self._come)
+            self._loop.add_signal_handler(number, self._on_signal)
 
-    def _come(self) -> None:
+    def _on_signal(self) -> None:
         self.times += 1
         self._came.set()
 

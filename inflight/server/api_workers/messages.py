@@ -130,10 +130,10 @@ class RpcError(msgspec.Struct, array_like=True, frozen=True):
     headers: dict[str, str] = {}
 
     @classmethod
-    def of(cls, error: Exception) -> RpcError:
+    def from_exception(cls, error: Exception) -> RpcError:
         if isinstance(error, ApiError):
             return cls(None, error.status, error.message, error.code, error.param, error.headers)
-        return cls(RemoteError.of(error))
+        return cls(RemoteError.from_exception(error))
 
     def error(self) -> Exception:
         if self.remote_error is not None:

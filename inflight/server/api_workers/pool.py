@@ -339,10 +339,12 @@ class ApiWorkerPool:
             if key in self._locations:
                 by_worker.setdefault(self._locations[key], []).append(key)
 
-        async def of_one(worker: ApiWorkerProcess, own: list[RequestKey]) -> dict[RequestKey, bytes | None]:
-            request = SummarizeRequests(own, selection)
+        async def of_one(
+            worker: ApiWorkerProcess, worker_keys: list[RequestKey]
+        ) -> dict[RequestKey, bytes | None]:
+            request = SummarizeRequests(worker_keys, selection)
             try:
-                return dict(zip(own, await worker.rpc.call(request, list[bytes | None]), strict=True))
+                return dict(zip(worker_keys, await worker.rpc.call(request, list[bytes | None]), strict=True))
             except EngineError:
                 return {}
 

@@ -67,10 +67,10 @@ class RelayMiddleware:
             with suppress(ApiError):  # the response counts against the key until it is read
                 scope["inflight.caller"] = self._caller(headers)
             return MAIN
-        own = next((prefix for prefix in (REQUESTS, RESPONSES) if path.startswith(prefix)), None)
-        if own is None:
+        route = next((prefix for prefix in (REQUESTS, RESPONSES) if path.startswith(prefix)), None)
+        if route is None:
             return self._number
-        request_id = path.removeprefix(own).partition("/")[0]
+        request_id = path.removeprefix(route).partition("/")[0]
         if shows(scope) and self._state.keys.is_admin(headers.get("authorization")):
             number = await self._find(None, request_id, False)
             return self._number if number is None else number
@@ -79,7 +79,7 @@ class RelayMiddleware:
         except ApiError:  # this process rejects it as well as any other
             return self._number
         scope["inflight.caller"] = caller
-        number = await self._find(caller.name, request_id, own == RESPONSES)
+        number = await self._find(caller.name, request_id, route == RESPONSES)
         return self._number if number is None else number
 
     def _caller(self, headers: Headers) -> Caller:

@@ -278,7 +278,7 @@ class ApiWorker:
         ready = await self._ready
         keys = Keys.from_digests(start.keys)
         frontend = await asyncio.to_thread(_frontend, options, ready.facts, start.launch)
-        engine = AsyncEngine(frontend, ProcessClient.over(self._connection, ready))
+        engine = AsyncEngine(frontend, ProcessClient.from_connection(self._connection, ready))
         self._state = state = ServerState(
             engine,
             options,
@@ -303,7 +303,7 @@ def _frontend(options: ServerConfig, facts: ModelFacts, launch: int) -> Frontend
     config = options.engine
     # Requests without a seed get one from a counter, which must differ between workers.
     model = replace(config.model, seed=config.model.seed + launch)
-    frontend = Frontend.of(replace(config, model=model), facts, options.router.on_this_machine)
+    frontend = Frontend.from_config(replace(config, model=model), facts, options.router.on_this_machine)
     frontend.warm_up()
     with contextlib.suppress(InflightError):  # the first chat request reports the error
         _ = frontend.chat_formats

@@ -81,9 +81,13 @@ async def _discard(request: Request, max_bytes: int) -> None:
 
 def _check_content_type(request: Request) -> None:
     """Require JSON: pages of other origins can send text, or no type, without asking for permission (CORS)."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        what = f"the content type is {clipped(kind, 100)}" if kind else "there is no content type"
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        what = (
+            f"the content type is {clipped(content_type, 100)}"
+            if content_type
+            else "there is no content type"
+        )
         message = f"{what}: it must be application/json (-H 'Content-Type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
 
@@ -167,9 +171,11 @@ class UnsentBytes:
 
     def take(self, caller: Caller, size: int) -> None:
         """Count a response. Raises ApiError 429 if it exceeds the limit."""
-        own, total = self._by_caller[caller.name], self.num_bytes
-        if (own and own + size > self._max_bytes // 2) or (total and total + size > self._max_bytes):
-            message = f"{own or total} bytes of other responses are still unread: {size} more would exceed the limit"
+        by_caller, total = self._by_caller[caller.name], self.num_bytes
+        if (by_caller and by_caller + size > self._max_bytes // 2) or (
+            total and total + size > self._max_bytes
+        ):
+            message = f"{by_caller or total} bytes of other responses are unread: {size} more would exceed the limit"
             raise ApiError(429, message, code="too_many_unsent_bytes", retry_after=1)
         self._by_caller[caller.name] += size
 

@@ -45,7 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0  # received so far of the headers being read
         self._in_body = False
         self._answered: RequestResponseCycle | None = None  # the current or last one
-        self._held = b""  # received but not parsed: it follows a waiting request, or waits for its turn
+        self._unparsed = b""  # received but not parsed: it follows a waiting request, or waits for its turn
         self._awaits_turn = False
         self._refusal: ApiError | None = None  # to be sent after the current answer
         self._header_timer: TimerHandle | None = None
@@ -87,7 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._refusal is not None:
             return
         if self._flow.is_held:
-            self._held += data
+            self._unparsed += data
         else:
             self._feed(data)
 
@@ -96,10 +96,10 @@ class BoundedProtocol(HttpToolsProtocol):
         start = 0
         while start < len(data) and not self.transport.is_closing() and self._refusal is None:
             if self._flow.is_held:
-                self._held = data[start:]
+                self._unparsed = data[start:]
                 return
             if self._framing.in_chunks:
-                self._held = data[start:]
+                self._unparsed = data[start:]
                 self._wait_for_turn()
                 return
             end = self._framing.advance(data, start, self.limits.max_header_size)
@@ -116,15 +116,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._refusal is not None:
             return
         self._awaits_turn = False
-        end = self._framing.advance(self._held, 0, self.limits.max_header_size)
-        data, self._held = self._held[:end], self._held[end:]
+        end = self._framing.advance(self._unparsed, 0, self.limits.max_header_size)
+        data, self._unparsed = self._unparsed[:end], self._unparsed[end:]
         self._parse(data)
         if self.transport.is_closing() or self._refusal is not None:
             return
-        if self._held and self._framing.in_chunks:
+        if self._unparsed and self._framing.in_chunks:
             self._wait_for_turn()
         else:
-            data, self._held = self._held, b""
+            data, self._unparsed = self._unparsed, b""
             is_read = self.cycle.response_complete or len(self.cycle.body) <= HIGH_WATER_LIMIT
             self._flow.release(resume=is_read)
             self._feed(data)
@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Read on: the waiting request is being answered now, so another may follow."""
         if not self.transport.is_closing():
             self.hangups.remove(self._descriptor)
-            data, self._held = self._held, b""
+            data, self._unparsed = self._unparsed, b""
             self._flow.release()
             self._feed(data)
 
@@ -303,7 +303,7 @@ class BoundedProtocol(HttpToolsProtocol):
 P = TypeVar("P", bound=BoundedProtocol)
 
 
-def bounded_protocol(kind: type[P], limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[P]:
+def bounded_protocol(protocol: type[P], limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[P]:
     """Return a protocol class for one server, whose connections share their limits."""
     shared = {
         "limits": limits,
@@ -311,7 +311,7 @@ def bounded_protocol(kind: type[P], limits: ConnectionLimits, loop: asyncio.Abst
         "turns": ParsingTurns(loop),
         "slots": ConnectionSlots(limits.max_connections),
     }
-    return type("LimitedProtocol", (kind,), shared)
+    return type("LimitedProtocol", (protocol,), shared)
 
 
 def unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:

@@ -62,7 +62,7 @@ class Histogram:
         self._sum += value * count
 
     @classmethod
-    def of(
+    def from_counts(
         cls, name: str, text: str, bounds: tuple[float, ...], counts: Sequence[int], total: float
     ) -> Histogram:
         """Return a histogram with counts made elsewhere."""
@@ -253,7 +253,7 @@ class Metrics:
             metric = family(f"{prefix}:{item.name}", item.text, labels=list(labels))
             metric.add_metric(list(labels.values()), item.read(stats))
             yield metric
-        steps = Histogram.of(
+        steps = Histogram.from_counts(
             "iteration_tokens_total",
             "Tokens per engine step",
             STEP_SIZES,

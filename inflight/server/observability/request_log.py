@@ -149,12 +149,14 @@ def _seconds_left(logged: LoggedRequest, now: float) -> float:
     """Return when the first answer of a request will reach its `max_tokens` at its current rate."""
     if logged.generation is None or logged.first_token_at is None:
         return math.inf
-    seconds, left = now - logged.first_token_at, math.inf
+    seconds, seconds_left = now - logged.first_token_at, math.inf
     for answer in logged.generation.answers:
         num_tokens = len(answer.output.token_ids)
         if num_tokens > 1 and not answer.output.finished:
-            left = min(left, seconds / (num_tokens - 1) * (answer.request.max_tokens - num_tokens))
-    return left
+            seconds_left = min(
+                seconds_left, seconds / (num_tokens - 1) * (answer.request.max_tokens - num_tokens)
+            )
+    return seconds_left
 
 
 class RequestLog:
@@ -338,18 +340,18 @@ class OtelTracer(Tracer):
 
         now, ended = time.time_ns(), time.perf_counter()
 
-        def at(moment: float) -> int:
+        def unix_ns(moment: float) -> int:
             return now - int((ended - moment) * 1e9)
 
         span = self._tracer.start_span(
             logged.task,
             context=self._propagator.extract(dict(headers)),
             kind=SpanKind.SERVER,
-            start_time=at(logged.started_at),
+            start_time=unix_ns(logged.started_at),
             attributes=_attributes(logged, model),
         )
         if logged.first_token_at is not None:
-            span.add_event("first token", timestamp=at(logged.first_token_at))
+            span.add_event("first token", timestamp=unix_ns(logged.first_token_at))
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(end_time=now)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from inflight.events import PositionLogprobs, logprob_columns, own_logprob, unpack_logprobs
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,
@@ -59,7 +59,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._num_prompt_logprobs = num_prompt_logprobs
-        self._plain = num_logprobs is None and not with_ids and not with_usage_so_far
+        self._without_details = num_logprobs is None and not with_ids and not with_usage_so_far
         self._usage = {"usage": None} if with_usage else {}
         self._with_usage_so_far = with_usage_so_far
         self._suffix = b""
@@ -69,7 +69,7 @@ class OpenAIFormatter(ResponseFormatter):
 
     def _begin(self, choice: Choice) -> bytes:
         """Encode what the answer's events have in common. Return the event that opens it, or b"" if there is none."""
-        if self._plain:  # encode an event and cut it where the text goes
+        if self._without_details:  # encode an event and cut it where the text goes
             echoes, choice.echoes = choice.echoes, False
             choice.prefix, self._suffix = self._event([self._fields(choice, "\0")]).split(encode("\0"))
             choice.echoes = echoes
@@ -79,7 +79,7 @@ class OpenAIFormatter(ResponseFormatter):
         return self._text_event(choice, choice.answer.take_text())
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        if self._plain and not choice.echoes:
+        if self._without_details and not choice.echoes:
             return choice.prefix + encode(text) + self._suffix if text else b""
         if not text and choice.num_sent == choice.num_tokens:
             return b""
@@ -189,7 +189,7 @@ class ChatFormatter(OpenAIFormatter):
             return super().more(choice)
         events = [self._message_event(choice, event) for event in choice.reader.take()]
         data = b"".join(events)
-        if not data and not self._plain and choice.num_sent < choice.num_tokens:
+        if not data and not self._without_details and choice.num_sent < choice.num_tokens:
             return self._text_event(choice, "")  # tokens of held-back text, or of a marker
         return data
 
@@ -212,9 +212,9 @@ class ChatFormatter(OpenAIFormatter):
 
     def end(self, choice: Choice) -> bytes:
         more = self.more(choice)
-        last = self._delta(choice, {}, None)
-        last |= {"finish_reason": choice.finish_reason, "stop_reason": choice.answer.output.stop_reason}
-        return more + self._choice_event(choice, last)
+        delta = self._delta(choice, {}, None)
+        delta |= {"finish_reason": choice.finish_reason, "stop_reason": choice.answer.output.stop_reason}
+        return more + self._choice_event(choice, delta)
 
     def _delta(
         self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None
@@ -287,12 +287,12 @@ def _most_likely(position: PositionLogprobs, count: int) -> list[tuple[int, floa
     """Return ids and logprobs of the most likely tokens, best first; the token itself is among them only where it is
     that likely."""
     ids, logprobs, ranks = logprob_columns(position)
-    own = ids[0]
+    sampled_id = ids[0]
     order = sorted(range(len(ids)), key=ranks.__getitem__)
     return [
         (ids[index], logprobs[index])
         for index in order
-        if ranks[index] <= count and (not index or ids[index] != own)
+        if ranks[index] <= count and (not index or ids[index] != sampled_id)
     ][:count]
 
 
@@ -346,9 +346,9 @@ def chat_logprobs(
 
     def write(batch: Sequence[PositionLogprobs]) -> Iterator[bytes]:
         for position in batch:
-            own = _token_json(logprob_columns(position)[0][0], own_logprob(position), tokenizer)
+            sampled = _token_json(logprob_columns(position)[0][0], own_logprob(position), tokenizer)
             top = [_token_json(*candidate, tokenizer) for candidate in _most_likely(position, count)]
-            yield b'%b,"top_logprobs":[%b]}' % (own.removesuffix(b"}"), b",".join(top))
+            yield b'%b,"top_logprobs":[%b]}' % (sampled.removesuffix(b"}"), b",".join(top))
 
     return {"content": _batches(positions, 1 + count, write), "refusal": None}
 

@@ -129,7 +129,7 @@ async def cancel_request(request: Request) -> Response:
 @asynccontextmanager
 async def _turn(state: ServerState, caller: Caller) -> AsyncGenerator[None]:
     """Count against the caller's limits, and wait until it reads no other report or list."""
-    async with counted(state.admission, caller), state.report_turns.of(caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         yield
 
 
@@ -270,8 +270,8 @@ def _waited_for(
     """Return what the slowest answer waited for. A caller sees the ids of its own requests only."""
     if slowest is None:
         return Waited(num_requests=0, ids=[])
-    own = set(logged.engine_ids)
-    others = tuple(name for name in slowest.waited_for if name not in own)
+    engine_ids = set(logged.engine_ids)
+    others = tuple(name for name in slowest.waited_for if name not in engine_ids)
     return Waited(num_requests=slowest.num_waited_for, ids=state.request_log.ids_of(caller, others))
 
 
@@ -371,8 +371,8 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
     )
 
 
-def _between(record: RequestRecord, first: str, last: str) -> float | None:
-    start, end = getattr(record, first), getattr(record, last)
+def _between(record: RequestRecord, start_field: str, end_field: str) -> float | None:
+    start, end = getattr(record, start_field), getattr(record, end_field)
     return None if start is None or end is None else end - start
 
 

@@ -272,5 +272,5 @@ def _check_items(name: str, items: list[Any], limit: int, kinds: tuple[type, ...
 
 def _wrong(name: str, value: Any, allowed: str, number: int | None = None) -> ApiError:
     path = name if number is None else f"{name}[{number}]"
-    kind = _NAMES.get(type(value), "a number")
-    return ApiError(400, f"{path} is {kind}: {name} must be {allowed}", code="invalid_value", param=name)
+    actual = _NAMES.get(type(value), "a number")
+    return ApiError(400, f"{path} is {actual}: {name} must be {allowed}", code="invalid_value", param=name)

@@ -13,7 +13,7 @@ import pytest
 
 from inflight.cli.main import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ("compare", "--num-requests", "4", "--max-num-seqs", "2", "--max-tokens", "8")
 
 

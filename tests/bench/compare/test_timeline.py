@@ -110,9 +110,9 @@ def test_time_axis_cuts_only_a_far_slower_strategy() -> None:
     def lasting(seconds: float) -> Timeline:
         return Timeline("any", 1, [0.0], [seconds], [])
 
-    assert TimeAxis.over([lasting(9), lasting(3), lasting(2)]).limit == 3
-    assert TimeAxis.over([lasting(4), lasting(3), lasting(2)]).limit == 4
-    assert TimeAxis.over([lasting(4)]).limit == 4
+    assert TimeAxis.from_timelines([lasting(9), lasting(3), lasting(2)]).limit == 3
+    assert TimeAxis.from_timelines([lasting(4), lasting(3), lasting(2)]).limit == 4
+    assert TimeAxis.from_timelines([lasting(4)]).limit == 4
 
 
 @pytest.mark.parametrize("limit", [10, 96, 0.034, 7, 1])

@@ -191,14 +191,16 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 def test_llm_and_http_render_the_same_prompt(tmp_path: Path) -> None:
     """The template renders tools and tool calls."""
     facts = ModelFacts("m", 1000, 4096, (), {}, str(write_folder(tmp_path, TEMPLATE)), "", "", 64, 16, 8, 64)
-    frontend = Frontend.of(EngineConfig.create(), facts)
+    frontend = Frontend.from_config(EngineConfig.create(), facts)
     for messages in CONVERSATIONS:
         fields: dict[str, Any] = {"messages": messages, "tools": [TOOL]}
         body = parse_body(ChatBody, json.dumps(fields).encode())
         over_http = frontend.encode_chat(chat_request(body))
-        assert frontend.encode_chat(ChatRequest.of(**fields)) == over_http
+        assert frontend.encode_chat(ChatRequest.from_messages(**fields)) == over_http
         assert '"name": "add"' in over_http[0]
     fields = {"messages": CONVERSATIONS[-1], "continue_final_message": True}
     body = parse_body(ChatBody, json.dumps(fields).encode())
-    assert frontend.encode_chat(ChatRequest.of(**fields)) == frontend.encode_chat(chat_request(body))
+    assert frontend.encode_chat(ChatRequest.from_messages(**fields)) == frontend.encode_chat(
+        chat_request(body)
+    )
     frontend.close()

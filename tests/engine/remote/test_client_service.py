@@ -75,7 +75,7 @@ async def linked() -> AsyncIterator[tuple[ProcessClient, InprocClient, Loopback]
     engine = FakeEngine(num_blocks=8192)
     below = InprocClient(engine.core, engine.facts)
     link = Loopback(below)
-    client = ProcessClient.over(link, Ready(below.facts, await below.stats()))
+    client = ProcessClient.from_connection(link, Ready(below.facts, await below.stats()))
     try:
         yield client, below, link
     finally:

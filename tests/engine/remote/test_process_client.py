@@ -700,7 +700,7 @@ async def test_start_that_makes_progress_is_not_killed(
 ) -> None:
     options = {"start_timeout": 600.0}
     supervisor = Supervisor("none", options, QUICK, None, supervisor_module.engine_host({}))
-    failed = Failed(RemoteError.of(KVBudgetError("the end of the script")))
+    failed = Failed(RemoteError.from_exception(KVBudgetError("the end of the script")))
     process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_machine=not has_machine)
     with pytest.raises(EngineDeadError if is_given_up else KVBudgetError):
         await supervisor._wait_until_ready(process)

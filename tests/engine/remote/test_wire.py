@@ -261,7 +261,9 @@ CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
 
 def remote(error: BaseException) -> InflightError:
     """The error as it arrives."""
-    frame = bytes(TO_CLIENT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(error))])))
+    frame = bytes(
+        TO_CLIENT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.from_exception(error))]))
+    )
     message: Any = TO_CLIENT.decode(frame)
     received: InflightError = message.replies[0].remote_error.error()
     return received

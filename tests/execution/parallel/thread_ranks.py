@@ -47,7 +47,7 @@ class ThreadRank:
         except _LeftError:
             pass
         except Exception as error:
-            self._report(Broken(RemoteError.of(error)))
+            self._report(Broken(RemoteError.from_exception(error)))
         self._on_end(self.rank, "ended")
 
     def _report(self, report: Report) -> None:

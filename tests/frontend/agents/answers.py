@@ -14,7 +14,7 @@ from inflight.constraints.compiler import GrammarCompiler
 from inflight.constraints.matcher import Matcher
 from inflight.frontend.agents.answer_grammar import answer_grammar
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import ParsedMessage
+from inflight.frontend.agents.source import ParsedMessage
 from inflight.frontend.input_processor import vocabulary_of
 from inflight.frontend.text.detokenizer import IncrementalDetokenizer
 from inflight.frontend.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.frontend.agents.reading import CalledFunction, ParsedMessage
+from inflight.frontend.agents.source import CalledFunction, ParsedMessage
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain, pairwise
 
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     ContentDelta,
     ParserEvent,

@@ -17,7 +17,7 @@ from inflight.frontend.agents.answer_grammar import answer_grammar
 from inflight.frontend.agents.formats.base import REASONING_MARKERS, TOOL_FORMATS, ToolFormat
 from inflight.frontend.agents.grammar_writer import InputGrammar
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import ParsedMessage
+from inflight.frontend.agents.source import ParsedMessage
 from inflight.frontend.input_processor import vocabulary_of
 from tests.constraints.walking import allowed_ids
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inflight.frontend.agents.formats.base import REASONING_MARKERS, TOOL_FORMATS
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import ParsedMessage
+from inflight.frontend.agents.source import ParsedMessage
 
 from .outputs import CONTENT, OUTPUTS, TOOLS, Recorded
 from .streams import check_sane, pieces, streamed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from inflight.errors import ConfigError
 from inflight.frontend.agents.formats.json_calls import MAX_JSON_HEADER
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     MAX_TRIMMED_SPACE,
     ArgumentsDelta,
     ContentDelta,

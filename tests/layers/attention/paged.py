@@ -74,7 +74,7 @@ class Scene:
         layers that share its memory."""
         heads = self.heads
         layers = [LayerKV(heads.num_kv_heads, heads.head_dim, heads.head_dim, quantized=quantized), *others]
-        shape = KVShape.of(layers, self.block_size, torch.float32)
+        shape = KVShape.from_layers(layers, self.block_size, torch.float32)
         cache = backend.allocate(shape, self.num_blocks, torch.device("cpu")).layers[0]
         if isinstance(cache, QuantizedKV):
             cache.codes.fill_(-128)

@@ -306,7 +306,7 @@ def test_one_call_is_bit_identical_to_single_operations(
     q_norm, k_norm, v_norm = (torch.randn(32) if name in norms else None for name in "qkv")
     cos_sin = None if rotary_dim is None else torch.randn(100, rotary_dim)
     layer = replace(scene.layer(), q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, cos_sin=cos_sin)
-    shape = KVShape.of([LayerKV(2, 32, 32, quantized=quantized)], 16, torch.float32)
+    shape = KVShape.from_layers([LayerKV(2, 32, 32, quantized=quantized)], 16, torch.float32)
     composed, fused = ComposedAttention(kernels, native()), compiled()
     attends = composed.attend, fused.attend
     caches = [fused.allocate(shape, scene.num_blocks, torch.device("cpu")) for _ in attends]
@@ -329,7 +329,7 @@ def test_one_call_is_bit_identical_to_single_operations(
 
 def test_wrong_preparation_is_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
-    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
+    shape = KVShape.from_layers([LayerKV(2, 16, 16)], 16, torch.float32)
     (cache,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     layer, inputs, qkv = scene.layer(), scene.inputs(scene.whole()[0]), torch.zeros(4, 8 * 16)
     attend = compiled().attend
@@ -345,7 +345,7 @@ def test_wrong_preparation_is_rejected() -> None:
 
 def test_wrong_shapes_are_rejected() -> None:
     scene = Scene(Heads(), block_size=16, lengths=[4])
-    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.float32)
+    shape = KVShape.from_layers([LayerKV(2, 16, 16)], 16, torch.float32)
     (cache,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     layer = scene.layer()
     qkv, attend = torch.zeros(4, 8 * 16), compiled().attend
@@ -356,7 +356,7 @@ def test_wrong_shapes_are_rejected() -> None:
         attend(qkv, layer, cache, replace(inputs, rows=inputs.rows.long()))
     with pytest.raises(ConfigError, match="the vector of sinks has the shape"):
         attend(qkv, replace(layer, sinks=torch.zeros(3)), cache, inputs)
-    shape = KVShape.of([LayerKV(2, 16, 16, quantized="int8")], 16, torch.float32)
+    shape = KVShape.from_layers([LayerKV(2, 16, 16, quantized="int8")], 16, torch.float32)
     (quantized,) = compiled().allocate(shape, 4, torch.device("cpu")).layers
     with pytest.raises(ConfigError, match=r"scales torch.int32 \[4, 2, 8\] do not match"):
         attend(qkv, layer, replace(quantized, scales=quantized.scales[:, :, :8]), inputs)
@@ -366,10 +366,10 @@ def test_wrong_shapes_are_rejected() -> None:
 
 
 def test_cpu_cache_must_be_float32() -> None:
-    shape = KVShape.of([LayerKV(2, 16, 16)], 16, torch.bfloat16)
+    shape = KVShape.from_layers([LayerKV(2, 16, 16)], 16, torch.bfloat16)
     with pytest.raises(ConfigError, match="float32"):
         compiled().allocate(shape, 4, torch.device("cpu"))
-    shape = KVShape.of([LayerKV(2, 16, 16, quantized="fp8")], 16, torch.float32)
+    shape = KVShape.from_layers([LayerKV(2, 16, 16, quantized="fp8")], 16, torch.float32)
     with pytest.raises(ConfigError, match="the KV cache is fp8 on a CPU: it must be float32 or int8"):
         compiled().allocate(shape, 4, torch.device("cpu"))
 

@@ -86,7 +86,7 @@ def test_decodes_and_chunks_in_one_step_match_float64(shares: bool, window: int 
 
 
 def test_cache_has_the_bytes_of_its_shape() -> None:
-    shape = KVShape.of(
+    shape = KVShape.from_layers(
         [LayerKV(num_heads=2, key_dim=64, value_dim=64)] * 3, block_size=8, dtype=torch.float16
     )
     caches = TritonAttention(torch.float16, DEVICES).allocate(shape, 5, DEVICES).layers
@@ -119,7 +119,7 @@ def test_quantized_decodes_begin_with_blocks_under_every_plan(
 
 def test_quantized_and_plain_layers_share_slots_without_overlap() -> None:
     layers = [LayerKV(2, 64, 64, quantized="fp8"), LayerKV(2, 64, 64), LayerKV(2, 64, 64, quantized="fp8")]
-    shape = KVShape.of(layers, block_size=8, dtype=torch.bfloat16)
+    shape = KVShape.from_layers(layers, block_size=8, dtype=torch.bfloat16)
     cache = TritonAttention(torch.bfloat16, torch.device("cpu")).allocate(shape, 5, torch.device("cpu"))
     assert sum(slot.nbytes for slot in cache.slots) == 5 * shape.bytes_per_block
     first, plain, second = cache.layers

@@ -39,26 +39,26 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_cpus_memory_is_shared_with_those_that_fit_on_the_same_node() -> None:
-    config, host = shares({"CPU": 16}, {"CPU": 8}, ray_num_cpus=4).of(0)
+    config, host = shares({"CPU": 16}, {"CPU": 8}, ray_num_cpus=4).share_and_host(0)
     assert host.resources == Resources(4, 0)
     assert (config.model.device, config.cache.num_neighbours) == ("cpu", 3)
     assert host.environment == {"OMP_NUM_THREADS": "4", "OTHER": "1"}
-    config, _ = shares({"CPU": 64}, replicas=2).of(0)
+    config, _ = shares({"CPU": 64}, replicas=2).share_and_host(0)
     assert config.cache.num_neighbours == 1
 
 
 def test_each_rank_gets_a_gpu_where_there_are_some() -> None:
-    config, host = shares({"CPU": 8, "GPU": 4}, config={"tensor_parallel_size": 2}).of(0)
+    config, host = shares({"CPU": 8, "GPU": 4}, config={"tensor_parallel_size": 2}).share_and_host(0)
     assert (host.resources, str(host.resources)) == (Resources(2, 2), "2 CPU and 2 GPU")
     assert (config.model.device, config.cache.gpu_memory_utilization) == ("cuda", 0.9)
-    _, host = shares({"CPU": 8, "GPU": 4}, config={"device": "cpu"}).of(0)
+    _, host = shares({"CPU": 8, "GPU": 4}, config={"device": "cpu"}).share_and_host(0)
     assert host.resources == Resources(1, 0)
-    _, host = shares({"CPU": 8}, config={"device": "cuda"}).of(0)
+    _, host = shares({"CPU": 8}, config={"device": "cuda"}).share_and_host(0)
     assert host.resources == Resources(1, 1), "a cluster may grow"
 
 
 def test_part_of_a_gpu_is_part_of_its_memory() -> None:
-    config, host = shares({"CPU": 8, "GPU": 1}, ray_num_gpus=0.5).of(0)
+    config, host = shares({"CPU": 8, "GPU": 1}, ray_num_gpus=0.5).share_and_host(0)
     assert (host.resources.num_gpus, config.cache.gpu_memory_utilization) == (0.5, 0.45)
 
 
@@ -66,7 +66,7 @@ def test_new_replica_waits_for_resources_and_a_restarted_one_waits_longer() -> N
     connection = ConnectionInfo("", "", "", 0, 0, "text")
     replica_shares = shares({"CPU": 8}, ray_timeout=5)
     for index in range(2):
-        _, host = replica_shares.of(index)
+        _, host = replica_shares.share_and_host(index)
         assert [host.create_process(connection)._patience for _ in range(3)] == [5, math.inf, math.inf]
 
 

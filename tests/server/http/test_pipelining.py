@@ -66,7 +66,7 @@ def test_flood_of_requests_stays_in_the_socket(own: Live) -> None:
         own.wait_until("a request that waits", lambda: protocol.pipeline)
         own.wait_until("reading on hold", lambda: protocol.flow.read_paused)
         assert len(protocol.pipeline) == 1
-        assert len(protocol._held) < 1 << 20
+        assert len(protocol._unparsed) < 1 << 20
         connection.close()
         # That the client is gone is not seen behind so much.
         assert httpx.delete(f"{own.url}/v1/requests/endless").status_code == 200

@@ -46,7 +46,7 @@ class ReplicaBackend(Backend):
         config = EngineConfig.create(**options)
         process = ProcessConfig(heartbeat=0.05, max_restarts=self.max_restarts)
         client = await start_router(config, RouterConfig(replicas=2), process, build=BUILD)
-        return AsyncEngine(Frontend.of(config, client.facts), client)
+        return AsyncEngine(Frontend.from_config(config, client.facts), client)
 
     @property
     def router(self) -> Router:

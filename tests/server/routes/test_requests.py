@@ -334,7 +334,7 @@ def test_lists_and_reports_count_against_the_limits_of_a_key(
 
 
 def test_key_reads_one_list_at_a_time(keyed: Live) -> None:
-    turns = keyed.state.report_turns.of(keyed.state.keys.named("one"))
+    turns = keyed.state.report_turns.lock_of(keyed.state.keys.named("one"))
     keyed.backend.run(turns.acquire())
     with ThreadPoolExecutor(2) as threads:
         try:

@@ -101,7 +101,7 @@ class TritonSamplingRows:
 
     def _pack(self, row: int, request: RequestSpec) -> bytes:
         params = request.params
-        numbers = RowNumbers.of(request, self.vocab_size)
+        numbers = RowNumbers.from_request(request, self.vocab_size)
         bias, rules = self._bias(request), _rules_of(request, self.vocab_size)
         lists = _Lists(
             None if bias is None else self._to_device(bias),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.frontend.agents.grammar_writer import CallGrammar
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ArgumentsDelta,
     Markers,
     ParserEvent,

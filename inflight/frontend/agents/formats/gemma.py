@@ -22,7 +22,7 @@ from inflight.frontend.agents.grammar_writer import (
     separated_parameters,
     tool_parameters,
 )
-from inflight.frontend.agents.reading import Markers, Reading, Source
+from inflight.frontend.agents.source import Markers, Reading, Source
 from inflight.frontend.agents.values import bare_text_to_json, json_string, resolve_reference, schema_types
 
 _MAX_DEPTH = 64  # of nested values that are read

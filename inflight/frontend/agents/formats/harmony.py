@@ -16,7 +16,7 @@ from dataclasses import replace
 from inflight.errors import ParameterError
 from inflight.frontend.agents.formats.base import CallEmitter, ToolFormat
 from inflight.frontend.agents.grammar_writer import AnswerShape, GrammarWriter
-from inflight.frontend.agents.reading import (
+from inflight.frontend.agents.source import (
     ContentDelta,
     Markers,
     ParserEvent,
@@ -105,14 +105,16 @@ class _HarmonyReader:
         if ending is not None and ending not in _ENDS:
             source.unread(len(ending))
 
-    def _delta_maker(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> Callable[[str], ParserEvent]:
-        before = "\n" if kind in self._seen else ""
+    def _delta_maker(
+        self, delta_type: type[ContentDelta] | type[ReasoningDelta]
+    ) -> Callable[[str], ParserEvent]:
+        before = "\n" if delta_type in self._seen else ""
 
         def make_delta(text: str) -> ParserEvent:
             nonlocal before
-            self._seen.add(kind)
+            self._seen.add(delta_type)
             text, before = before + text, ""
-            return kind(text)
+            return delta_type(text)
 
         return make_delta
 
@@ -127,8 +129,8 @@ def _read_without_calls(source: Source, calls: CallEmitter) -> Reading[None]:
 
 def _opened_by(prompt: str) -> str:
     """Return the header of the message that the prompt leaves unfinished, or ""."""
-    last = prompt[prompt.rfind(_START) :] if _START in prompt else ""
-    header, message, text = last.partition(_MESSAGE)
+    last_header = prompt[prompt.rfind(_START) :] if _START in prompt else ""
+    header, message, text = last_header.partition(_MESSAGE)
     return header + message if message and not any(end in text for end in _ENDS) else ""
 
 
@@ -152,11 +154,11 @@ def harmony_answer(writer: GrammarWriter, shape: AnswerShape, opened: str) -> st
     # A limit applies to one message, so with a limit there is only one.
     many = "*" if limit is None else "?"
     messages = "" if limit == 0 else f"({message}){many}"
-    last = writer.rule("last", _last_message(writer, shape, text))
+    last_rule = writer.rule("last", _last_message(writer, shape, text))
     if opened:
         rest = next_message if limit == 0 else f"{reasoning} {next_message}"
-        return f"{rest} {messages if limit is None else ''} {last}"
-    return f"{messages} {last}"
+        return f"{rest} {messages if limit is None else ''} {last_rule}"
+    return f"{messages} {last_rule}"
 
 
 def _last_message(writer: GrammarWriter, shape: AnswerShape, text: str) -> str:

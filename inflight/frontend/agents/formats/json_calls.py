@@ -11,7 +11,7 @@ from functools import partial
 from inflight.constraints.grammars import literal
 from inflight.frontend.agents.formats.base import CallEmitter, ToolFormat
 from inflight.frontend.agents.grammar_writer import CallGrammar, GrammarWriter, Tool
-from inflight.frontend.agents.reading import Markers, Reading, Source
+from inflight.frontend.agents.source import Markers, Reading, Source
 from inflight.frontend.agents.values import emit_string, emit_value, take_string, take_value
 
 MAX_JSON_HEADER = 16_384  # characters: the arguments may come before the name

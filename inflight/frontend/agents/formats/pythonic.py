@@ -16,7 +16,7 @@ from inflight.frontend.agents.grammar_writer import (
     separated_parameters,
     tool_parameters,
 )
-from inflight.frontend.agents.reading import Markers, Reading, Source
+from inflight.frontend.agents.source import Markers, Reading, Source
 from inflight.frontend.agents.values import json_string, python_to_json, schema_types
 
 _NAME = re.compile(r"[\w.\-]*")

@@ -9,7 +9,7 @@ from itertools import product
 
 from inflight.frontend.agents.formats.base import CallEmitter, ToolFormat
 from inflight.frontend.agents.grammar_writer import CallGrammar, GrammarWriter, Tool
-from inflight.frontend.agents.reading import Markers, Reading, Source
+from inflight.frontend.agents.source import Markers, Reading, Source
 
 
 @dataclass(frozen=True, slots=True)

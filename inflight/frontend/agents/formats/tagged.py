@@ -19,7 +19,7 @@ from inflight.frontend.agents.grammar_writer import (
     parameter_sequence,
     tool_parameters,
 )
-from inflight.frontend.agents.reading import Markers, Reading, Source
+from inflight.frontend.agents.source import Markers, Reading, Source
 from inflight.frontend.agents.values import bare_text_to_json, json_string, schema_types
 
 _NAME = re.compile(r"[^<>\n]*")
@@ -70,7 +70,7 @@ class TaggedCalls:
         return _QUOTED_NAME if self.key[1].startswith('"') else _NAME
 
     @property
-    def _last(self) -> str:
+    def _end_tag(self) -> str:
         """The tag that ends a call."""
         return self.end or self.outer[1]
 
@@ -96,7 +96,7 @@ class TaggedCalls:
         arguments = _TypedArguments(calls, name)
         while (yield from self._read_parameter(source, arguments, endings)):
             pass
-        if (yield from source.accept_after_space(self._last)):
+        if (yield from source.accept_after_space(self._end_tag)):
             yield from arguments.end()
         else:
             yield from calls.end(complete=False)
@@ -121,7 +121,7 @@ class TaggedCalls:
             return (yield from source.accept(self.name[1])) is not None
         # A name alone could be ordinary text.
         yield from source.skip_space()
-        tag = yield from source.accept(self.key[0], self._last)
+        tag = yield from source.accept(self.key[0], self._end_tag)
         source.unread(len(tag or ""))
         return tag is not None
 
@@ -186,7 +186,7 @@ class TaggedCalls:
             f"{parameter_sequence(parameters, write_parameter)}"
             for tool, parameters in zip(tools, tool_parameters(tools, self._key_pattern), strict=True)
         )
-        end = writer.terminals(self._last)
+        end = writer.terminals(self._end_tag)
         if not self.outer[0]:  # the opening is that of the name
             return f"({' | '.join(alternatives)}) {end}"
         call = writer.rule("call", f"{writer.terminals(self.name[0])} ({' | '.join(alternatives)}) {end}")

@@ -42,7 +42,7 @@ MAX_REPEATED_CHARACTERS = 1 << 20
 
 def chat_of(body: ResponseConversationBody, items: Iterable[ConversationItem]) -> ChatRequest:
     """Return the conversation of all items, earlier responses first. Raise ApiError if it is not valid."""
-    tools = ResponseTools.of(body)
+    tools = ResponseTools.from_body(body)
     return ChatRequest(
         messages=_messages(body.instructions, items),
         tools=tools.functions,

@@ -33,10 +33,10 @@ class EventNumbers:
     def __init__(self) -> None:
         self._next = 0
 
-    def event(self, kind: str, **fields: Any) -> bytes:
+    def event(self, event_type: str, **fields: Any) -> bytes:
         number, self._next = self._next, self._next + 1
-        body = encode({"type": kind, "sequence_number": number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
+        body = encode({"type": event_type, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (event_type.encode(), body)
 
 
 class TextLogprobs:
@@ -106,32 +106,34 @@ class ResponseItems(PartWriter):
         start = b"" if self.items else self._switch("text")
         return start + super().finish(complete)
 
-    def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
-        item = self._new_item(kind, name, call_id)
+    def _begun(self, part_kind: PartKind, name: str, call_id: str) -> bytes:
+        item = self._new_item(part_kind, name, call_id)
         self._position = {"item_id": item["id"], "output_index": len(self.items)}
         self._positions = []
         self.items.append(item)
         added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
-        if kind == "call":
+        if part_kind == "call":
             return added
         if self.logprobs is not None:
             self.logprobs.begin()
-        index, event = self._part_names(kind)
+        index, event = self._part_names(part_kind)
         self._position[index] = 0
-        return added + self._event(f"response.{event}.added", **self._position, part=self._part(kind, ""))
+        return added + self._event(
+            f"response.{event}.added", **self._position, part=self._part(part_kind, "")
+        )
 
-    def _part_names(self, kind: PartKind) -> tuple[str, str]:
+    def _part_names(self, part_kind: PartKind) -> tuple[str, str]:
         """Return the name of a part's index, and that of its events."""
-        if kind == "reasoning" and self._with_summary:
+        if part_kind == "reasoning" and self._with_summary:
             return "summary_index", "reasoning_summary_part"
         return "content_index", "content_part"
 
-    def _new_item(self, kind: PartKind, name: str, call_id: str) -> dict[str, Any]:
+    def _new_item(self, part_kind: PartKind, name: str, call_id: str) -> dict[str, Any]:
         number, status = secrets.token_hex(16), "in_progress"
         self._input = None
-        if kind == "reasoning":
+        if part_kind == "reasoning":
             return {"type": "reasoning", "id": f"rs_{number}", "status": status, "summary": [], "content": []}
-        if kind == "text":
+        if part_kind == "text":
             item = {"type": "message", "id": f"msg_{number}", "status": status}
             return {**item, "role": "assistant", "content": []}
         tool = self._tools.get(name, CallableTool(name))
@@ -143,15 +145,15 @@ class ResponseItems(PartWriter):
             return {"type": "custom_tool_call", "id": f"ctc_{number}", "status": status, **call, "input": ""}
         return {"type": "function_call", "id": f"fc_{number}", "status": status, **call, "arguments": ""}
 
-    def _delta(self, kind: PartKind, text: str) -> bytes:
-        if kind == "text":
+    def _delta(self, part_kind: PartKind, text: str) -> bytes:
+        if part_kind == "text":
             logprobs: Any = []
             if self.logprobs is not None:
                 positions = self.logprobs.take(text)
                 self._positions += positions
                 logprobs = self.logprobs.write(positions)
             return self._event("response.output_text.delta", **self._position, delta=text, logprobs=logprobs)
-        if kind == "reasoning":
+        if part_kind == "reasoning":
             name = "reasoning_summary_text" if self._with_summary else "reasoning_text"
         elif self._input is not None:
             name, text = "custom_tool_call_input", self._input.feed(text)
@@ -159,16 +161,16 @@ class ResponseItems(PartWriter):
             name = "function_call_arguments"
         return self._event(f"response.{name}.delta", **self._position, delta=text) if text else b""
 
-    def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:
+    def _ended(self, part_kind: PartKind, text: str, complete: bool) -> bytes:
         item = self.items[-1]
         item["status"] = "completed" if complete else "incomplete"
-        item |= self._content(kind, text)
-        if kind == "call":
+        item |= self._content(part_kind, text)
+        if part_kind == "call":
             done = self._call_done(item)
         else:
-            part, (_, event) = self._part(kind, text), self._part_names(kind)
-            name, more = "output_text", {"logprobs": part["logprobs"]} if kind == "text" else {}
-            if kind == "reasoning":
+            part, (_, event) = self._part(part_kind, text), self._part_names(part_kind)
+            name, more = "output_text", {"logprobs": part["logprobs"]} if part_kind == "text" else {}
+            if part_kind == "reasoning":
                 name = "reasoning_summary_text" if self._with_summary else "reasoning_text"
             done = self._event(f"response.{name}.done", **self._position, text=text, **more)
             done += self._event(f"response.{event}.done", **self._position, part=part)
@@ -186,18 +188,18 @@ class ResponseItems(PartWriter):
         """Return the items, the open one with its content so far."""
         if self._open is None:
             return self.items
-        *items, last = self.items
-        return [*items, {**last, **self._content(self._open, "".join(self._pieces))}]
+        *items, open_item = self.items
+        return [*items, {**open_item, **self._content(self._open, "".join(self._pieces))}]
 
-    def _content(self, kind: PartKind, text: str) -> dict[str, Any]:
+    def _content(self, part_kind: PartKind, text: str) -> dict[str, Any]:
         """Return the fields of the open item that grow."""
-        if kind != "call":
-            name = "summary" if kind == "reasoning" and self._with_summary else "content"
-            return {name: [self._part(kind, text)]}
+        if part_kind != "call":
+            name = "summary" if part_kind == "reasoning" and self._with_summary else "content"
+            return {name: [self._part(part_kind, text)]}
         return {"arguments": text} if self._input is None else {"input": self._input.text}
 
-    def _part(self, kind: PartKind, text: str) -> dict[str, Any]:
-        if kind == "reasoning":
+    def _part(self, part_kind: PartKind, text: str) -> dict[str, Any]:
+        if part_kind == "reasoning":
             return {"type": "summary_text" if self._with_summary else "reasoning_text", "text": text}
         logprobs = [] if self.logprobs is None else self.logprobs.write(self._positions)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -244,8 +246,8 @@ class ResponsesFormatter(ResponseFormatter):
         (choice,) = choices
         response = self._end(choice)
         # There is no event for cancelled responses: they count as incomplete.
-        kind = "completed" if response["status"] == "completed" else "incomplete"
-        return self._numbers.event(f"response.{kind}", response=response)
+        outcome = "completed" if response["status"] == "completed" else "incomplete"
+        return self._numbers.event(f"response.{outcome}", response=response)
 
     def whole(self, choices: list[Choice]) -> Iterator[bytes]:
         choice = self._begin(choices)

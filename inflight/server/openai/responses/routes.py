@@ -69,7 +69,7 @@ async def create_response(request: Request) -> Response:
             constraint=text_constraint(body),
         ),
     )
-    tools = ResponseTools.of(body)
+    tools = ResponseTools.from_body(body)
     if tools.dropped:
         logger.info("ignoring tools that this server does not run: %s", ", ".join(tools.dropped))
     turn = ResponseTurn(state, model, caller, body)
@@ -142,7 +142,7 @@ async def response(request: Request) -> Response:
 @router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404, 429))
 async def list_input_items(request: Request) -> Response:
     """List the input items of one of your stored responses; `limit`, `order` and `after` choose the page."""
-    query, response_id = PageQuery.of(request.query_params), request.path_params["response_id"]
+    query, response_id = PageQuery.from_params(request.query_params), request.path_params["response_id"]
 
     async def read() -> ResponseContent:
         page = await state_of(request).responses.input_page(caller_of(request), response_id, query)

@@ -173,7 +173,7 @@ class PageQuery(msgspec.Struct, frozen=True):
     after: str | None
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> PageQuery:
+    def from_params(cls, query: Mapping[str, str]) -> PageQuery:
         """Read the query of a request. Raise ApiError if it is not valid."""
         limit = query.get("limit", str(DEFAULT_LIMIT))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
@@ -189,7 +189,7 @@ class InputPage(msgspec.Struct, frozen=True):
     has_more: bool
 
     @classmethod
-    def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
+    def from_items(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
         """Return the page that a query asks for. Raise ApiError if no item has the id after which it starts.
 
         Items with the same id are listed once: `after` could not tell them apart, and pages would repeat forever.
@@ -315,15 +315,15 @@ class ResponseStore:
             self._remove_oldest(max(self._by_caller, key=lambda name: self._by_caller[name].size))
 
     def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        own = self._by_caller.get(caller.name)
-        return None if own is None else own.responses.get(response_id)
+        stored = self._by_caller.get(caller.name)
+        return None if stored is None else stored.responses.get(response_id)
 
     def find_items(
         self, caller: Caller, item_ids: Iterable[str], max_bytes: int
     ) -> dict[str, StoredItem | None]:
         """Find output items by their ids. Raise ApiError if together they have more than `max_bytes`."""
-        own = self._by_caller.get(caller.name)
-        items = {item_id: None if own is None else own.outputs.get(item_id) for item_id in item_ids}
+        stored = self._by_caller.get(caller.name)
+        items = {item_id: None if stored is None else stored.outputs.get(item_id) for item_id in item_ids}
         num_bytes = sum(len(item.data) for item in items.values() if item is not None)
         if num_bytes > max_bytes:
             raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", "input")
@@ -339,10 +339,10 @@ class ResponseStore:
         self._remove(name, next(iter(self._by_caller[name].responses)))
 
     def _remove(self, name: str, response_id: str) -> None:
-        own = self._by_caller[name]
-        self._size -= own.take(response_id).size
+        stored = self._by_caller[name]
+        self._size -= stored.take(response_id).size
         self._num_responses -= 1
-        if not own.responses:
+        if not stored.responses:
             del self._by_caller[name]
 
 
@@ -380,7 +380,7 @@ class LocalResponses:
 
     async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
         stored = self._store.find(caller, response_id)
-        return None if stored is None else InputPage.of(stored.inputs, query)
+        return None if stored is None else InputPage.from_items(stored.inputs, query)
 
     async def find_items(
         self, caller: Caller, item_ids: Sequence[str], max_bytes: int

@@ -54,7 +54,7 @@ class ResponseTools:
     dropped: Sequence[str] = ()  # types of tools that the server would have to run
 
     @classmethod
-    def of(cls, body: ResponseConversationBody) -> ResponseTools:
+    def from_body(cls, body: ResponseConversationBody) -> ResponseTools:
         """Read the tools of a body and which of them may be called. Raise ApiError if these do not fit together."""
         by_name: dict[str, CallableTool] = {}
         functions: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typing import Any
 from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from inflight.frontend.agents.reading import ArgumentsDelta, ContentDelta, ToolCallBegun, ToolCallEnded
+from inflight.frontend.agents.source import ArgumentsDelta, ContentDelta, ToolCallBegun, ToolCallEnded
 from inflight.server.openai.responses.formatter import EventNumbers, ResponseItems
 from inflight.server.openai.responses.tools import CallableTool
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events

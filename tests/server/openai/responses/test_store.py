@@ -114,13 +114,13 @@ def test_pages_are_bounded_in_bytes_and_items() -> None:
     items = [item("a", 10), item("b", size), item("c", size), item("d", 3 * MAX_PAGE_BYTES), item("e", 10)]
     pages, after = [], None
     while True:
-        page = InputPage.of(items, PageQuery(100, "asc", after))
+        page = InputPage.from_items(items, PageQuery(100, "asc", after))
         pages.append("".join(one.item_id for one in page.items))
         if not page.has_more:
             break
         after = page.items[-1].item_id
     assert pages == ["ab", "c", "d", "e"]  # each item is in a page, also one that is larger than a page
-    assert len(InputPage.of(items, PageQuery(1, "desc", None)).items) == 1
+    assert len(InputPage.from_items(items, PageQuery(1, "desc", None)).items) == 1
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
@@ -130,7 +130,7 @@ def test_items_with_the_same_id_are_listed_once(order: str) -> None:
     after, has_more = None, True
     while has_more:
         assert len(listed) < len(items)
-        page = InputPage.of(items, PageQuery(1, order, after))
+        page = InputPage.from_items(items, PageQuery(1, order, after))
         listed += [item.item_id for item in page.items]
         after, has_more = listed[-1], page.has_more
     assert listed == sorted("abcd", reverse=order == "desc")

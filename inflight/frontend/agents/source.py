@@ -143,7 +143,7 @@ class Source:
         self._special = dict(special or {})
         self.special_spellings = frozenset(self._special.values())
         self._text = ""
-        self._at = 0  # index into the text
+        self._position = 0  # index into the text
         # Characters dropped before the text. The positions below count from the start of the output.
         self._base = 0
         self._ended = False
@@ -156,8 +156,8 @@ class Source:
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> None:
         if self._mark is None:
-            self._base += self._at
-            self._text, self._at = self._text[self._at :] + text, 0
+            self._base += self._position
+            self._text, self._position = self._text[self._position :] + text, 0
         else:
             self._text += text
         if not self._special:
@@ -178,7 +178,7 @@ class Source:
 
     def hold(self, limit: int = MAX_CALL_HEADER) -> None:
         """Remember this position for `rewind`."""
-        self._mark = self._base + self._at
+        self._mark = self._base + self._position
         self._limit = self._mark + limit
 
     def release(self) -> None:
@@ -188,12 +188,12 @@ class Source:
     def rewind(self) -> None:
         """Return to the position of `hold`, as if nothing had been read since."""
         assert self._mark is not None
-        self._at = self._mark - self._base
+        self._position = self._mark - self._base
         self.release()
 
     def unread(self, count: int) -> None:
         """Put the last `count` characters back."""
-        self._at -= count
+        self._position -= count
 
     @property
     def _end(self) -> int:
@@ -214,30 +214,32 @@ class Source:
 
     def peek(self) -> Reading[str]:
         """Return the next character, or "" at the end."""
-        while self._at >= self._end:
+        while self._position >= self._end:
             if self._over:
                 return ""
             yield None
-        return self._text[self._at]
+        return self._text[self._position]
 
     def available(self) -> str:
         """Return text that can be read without waiting, in bounded chunks so that the copies do not add up."""
-        return self._text[self._at : min(self._end, self._at + _CHUNK)]
+        return self._text[self._position : min(self._end, self._position + _CHUNK)]
 
     def take(self, count: int) -> str:
         """Read the next characters, which must be available."""
-        self._at += count
-        return self._text[self._at - count : self._at]
+        self._position += count
+        return self._text[self._position - count : self._position]
 
     def accept(self, *texts: str) -> Reading[str | None]:
         """Read and return the one of these texts that comes next, or return None if none does."""
         longest = max(map(len, texts))
         while True:
             for text in texts:
-                if self._text.startswith(text, self._at, self._end) and self._has_its_tokens(self._at, text):
-                    self._at += len(text)
+                if self._text.startswith(text, self._position, self._end) and self._has_its_tokens(
+                    self._position, text
+                ):
+                    self._position += len(text)
                     return text
-            rest = self._text[self._at : min(self._end, self._at + longest)]
+            rest = self._text[self._position : min(self._end, self._position + longest)]
             if self._over or not any(text.startswith(rest) and text != rest for text in texts):
                 return None
             yield None
@@ -269,11 +271,11 @@ class Source:
         """Read the longest run that matches the pattern, which must be a repeated character class."""
         parts = []
         while True:
-            match = pattern.match(self._text, self._at, self._end)
+            match = pattern.match(self._text, self._position, self._end)
             assert match is not None
             parts.append(match.group())
-            self._at = match.end()
-            if self._at < self._end or self._over:
+            self._position = match.end()
+            if self._position < self._end or self._over:
                 return "".join(parts)
             yield None
 
@@ -304,23 +306,23 @@ class Source:
 
     def _before(self, markers: Markers, trim: bool) -> tuple[str, str | None]:
         """Read what certainly precedes the next marker, and the marker if it has arrived."""
-        text, start, end = self._text, self._at, self._end
+        text, start, end = self._text, self._position, self._end
         match = markers.pattern.search(text, start, end)
         while match is not None and not self._has_its_tokens(match.start(), match.group()):
             match = markers.pattern.search(text, match.start() + 1, end)
         certain = end if self._over else markers.partial_start(text, start, end)
         if match is not None and match.start() < certain:
-            stop, self._at = match.start(), match.end()
+            stop, self._position = match.start(), match.end()
         elif self._over:
-            self._at = end
+            self._position = end
             return text[start:end], None
         else:
-            stop = self._at = certain
+            stop = self._position = certain
             match = None
         if trim:
             trim_start = max(start, stop - MAX_TRIMMED_SPACE)
             stop = trim_start + len(text[trim_start:stop].rstrip(_SPACE))
         if match is None:
-            self._at = stop
+            self._position = stop
             return text[start:stop], None
-        return text[start:stop], text[stop : self._at]
+        return text[start:stop], text[stop : self._position]
