@@ -27,7 +27,8 @@ from inflight.entrypoints.offline import (
 )
 from inflight.entrypoints.scoring import ScoringMethods
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
-from inflight.frontend.chat import ChatRequest, ToolChoice
+from inflight.frontend.agents.answer_grammar import ToolChoice
+from inflight.frontend.chat import ChatRequest
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.input_processor import Prompt, check_arguments, split_prompts
 from inflight.frontend.output_processor import OutputProcessor

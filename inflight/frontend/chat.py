@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from inflight.config import ModelConfig
 from inflight.errors import ParameterError, clipped, shown
+from inflight.frontend.agents.answer_grammar import NamedTool, ToolChoice
 from inflight.frontend.agents.detect import (
     CallStyle,
     call_marker_ids,
@@ -36,16 +37,6 @@ SHORT_ID_LENGTH = 9
 # Fields that clients (openai's helpers, litellm) add to an answer and send back with it. The model must not see them.
 CLIENT_FIELDS = frozenset({"parsed", "provider_specific_fields", "annotations", "refusal", "audio"})
 _TOOL_NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTool:
-    """The one tool that must be called."""
-
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ChatOptions(TypedDict, total=False):
