@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from inflight.constraints.schema import check_schema, rewritten
+from inflight.constraints.schema import check_schema
+from inflight.constraints.schema_document import rewritten
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 

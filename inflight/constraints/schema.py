@@ -44,7 +44,6 @@ OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximu
 # Patterns whose character classes have no intersections and the like, which not all regex dialects have.
 _CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
 _PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
-OMIT = object()
 
 
 def read_schema(text: str) -> Any:
@@ -200,35 +199,6 @@ def _keywords(schema: Any, pointer: str) -> Iterator[tuple[str, str, dict[str, A
                 yield from _keywords(inner, f"{inner_pointer}/{index}")
         elif keyword in SCHEMA_KEYWORDS:
             yield from _keywords(value, inner_pointer)
-
-
-def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of a schema with the value that `change` returns for every keyword, without it for OMIT.
-
-    Names of properties and the contents of constants are not keywords.
-    """
-    if isinstance(schema, list):
-        return [rewritten(item, change) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for keyword, value in schema.items():
-        value = change(keyword, value)
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            value = {name: rewritten(inner, change) for name, inner in value.items()}
-        elif keyword not in DATA_KEYWORDS:
-            value = rewritten(value, change)
-        if value is not OMIT:
-            copy[keyword] = value
-    return copy
-
-
-def without_annotations(schema: Any) -> Any:
-    """Return an equivalent copy without descriptions and the like, which grammars do not use."""
-    kept = ("$id", "$anchor", "$dynamicAnchor", "id")  # references may name them
-    return rewritten(
-        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
-    )
 
 
 # ---- endless schemas ----

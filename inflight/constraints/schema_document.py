@@ -35,6 +35,8 @@ _INTEGER_KEYWORDS = {
     "minProperties",
 }
 
+OMIT = object()  # instead of the value of a keyword
+
 
 class UnsupportedKeywordError(Exception):
     """A keyword cannot be decided token by token."""
@@ -127,6 +129,35 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(schema, list):
         for item in schema:
             yield from _parts(item)
+
+
+def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of a schema with the value that `change` returns for every keyword, without it for OMIT.
+
+    Names of properties and the contents of constants are not keywords.
+    """
+    if isinstance(schema, list):
+        return [rewritten(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for keyword, value in schema.items():
+        value = change(keyword, value)
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            value = {name: rewritten(inner, change) for name, inner in value.items()}
+        elif keyword not in DATA_KEYWORDS:
+            value = rewritten(value, change)
+        if value is not OMIT:
+            copy[keyword] = value
+    return copy
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return an equivalent copy without descriptions and the like, which grammars do not use."""
+    kept = ("$id", "$anchor", "$dynamicAnchor", "id")  # references may name them
+    return rewritten(
+        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
+    )
 
 
 def any_of(schemas: list[Any]) -> Any:

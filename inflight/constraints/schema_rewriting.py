@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from inflight.constraints.schema import FAR, OMIT, OUTWARD, rewritten
-from inflight.constraints.schema_document import has_no_effect
+from inflight.constraints.schema import FAR, OUTWARD
+from inflight.constraints.schema_document import OMIT, has_no_effect, rewritten
 from inflight.constraints.schema_logic import expand
 
 # Removes the control characters without an escape of their own (\b, \t, \n, \f, \r) from a class.

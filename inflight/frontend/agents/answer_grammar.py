@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from inflight.constraints.answer_rules import CONTENT, RuleSchema
 from inflight.constraints.grammars import literal
-from inflight.constraints.schema import without_annotations
+from inflight.constraints.schema_document import without_annotations
 from inflight.errors import ParameterError
 from inflight.frontend.agents.formats.base import (
     HARMONY_REASONING,
