@@ -59,7 +59,7 @@ def run(engine: LoadedEngine, prompts: list[list[int]], name: str) -> Round:
     core.record()
     start = core.clock()
     for index, prompt in enumerate(prompts):
-        core.add(Request.create(f"{name}/{index}", prompt, SamplingParams(), max_tokens=0, kind="pool"))
+        core.add(Request.create(f"{name}/{index}", prompt, SamplingParams(), max_tokens=0, task="pool"))
     ends = []
     while core.has_work:
         for delta in core.step():

@@ -276,8 +276,8 @@ class EngineConfig:
         options = _translate_options(options)
         options["model"] = None if model is None else fspath(model)
         parts: dict[str, Any] = {
-            part: kind(**{name: options[name] for name in options_of(kind) if name in options})
-            for part, kind in _PARTS.items()
+            part: part_type(**{name: options[name] for name in options_of(part_type) if name in options})
+            for part, part_type in _PARTS.items()
         }
         return cls(**parts)
 

@@ -49,8 +49,8 @@ def logprob_columns(
 
 def unpack_logprobs(position: PositionLogprobs) -> list[TokenLogprob]:
     """Return the candidates at a position: the token itself first, every id once."""
-    own, *others = map(TokenLogprob, *logprob_columns(position))
-    return [own, *(candidate for candidate in others if candidate.token_id != own.token_id)]
+    sampled, *others = map(TokenLogprob, *logprob_columns(position))
+    return [sampled, *(candidate for candidate in others if candidate.token_id != sampled.token_id)]
 
 
 def own_logprob(position: PositionLogprobs) -> float:

@@ -29,7 +29,7 @@ class Option:
     """One option. Limits are for numbers; None means no limit."""
 
     name: str
-    kind: type  # int, float, bool, str, tuple (of strings) or dict
+    value_type: type  # int, float, bool, str, tuple (of strings) or dict
     optional: bool  # None is allowed
     default: Any
     panel: str
@@ -48,9 +48,9 @@ class Option:
             return True
         if self.choices:
             return value in self.choices
-        if self.kind not in (int, float):
+        if self.value_type not in (int, float):
             return True
-        kinds = int if self.kind is int else int | float
+        kinds = int if self.value_type is int else int | float
         return (
             isinstance(value, kinds)
             and not isinstance(value, bool)
@@ -68,14 +68,14 @@ class Option:
         """The range in words; empty if there is none."""
         if self.choices:
             return ", ".join(map(str, (None, *self.choices) if self.optional else self.choices))
-        if self.kind not in (int, float):
+        if self.value_type not in (int, float):
             return ""
         return f"{'None or ' if self.optional else ''}{self._numbers()}"
 
     def _numbers(self) -> str:
         if self.above == 0 and self.at_most in (None, math.inf):
             return f"a positive number of {self.unit}" if self.unit else "a positive number"
-        noun = "an integer" if self.kind is int else "a number"
+        noun = "an integer" if self.value_type is int else "a number"
         if self.at_least is not None:
             if self.at_most is not None:
                 return f"{noun} from {self.at_least:g} to {self.at_most:g}"
@@ -87,7 +87,7 @@ class Option:
         """The default as shown in help and docs; empty if there is none."""
         if self.default is None or self.default == ():
             return self.unset
-        return " ".join(self.default) if self.kind is tuple else str(self.default).lower()
+        return " ".join(self.default) if self.value_type is tuple else str(self.default).lower()
 
     @property
     def flag(self) -> str:
@@ -104,24 +104,24 @@ def options_of(config: Any) -> dict[str, Option]:
     """Return the options of a config class, by name."""
     hints = get_type_hints(config)
     return {
-        item.name: Option(item.name, *option_kind(hints[item.name]), item.default, **item.metadata)
+        item.name: Option(item.name, *option_type(hints[item.name]), item.default, **item.metadata)
         for item in fields(config)
         if item.metadata
     }
 
 
-def option_kind(hint: Any) -> tuple[type, bool]:
+def option_type(hint: Any) -> tuple[type, bool]:
     """Return the type of an option (int for `int | None`, str for a Literal) and whether it may be None."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     first = next(member for member in members if member is not type(None))
-    kind = str if get_origin(first) is Literal else get_origin(first) or first
-    return kind, type(None) in members
+    value_type = str if get_origin(first) is Literal else get_origin(first) or first
+    return value_type, type(None) in members
 
 
 def check(config: Any) -> None:
     """Raise ConfigError for the first field that is out of range."""
-    kind: Any = type(config)
-    for declared in options_of(kind).values():
+    config_type: Any = type(config)
+    for declared in options_of(config_type).values():
         value = getattr(config, declared.name)
         if not declared.allows(value):
             raise ConfigError(f"{declared.name} is {shown(value)}: allowed is {declared.allowed}")

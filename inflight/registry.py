@@ -14,8 +14,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps names to `module:attribute` targets. Unless it is closed, a name with a colon is itself a target."""
 
-    def __init__(self, kind: str, targets: Mapping[str, str], closed: bool = False) -> None:
-        self.kind = kind
+    def __init__(self, noun: str, targets: Mapping[str, str], closed: bool = False) -> None:
+        self._noun = noun
         self._targets = dict(targets)
         self._closed = closed
 
@@ -27,8 +27,8 @@ class Registry(Generic[T]):
         module_name, colon, attribute = target.partition(":")
         if not colon:
             allowed = ", ".join(self._targets) + ("" if self._closed else ", or give module:attribute")
-            raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {allowed}")
+            raise ConfigError(f"unknown {self._noun} {name!r}: choose one of {allowed}")
         try:
             return cast(T, getattr(import_module(module_name), attribute))
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{self.kind} {name!r} cannot be imported: {error}") from error
+            raise ConfigError(f"{self._noun} {name!r} cannot be imported: {error}") from error

@@ -125,7 +125,7 @@ class RequestSpec:
     context: RequestContext = DEFAULT_CONTEXT
     num_prompt_tokens: int = 0  # 0: all of token_ids; fewer if the request already has outputs
     # With max_tokens 0: "prompt_logprobs" returns the logprobs of the prompt, "pool" the vector of the model's head.
-    kind: str = "generate"
+    task: str = "generate"
     splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
     second_segment: int = 0  # start of the second text of a pair, for models with segment ids; 0: one text
     origin: RequestOrigin | None = None
@@ -184,7 +184,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
-    kind: str = field(init=False)
+    task: str = field(init=False)
 
     # Scheduler state.
     max_chunk: int = sys.maxsize  # the most tokens that one step may compute
@@ -225,7 +225,7 @@ class Request:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        self.request_id, self.params, self.kind = spec.request_id, spec.params, spec.kind
+        self.request_id, self.params, self.task = spec.request_id, spec.params, spec.task
         self.num_prompt_tokens, self.max_tokens = spec.num_prompt_tokens, spec.max_tokens
         self.stop_ids = spec.stop_ids
         self.token_ids = spec.token_ids.tolist()

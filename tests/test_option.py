@@ -33,7 +33,7 @@ OPTIONS = options_of(Sample)
 
 
 def test_types_come_from_the_field() -> None:
-    assert {name: (item.kind, item.optional) for name, item in OPTIONS.items()} == {
+    assert {name: (item.value_type, item.optional) for name, item in OPTIONS.items()} == {
         "size": (int, False),
         "count": (int, True),
         "share": (float, False),

@@ -48,7 +48,7 @@ def _table(title: str, options: Iterable[Option]) -> str:
     for item in options:
         where = ("E" if item.name in ENGINE_OPTIONS else "") + ("G" if item.name in _OF_GENERATE else "")
         rows.append(
-            f"| `{item.name}` | {_default(item)} | {item.allowed or _KINDS[item.kind]} "
+            f"| `{item.name}` | {_default(item)} | {item.allowed or _KINDS[item.value_type]} "
             f"| {table_cell(item.help)} | {where} |"
         )
     return "\n".join([*rows, ""])

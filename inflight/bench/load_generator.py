@@ -240,10 +240,10 @@ async def _run_workers(plans: list[LoadPlan]) -> LoadResult:
             await worker.exited.wait()
 
 
-async def _receive(worker: ConnectedProcess[FromWorker], kind: type[FromWorkerT]) -> FromWorkerT:
+async def _receive(worker: ConnectedProcess[FromWorker], message_type: type[FromWorkerT]) -> FromWorkerT:
     while not worker.exited.is_set() or worker.unread:
         message = await worker.receive()
-        if isinstance(message, kind):
+        if isinstance(message, message_type):
             return message
     raise EngineError(f"a load generator worker exited early: {worker.reason}")
 

@@ -61,9 +61,9 @@ def _latencies(drawing: Drawing, y: float, title: str, runs: list[Run], spreads:
         min(spread.p50 for spread in shown) * 1e3, max(spread.p99 for spread in shown) * 1e3, top
     )
     for value in scale.ticks():
-        at = scale.y(value)
-        drawing.items.append(Rect(LEFT, at, WIDTH - LEFT - RIGHT, 1, "rule"))
-        drawing.items.append(Text(LEFT - 8, at + 4, _number(value), "muted", 10, "end"))
+        tick_y = scale.y(value)
+        drawing.items.append(Rect(LEFT, tick_y, WIDTH - LEFT - RIGHT, 1, "rule"))
+        drawing.items.append(Text(LEFT - 8, tick_y + 4, _number(value), "muted", 10, "end"))
     for index, spread in enumerate(spreads):
         centre, width = _bar_position(index, len(runs))
         if spread is not None:
@@ -97,10 +97,10 @@ def _throughput(drawing: Drawing, y: float, runs: list[Run]) -> None:
     for index, run in enumerate(runs):
         centre, width = _bar_position(index, len(runs))
         height = (HEIGHT - 20) * run.output_tokens_per_s / most
-        at = top + HEIGHT - height
+        bar_top = top + HEIGHT - height
         text = f"{run.output_tokens_per_s:,.0f}"
-        drawing.items.append(Rect(centre - width / 2, at, width, height, THROUGHPUT, text))
-        drawing.items.append(Text(centre, at - 5, text, size=11, anchor="middle"))
+        drawing.items.append(Rect(centre - width / 2, bar_top, width, height, THROUGHPUT, text))
+        drawing.items.append(Text(centre, bar_top - 5, text, size=11, anchor="middle"))
         _rate(drawing, run, centre, top)
 
 

@@ -123,7 +123,9 @@ class Run:
             "rate": "inf" if math.isinf(self.rate) else self.rate,
             "num_requests": self.num_requests,
             "num_complete": self.num_complete,
-            "errors": {kind: {"count": p.count, "example": p.example} for kind, p in self.problems.items()},
+            "errors": {
+                category: {"count": p.count, "example": p.example} for category, p in self.problems.items()
+            },
             "seconds": self.seconds,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
@@ -226,4 +228,4 @@ def _problems(records: list[Record]) -> dict[str, Problem]:
     """Group failed requests by the kind of error, the most frequent kind first."""
     counts = Counter(record.error for record in records if record.error is not None)
     examples = {record.error: record.detail for record in reversed(records)}
-    return {kind: Problem(count, examples[kind]) for kind, count in counts.most_common()}
+    return {category: Problem(count, examples[category]) for category, count in counts.most_common()}

@@ -33,8 +33,8 @@ def print_runs(runs: list[Run], title: str, console: Console) -> None:
         console.print(_side_by_side(runs))
     for run in runs:
         prefix = f"{rate_name(run.rate)}: " if len(runs) > 1 else ""
-        for kind, problem in run.problems.items():
-            message = f"{prefix}{problem.count} failed, {kind}: {problem.example}"
+        for category, problem in run.problems.items():
+            message = f"{prefix}{problem.count} failed, {category}: {problem.example}"
             console.print(f"[red]{escape(message)}[/red]", highlight=False)
         for warning in run.warnings():
             console.print(f"[yellow]{escape(prefix + warning)}[/yellow]", highlight=False)

@@ -236,9 +236,9 @@ def _download(
             ignore_patterns=ignored,
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
-        at = f" at revision {revision!r}" if revision else ""
+        revision_text = f" at revision {revision!r}" if revision else ""
         raise ModelError(
-            f"{model!r}{at} is not a local folder and could not be downloaded: {_hub_reason(error)}"
+            f"{model!r}{revision_text} is not a local folder and could not be downloaded: {_hub_reason(error)}"
         ) from error
     return Path(path)
 

@@ -175,12 +175,12 @@ def _rope_scaling(reader: Reader) -> dict[str, Any] | None:
             # Factors without a longer list are for any length.
             "original_max_position_embeddings": original if is_long else reader.integer("context_length"),
         }
-    kind = reader.value("rope.scaling.type")
-    if kind in (None, "none"):
+    rope_type = reader.value("rope.scaling.type")
+    if rope_type in (None, "none"):
         return None
-    if kind == "linear":
+    if rope_type == "linear":
         return {"rope_type": "linear", "factor": reader.number("rope.scaling.factor")}
-    if kind != "yarn":
+    if rope_type != "yarn":
         raise reader.error("rope.scaling.type", "none, linear or yarn; longrope needs rope_factors tensors")
     optional = {
         "attention_factor": "rope.scaling.yarn_attn_factor",

@@ -367,15 +367,15 @@ class _GgufHeaderReader:
             )
         return placed
 
-    def _value(self, key: str, kind: int, depth: int) -> Any:
-        if kind == _STRING:
+    def _value(self, key: str, value_type: int, depth: int) -> Any:
+        if value_type == _STRING:
             return self._text(MAX_TEXT, shown(key))
-        if kind == _BOOL:
+        if value_type == _BOOL:
             return self._take(1) != b"\0"
-        if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
-        if kind != _ARRAY:
-            raise self._error(f"{shown(key)} is of type {kind}, which does not exist")
+        if value_type in _SCALARS:
+            return self._scalar(_SCALARS[value_type])
+        if value_type != _ARRAY:
+            raise self._error(f"{shown(key)} is of type {value_type}, which does not exist")
         if depth == MAX_DEPTH:
             raise self._error(f"{shown(key)} has arrays nested deeper than {MAX_DEPTH}")
         item_kind, count = self._scalar(_UINT32), self._scalar(_UINT64)

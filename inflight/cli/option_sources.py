@@ -88,12 +88,12 @@ def with_flags(
 
 def _flag(option: Option, panel: str) -> inspect.Parameter:
     """Return a flag's parameter. Its default is None, so that variables and the file can set the option."""
-    names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
+    names = f"{option.flag}/--no-{option.flag[2:]}" if option.value_type is bool else option.flag
     flags = (names, option.short) if option.short else (names,)
     shown = typer.Option(
         *flags, help=option.help, rich_help_panel=panel, show_default=option.default_text or False
     )
-    annotation: Any = list[str] if option.kind is tuple else option.kind
+    annotation: Any = list[str] if option.value_type is tuple else option.value_type
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -110,7 +110,7 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
     name = flag.removeprefix("--").replace("-", "_")
     if not values:
         return {name.removeprefix("no_"): not name.startswith("no_")}
-    value_type = options[name].kind
+    value_type = options[name].value_type
     return {
         name: tuple(values)
         if value_type is tuple
@@ -132,8 +132,8 @@ def read_environment(
         rule = compat_rules.find(name)
         if text is not None and rule is not None:
             _, text = rule.arguments(option.flag, text) or ("", UNSET)
-        if text is not None and (text != UNSET or option.kind is tuple):
-            values[name] = option.chosen(_parse(variable, text, option.kind))
+        if text is not None and (text != UNSET or option.value_type is tuple):
+            values[name] = option.chosen(_parse(variable, text, option.value_type))
     return values
 
 
@@ -147,7 +147,7 @@ def unused_variables(options: Mapping[str, Option], environment: Mapping[str, st
             similar = get_close_matches(name, names, n=1, cutoff=SIMILAR)
             hint = f": did you mean {similar[0]}?" if similar else ""
             warnings.append(f"{name} is set, but has no effect{hint}")
-        elif name in known and known[name].kind is tuple and not environment[name].strip(" ,"):
+        elif name in known and known[name].value_type is tuple and not environment[name].strip(" ,"):
             warnings.append(f"{name} is empty and has no effect")
     return warnings
 
@@ -199,7 +199,7 @@ def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRul
 
 def _typed(name: str, value: Any, option: Option) -> Any:
     """Return a value from a file if it has the option's type, or raise ConfigError."""
-    value_type = option.kind
+    value_type = option.value_type
     value = option.chosen(value)
     if value is None and option.optional:
         return None

@@ -16,7 +16,7 @@ from inflight.cli import interrupts_end_at_once
 from inflight.cli.option_sources import with_flags
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
-from inflight.option import Option, option_kind
+from inflight.option import Option, option_type
 from inflight.outputs import RerankResult
 from inflight.scoring import EmbedParams, Scale, ScoreParams, parameter_help, parameter_types
 
@@ -42,7 +42,7 @@ def _flags(params: type, truncate: bool) -> list[Option]:
     task_options = [
         Option(
             name,
-            *option_kind(types[name]),
+            *option_type(types[name]),
             default=defaults.get(name),
             panel="Task",
             help=description,

@@ -215,23 +215,34 @@ def _outside_pattern(pattern: Any, pointer: str) -> list[Any]:
 
 def _pattern_outside(words: set[str]) -> str:
     """Return a pattern for all texts except some words."""
+    pairs = zip(min(words), max(words), strict=False)
+    prefix = "".join(first for first, last in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if prefix:
+        rest = _pattern_outside({word.removeprefix(prefix) for word in words})
+        return f"(?:{_pattern_without_prefix(prefix)}|{_literal(prefix)}{rest})"
     continuations: dict[str, set[str]] = {}
     for word in words - {""}:
         continuations.setdefault(word[0], set()).add(word[1:])
-    others = f"[^{''.join(map(_escaped, sorted(continuations)))}]" if continuations else "(?s:.)"
+    others = f"[^{''.join(map(_literal, sorted(continuations)))}]" if continuations else "(?s:.)"
     ways = [f"{others}{_ANY_TEXT}"]
     ways += [
-        f"{_escaped(character)}{_pattern_outside(rest)}" for character, rest in sorted(continuations.items())
+        f"{_literal(character)}{_pattern_outside(rest)}" for character, rest in sorted(continuations.items())
     ]
     return f"(?:{'|'.join(ways)}){'' if '' in words else '?'}"
 
 
 def _pattern_without_prefix(prefix: str) -> str:
-    """Return a pattern for all texts that do not begin with a prefix."""
-    characters = ["", *map(_escaped, prefix)]
-    ways = (f"{equal}(?:[^{character}]{_ANY_TEXT}" for equal, character in itertools.pairwise(characters))
-    return "|".join(ways) + ")?" * len(prefix)
+    """Return a pattern for all texts that do not begin with a prefix.
+
+    It is split in halves: groups may not be nested as deeply as a prefix is long.
+    """
+    if len(prefix) == 1:
+        return f"(?:[^{_literal(prefix)}]{_ANY_TEXT})?"
+    middle = len(prefix) // 2
+    begin, end = prefix[:middle], prefix[middle:]
+    return f"(?:{_pattern_without_prefix(begin)}|{_literal(begin)}{_pattern_without_prefix(end)})"
 
 
-def _escaped(character: str) -> str:
-    return f"\\{character}" if character in r"\.+*?()|[]{}^$#&-~/" else character
+def _literal(text: str) -> str:
+    """Return a text as a part of a pattern or of a character class."""
+    return re.sub(r"[-\\.+*?()|\[\]{}^$#&~/]", r"\\\g<0>", text)

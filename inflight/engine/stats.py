@@ -118,7 +118,9 @@ class ExpertLoads:
             return
         before = self._totals or [[0] * len(layer) for layer in totals]
         usage = ExpertUsage(tuple(map(_differences, totals, before)))
-        imbalances = [own for own, layer in zip(usage.imbalances, usage.tokens, strict=True) if any(layer)]
+        imbalances = [
+            imbalance for imbalance, layer in zip(usage.imbalances, usage.tokens, strict=True) if any(layer)
+        ]
         if not imbalances:  # nothing has happened since
             return
         self._totals, self._usage = totals, usage

@@ -194,9 +194,9 @@ class LLM(ScoringMethods):
             sampling_params = self.get_default_sampling_params()
         prepared = []
         params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
-        for index, each in enumerate(params):
+        for index, item_params in enumerate(params):
             try:
-                prepared.append(prepare(index, str(next(self._numbers)), each))
+                prepared.append(prepare(index, str(next(self._numbers)), item_params))
                 self._frontend.validate(prepared[-1])
             except RequestError as error:
                 if len(items) > 1:
@@ -322,14 +322,14 @@ def _write_record(offline: OfflineEngine, path: str | PathLike[str] | None) -> N
 
 
 def _for_each(
-    prompts: Sequence[Any], value: T | Sequence[T], kind: type[T], name: str, param: str
+    prompts: Sequence[Any], value: T | Sequence[T], item_type: type[T], name: str, param: str
 ) -> list[T]:
     """Return one value for each prompt, from one for all or from a list."""
-    if isinstance(value, kind):
+    if isinstance(value, item_type):
         return [value] * len(prompts)
     if not isinstance(value, Sequence):
         raise ParameterError(
-            f"{name} are of type {type(value).__name__}: give a {kind.__name__}, or a list of them",
+            f"{name} are of type {type(value).__name__}: give a {item_type.__name__}, or a list of them",
             param=param,
         )
     if len(value) != len(prompts):

@@ -207,7 +207,7 @@ class PooledRows:
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         for row, request in admissions:
-            if request.kind == "pool":
+            if request.task == "pool":
                 self._lengths[row] = request.num_prompt_tokens
             else:
                 self._lengths.pop(row, None)

@@ -131,7 +131,7 @@ class Frontend:
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
         text: str | None = None,
-        kind: str = "generate",
+        task: str = "generate",
     ) -> OutputProcessor:
         """Check a prompt and make a request for each of its answers. Its constraint is checked by `validate`.
 
@@ -139,7 +139,7 @@ class Frontend:
         """
         if not self.generates:
             raise unsupported_task("generate", self.pooling, generates=False)
-        prompt_text, requests = self.input_processor.requests(request_id, prompt, params, context, kind)
+        prompt_text, requests = self.input_processor.requests(request_id, prompt, params, context, task)
         return OutputProcessor(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
     def prepare_chat(

@@ -97,14 +97,14 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
-        kind: str = "generate",
+        task: str = "generate",
         forbidden_ids: Iterable[int] = (),
     ) -> tuple[str | None, list[Request]]:
         """Return the prompt's text, if it has one, and a request for each answer, which has no forbidden token.
 
         A constraint is not checked here: `grammars` must validate it before it reaches the engine.
         """
-        num_reserved = 1 if kind == "generate" else 0  # for the first output token
+        num_reserved = 1 if task == "generate" else 0  # for the first output token
         text, ids, salt = self._read_prompt(prompt, num_reserved)
         self._check_params(params)
         params = params.clone()  # the caller may change them later
@@ -112,7 +112,7 @@ class InputProcessor:
             context = replace(context, cache_salt=salt)
         max_outputs = self.max_model_len - len(ids)
         max_tokens = max_outputs if params.max_tokens is None else min(params.max_tokens, max_outputs)
-        if kind != "generate":
+        if task != "generate":
             max_tokens = 0
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -133,7 +133,7 @@ class InputProcessor:
                     stop_ids=stop_ids,
                     bad_word_ids=bad_words,
                     context=context,
-                    kind=kind,
+                    task=task,
                 )
             )
             for index in range(params.n)

@@ -134,7 +134,7 @@ class ScoringProcessor:
                 params=_NO_SAMPLING,
                 max_tokens=0,
                 context=context,
-                kind="pool",
+                task="pool",
                 splittable=self.facts.splittable,
                 second_segment=text.second_segment,
                 origin=origin,

@@ -233,8 +233,12 @@ class BlockManager:
         shared, branch, prompt = request.num_cached // size, request.branch, request.num_prompt_tokens // size
         reach = -(-(self._groups[index].window or 0) // size)  # blocks of a window
         for block in range(begin, min(first, len(table))):
-            last = block + reach
-            is_useful = block < shared <= last or block < branch <= last or block < prompt <= last
+            last_useful = block + reach
+            is_useful = (
+                block < shared <= last_useful
+                or block < branch <= last_useful
+                or block < prompt <= last_useful
+            )
             self._num_used[index] -= release((table[block],), knows, not is_useful)
             table[block] = -1
 
@@ -268,8 +272,8 @@ class BlockManager:
             self.cache.publish_windows(request)
         refs = self.pool.refs
         for index, group in enumerate(self._groups if request.tables else ()):
-            held = request.tables[index][request.first_blocks[index] :]
-            self._num_used[index] -= len(group.tables) * sum(refs(bundle) == 1 for bundle in held)
+            bundles = request.tables[index][request.first_blocks[index] :]
+            self._num_used[index] -= len(group.tables) * sum(refs(bundle) == 1 for bundle in bundles)
         num_freed = self.pool.release(self._bundles(request), self.cache.knows)
         if self.snapshots is not None:
             self.snapshots.leave(request)
@@ -330,9 +334,9 @@ class BlockManager:
 
     def check(self, holders: Iterable[Request]) -> None:
         """Assert that the holders' block tables account for every reference."""
-        held = [bundle for request in holders for bundle in self._bundles(request)]
+        references = [bundle for request in holders for bundle in self._bundles(request)]
         if self.snapshots is not None:
-            held += self.snapshots.held()
-        self.pool.check(held)
+            references += self.snapshots.held()
+        self.pool.check(references)
         num_planned = 0 if self.snapshots is None else self.snapshots.num_planned_blocks
         assert sum(self._num_used) + num_planned == self.pool.num_used, "the groups' blocks do not add up"

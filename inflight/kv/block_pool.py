@@ -137,10 +137,10 @@ class BlockPool:
         next_ids = chain.from_iterable(map(self.blocks, self._cached))
         return refs, array("i", self._empty), list(islice(next_ids, MAX_EVICTIONS))
 
-    def check(self, held: Iterable[int]) -> None:
-        """Assert that every block has one state and that `held` (bundles, with repeats) accounts for every holder."""
+    def check(self, references: Iterable[int]) -> None:
+        """Assert that every block has one state and that `references` (bundles, repeated) account for every holder."""
         refs = [0] * self.num_blocks
-        for bundle in held:
+        for bundle in references:
             refs[bundle] += 1
         assert refs == self._refs, "reference counts differ from the block tables"
         bundles = [*self._cached, *(bundle for bundle, count in enumerate(refs) if count)]

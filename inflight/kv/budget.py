@@ -27,7 +27,7 @@ class GpuMemory:
     most_outside: int = CONTEXT_MEMORY  # upper bound of what this process holds outside its allocator
 
     @property
-    def own(self) -> int:
+    def used_here(self) -> int:
         """Return what this process holds.
 
         CUDA does not report how much a process holds outside its allocator, only what all processes hold together.
@@ -40,7 +40,7 @@ class GpuMemory:
     @property
     def others(self) -> int:
         """Return what other processes hold, or a little less."""
-        return max(0, self.total - self.free - self.own)
+        return max(0, self.total - self.free - self.used_here)
 
 
 def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_block: int) -> int:
@@ -52,11 +52,12 @@ def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_bl
     share = f"gpu_memory_utilization is {cache.gpu_memory_utilization:g}"
     requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
     if requested is None:
-        kv_memory = int(memory.total * cache.gpu_memory_utilization) - memory.own - step
+        kv_memory = int(memory.total * cache.gpu_memory_utilization) - memory.used_here - step
         if kv_memory < bytes_per_block:
             raise KVBudgetError(
-                f"{share}: of {as_gib(memory.total)} on {memory.device}, this process holds {as_gib(memory.own)} and "
-                f"its largest step takes {as_gib(step)}; nothing is left for KV blocks ({as_gib(memory.free)} are free)"
+                f"{share}: of {as_gib(memory.total)} on {memory.device}, this process holds {as_gib(memory.used_here)} "
+                f"and its largest step takes {as_gib(step)}; "
+                f"nothing is left for KV blocks ({as_gib(memory.free)} are free)"
             )
     else:
         kv_memory = requested

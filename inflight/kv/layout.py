@@ -74,8 +74,8 @@ class KVLayout:
 
     def max_requests(self, num_blocks: int, num_tokens: int, chunk: int) -> int:
         """Return how many requests of `num_tokens` fit at once, one of which is computed `chunk` tokens at a time."""
-        left = num_blocks - self.blocks_for(num_tokens, chunk)
-        return 0 if left < 0 else 1 + left // self.blocks_for(num_tokens, 1)
+        num_free = num_blocks - self.blocks_for(num_tokens, chunk)
+        return 0 if num_free < 0 else 1 + num_free // self.blocks_for(num_tokens, 1)
 
     def max_tokens(self, num_blocks: int, chunk: int) -> int:
         """Return the length of the longest request that fits into `num_blocks`, computed `chunk` tokens at a time."""
@@ -143,10 +143,12 @@ def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlac
     for index, layer in enumerate(layers):
         size = layer.value_bytes(width)  # no scales: two quantized layers fit in place of a plain one
         heads = layer.num_heads, layer.key_dim, layer.value_dim
-        kind = layer.window is not None, layer.window or 0, size, *heads
-        kinds.setdefault(kind, []).append(index)
+        layer_kind = layer.window is not None, layer.window or 0, size, *heads
+        kinds.setdefault(layer_kind, []).append(index)
     largest = max((layer.value_bytes(width) for layer in layers), default=0)
-    ordered = [(kind[1] or None, largest // kind[2], kinds[kind]) for kind in sorted(kinds)]
+    ordered = [
+        (layer_kind[1] or None, largest // layer_kind[2], kinds[layer_kind]) for layer_kind in sorted(kinds)
+    ]
     num_slots = _num_slots([(window, -(-len(indices) // share)) for window, share, indices in ordered])
     places: dict[int, KVPlace] = {}
     windows: list[int | None] = []

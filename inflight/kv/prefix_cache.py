@@ -46,8 +46,8 @@ class BlockHasher:
             hasher = request.hash_state = _hasher(request)
             hasher.update(self._ids(request, 0, first))
         ids = self._ids(request, first, num_blocks)
-        for at in range(0, len(ids), width):
-            hasher.update(ids[at : at + width])
+        for start in range(0, len(ids), width):
+            hasher.update(ids[start : start + width])
             hashes.append(hasher.copy().digest())
         return hashes
 
@@ -55,11 +55,11 @@ class BlockHasher:
         """Return the hash of each prefix with a number of blocks in `marks` (ascending). The request keeps none."""
         hasher, width = _hasher(request), self.block_size * ID_BYTES
         ids = self._ids(request, 0, marks[-1] if marks else 0)
-        hashes, at = [], 0
+        hashes, start = [], 0
         for mark in marks:
-            hasher.update(ids[at : mark * width])
+            hasher.update(ids[start : mark * width])
             hashes.append(hasher.copy().digest())
-            at = mark * width
+            start = mark * width
         return hashes
 
     def _ids(self, request: Request, first: int, end: int) -> memoryview:

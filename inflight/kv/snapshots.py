@@ -158,16 +158,16 @@ class Snapshots:
             self._plan(request, num_blocks, is_save=False)
 
     def _is_wanted(self, request: Request, num_blocks: int) -> bool:
-        last = (len(request.token_ids) - 1) // self._block_size
-        return num_blocks in (last, request.branch) or num_blocks % PROMPT_INTERVAL == 0
+        last_boundary = (len(request.token_ids) - 1) // self._block_size
+        return num_blocks in (last_boundary, request.branch) or num_blocks % PROMPT_INTERVAL == 0
 
     def _wanted_inside(self, request: Request, start: int) -> Iterator[int]:
         first, end = start // self._block_size + 1, -(-request.num_computed // self._block_size)
         # The most useful ones first: there may not be room for all.
-        last = (len(request.token_ids) - 1) // self._block_size
-        yield from (count for count in dict.fromkeys((last, request.branch)) if first <= count < end)
+        last_boundary = (len(request.token_ids) - 1) // self._block_size
+        yield from (count for count in dict.fromkeys((last_boundary, request.branch)) if first <= count < end)
         others = range(-(-first // PROMPT_INTERVAL) * PROMPT_INTERVAL, end, PROMPT_INTERVAL)
-        yield from (count for count in reversed(others) if count not in (last, request.branch))
+        yield from (count for count in reversed(others) if count not in (last_boundary, request.branch))
 
     def _plan(self, request: Request, num_blocks: int, is_save: bool) -> None:
         prefix_hash = self._cache.prefix_hash(request, num_blocks)

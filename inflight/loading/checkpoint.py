@@ -118,26 +118,27 @@ def plan_model(config: EngineConfig, checkpoint: Checkpoint, encode: Encode | No
 
 def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
     """Return the decoder with its weights quantized while loading, if the configuration says so."""
-    asked, own = model.quantization, spec.quantization.method
-    if asked is None or asked == own:
-        if model.quantize_head and asked is None:
+    requested, stored = model.quantization, spec.quantization.method
+    if requested is None or requested == stored:
+        if model.quantize_head and requested is None:
             raise ConfigError(
                 "quantize_head is True, but quantization is not set: set it to fp8, int8 or int4"
             )
         return spec
-    if own is not None:
-        raise ConfigError(f"quantization is {asked!r}: the checkpoint is already quantized, as {own}")
-    if asked not in ON_LOADING:
+    if stored is not None:
+        raise ConfigError(f"quantization is {requested!r}: the checkpoint is already quantized, as {stored}")
+    if requested not in ON_LOADING:
         raise ConfigError(
-            f"quantization is {asked!r}, but the checkpoint is not quantized: it must be one of {', '.join(ON_LOADING)}"
+            f"quantization is {requested!r}, but the checkpoint is not quantized: "
+            f"it must be one of {', '.join(ON_LOADING)}"
         )
-    return replace(spec, quantization=QuantizedOnLoading(ON_LOADING[asked], model.quantize_head))
+    return replace(spec, quantization=QuantizedOnLoading(ON_LOADING[requested], model.quantize_head))
 
 
-def check_kv_cache_dtype(dtype: str, allowed: Sequence[str], kind: str) -> None:
+def check_kv_cache_dtype(dtype: str, allowed: Sequence[str], device_type: str) -> None:
     """Check that a kind of device, "cpu" or "cuda", can hold keys and values in this type."""
     if dtype not in allowed:
-        device = "CPU" if kind == "cpu" else "GPU"
+        device = "CPU" if device_type == "cpu" else "GPU"
         raise ConfigError(
             f"kv_cache_dtype is {dtype!r}: on a {device} it must be {' or '.join(map(repr, allowed))}"
         )

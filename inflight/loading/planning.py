@@ -42,7 +42,7 @@ LINEAR_WORKSPACE = 32 << 20  # of the linear layers on a GPU
 class Devices:
     """`count` GPUs with `memory` bytes each, or the memory of one machine shared by any number of CPU ranks."""
 
-    kind: str  # "cuda" or "cpu"
+    device_type: str  # "cuda" or "cpu"
     count: int
     memory: int
 
@@ -81,7 +81,9 @@ class DevicePlan:
 
 def plan_devices(config: EngineConfig, devices: Devices) -> DevicePlan:
     """Return how the model fits for each way to split it across the devices."""
-    check_kv_cache_dtype(config.cache.kv_cache_dtype, DEFAULTS[devices.kind].kv_cache_dtypes, devices.kind)
+    check_kv_cache_dtype(
+        config.cache.kv_cache_dtype, DEFAULTS[devices.device_type].kv_cache_dtypes, devices.device_type
+    )
     checkpoint, name = open_model(config)
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(
@@ -107,25 +109,25 @@ def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
 
 def _fit(config: EngineConfig, plan: ModelPlan, devices: Devices, tensor: int, pipeline: int) -> Fit:
     spec, context, dtype, block = plan.spec, plan.context, plan.dtype, config.cache.block_size
-    kernels = meta_kernels(devices.kind, dtype)
+    kernels = meta_kernels(devices.device_type, dtype)
     shares = rank_shares(spec, tensor, pipeline, context, block, kernels, dtype)
-    layout, defaults, options = common_layout(shares), DEFAULTS[devices.kind], config.scheduler
+    layout, defaults, options = common_layout(shares), DEFAULTS[devices.device_type], config.scheduler
     rows = options.max_num_seqs or default_rows(spec, defaults.max_num_seqs)
     chunk = options.max_num_batched_tokens or defaults.max_num_batched_tokens
-    if devices.kind == "cuda":
+    if devices.device_type == "cuda":
         shard, most = shard_of(spec, 0, tensor), int(devices.memory * config.cache.gpu_memory_utilization)
         step = _buffers(shard, rows, context, layout) + _largest_step(shard, rows, chunk, block, dtype)
         overhead = CONTEXT_MEMORY + GRAPH_MEMORY + step
         available = [most - overhead - share.weights - rows * share.state for share in shares]
     else:
-        left = devices.memory - sum(share.weights for share in shares)
+        unused = devices.memory - sum(share.weights for share in shares)
         total = sum(share.kv(1) for share in shares)
-        available = [int(left * MEMORY_SHARE) * share.kv(1) // total for share in shares]
+        available = [int(unused * MEMORY_SHARE) * share.kv(1) // total for share in shares]
     kv_memory = config.cache.kv_cache_memory
     if kv_memory is not None:
         available = [kv_memory if kv_memory <= bytes_left else -1 for bytes_left in available]
     num_blocks = min(bytes_left // share.kv(1) for bytes_left, share in zip(available, shares, strict=True))
-    if devices.kind == "cpu":
+    if devices.device_type == "cpu":
         num_blocks = min(num_blocks, most_blocks(layout, rows, context, chunk))
     return Fit(tensor, pipeline, shares, max(0, num_blocks), layout, context, chunk)
 

@@ -132,22 +132,22 @@ def described_as(
     scheme: GroupScheme, stored: dict[str, StoredTensor], matrices: dict[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """Return the `quantization_config`."""
-    kind = "float" if scheme.codes == "fp8" else "int"
-    weights: dict[str, Any] = {"num_bits": scheme.bits[scheme.codes], "type": kind, "dynamic": False}
+    number_type = "float" if scheme.codes == "fp8" else "int"
+    weights: dict[str, Any] = {"num_bits": scheme.bits[scheme.codes], "type": number_type, "dynamic": False}
     inputs: dict[str, Any] | None = None
     if scheme.codes == "int4":
         layout = "pack-quantized"
         weights |= {"symmetric": False, "strategy": "group", "group_size": scheme.group}
     else:
-        layout = f"{kind}-quantized"
+        layout = f"{number_type}-quantized"
         weights |= {"symmetric": True, "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-    plain = [name for name, tensor in stored.items() if name not in matrices and len(tensor.shape) == 2]
+        inputs = {"num_bits": 8, "type": number_type, "symmetric": True, "strategy": "token", "dynamic": True}
+    unquantized = [name for name, tensor in stored.items() if name not in matrices and len(tensor.shape) == 2]
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": sorted({*(name.removesuffix(".weight") for name in plain), "lm_head"}),
+        "ignore": sorted({*(name.removesuffix(".weight") for name in unquantized), "lm_head"}),
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         },

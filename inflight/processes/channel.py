@@ -66,7 +66,7 @@ class ConnectionInfo(msgspec.Struct, frozen=True):
 class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     """An exception raised in another process."""
 
-    kind: str
+    class_name: str
     text: str
     notes: list[str]
     param: str | None = None
@@ -80,11 +80,11 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     def error(self) -> InflightError:
         """Return the same exception if its class is one of ours, and an EngineError that names it otherwise."""
-        error_class = getattr(errors, self.kind, None)
+        error_class = getattr(errors, self.class_name, None)
         if isinstance(error_class, type) and issubclass(error_class, InflightError):
             error = error_class(self.text, param=self.param, code=self.code)
         else:
-            error = EngineError(f"{self.kind}: {self.text}")
+            error = EngineError(f"{self.class_name}: {self.text}")
         for note in self.notes:
             error.add_note(note)
         return error

@@ -277,5 +277,5 @@ class TimedTokenBudget(TokenBudget):
         base_tokens, base_seconds = self._decodes
         if num_tokens <= base_tokens or seconds <= base_seconds:
             base_tokens, base_seconds = 0, 0.0
-        each = (seconds - base_seconds) / (num_tokens - base_tokens)
-        return min(num_tokens + (self.target - seconds) / each, MAX_GROWTH * num_tokens)
+        per_token = (seconds - base_seconds) / (num_tokens - base_tokens)
+        return min(num_tokens + (self.target - seconds) / per_token, MAX_GROWTH * num_tokens)

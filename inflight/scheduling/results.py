@@ -120,7 +120,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
             delta.logprobs = logprobs[index]
             del delta.logprobs[len(token_ids) :]
         may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
-        if may_end and KINDS[request.kind].try_finish(request, delta, sampled, index):
+        if may_end and KINDS[request.task].try_finish(request, delta, sampled, index):
             ended.append((request, delta))
         elif request.num_computed >= (request.num_published + 1) * block_size:
             pool.publish(request)
@@ -129,7 +129,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         counts.complete(request)
         if request.status in (Status.WAITING, Status.RUNNING):
             deltas.append(delta := Delta(request.request_id, []))
-            if KINDS[request.kind].try_finish(request, delta, sampled, index):
+            if KINDS[request.task].try_finish(request, delta, sampled, index):
                 ended.append((request, delta))
     if ended:
         pool.finish(ended, now)

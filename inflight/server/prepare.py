@@ -100,7 +100,7 @@ class GenerationParams:
     sampling: SamplingParams
     num_logprobs: int | None = None
     echo: bool = False
-    kind: str = "generate"  # of the engine's requests
+    task: str = "generate"  # of the engine's requests
     constraint: ContentConstraint | None = None  # also part of `sampling`
     max_tokens: int | None = None  # as the body gives it
     max_tokens_name: str = "max_tokens"  # the parameter that gives it
@@ -130,8 +130,8 @@ def completion_params(model: ServedModel, body: CompletionBody) -> GenerationPar
             fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     constraint = read_constraint(body)
     sampling = _sampling(model, body, fields, constraint)
-    kind = "prompt_logprobs" if prompt_only else "generate"
-    return GenerationParams(sampling, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
+    task = "prompt_logprobs" if prompt_only else "generate"
+    return GenerationParams(sampling, body.logprobs, bool(body.echo), task, constraint, body.max_tokens)
 
 
 def chat_params(model: ServedModel, body: ChatBody) -> GenerationParams:
@@ -324,7 +324,7 @@ def prepare_completion(
                 params.sampling,
                 context,
                 text,
-                params.kind,
+                params.task,
             )
         _check_context(model, params, processor)
         processors.append(processor)

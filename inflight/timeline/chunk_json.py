@@ -13,21 +13,21 @@ FAILED = "the step failed"  # for readers who may not see all requests: a messag
 
 
 def chunk_json(
-    chunk: Chunk, replica: str, to_unix: float, known: set[int], own: Container[int] | None = None
+    chunk: Chunk, replica: str, to_unix: float, known: set[int], visible: Container[int] | None = None
 ) -> dict[str, Any]:
     """Return a chunk as `GET /v1/steps` sends it.
 
     `to_unix` is added to all times. `known` holds the numbers of requests that the reader has been sent, without those
-    that have ended. `own` holds those that it may see, None means all: of others, the reader learns nothing but how
-    many slots they have in each step. What a step computed for everyone is in its columns.
+    that have ended. `visible` holds the numbers of those that it may see, None means all: about others, the reader
+    learns only how many slots they have in each step. What a step computed for everyone is in its columns.
     """
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
-    steps["at"] = [round(at + to_unix, 6) for at in chunk.times]
+    steps["at"] = [round(moment + to_unix, 6) for moment in chunk.times]
     steps |= {name: chunk.column(name).tolist() for name in COLUMNS[:-1]}
-    runs = [run for run in chunk.runs() if own is None or run.request in own]
-    steps["others"] = [0] * chunk.num_steps if own is None else _others(chunk, own)
-    requests = [info for info in chunk.requests if own is None or info.number in own]
-    events = [event for event in chunk.events if own is None or event.request in own]
+    runs = [run for run in chunk.runs() if visible is None or run.request in visible]
+    steps["others"] = [0] * chunk.num_steps if visible is None else _others(chunk, visible)
+    requests = [info for info in chunk.requests if visible is None or info.number in visible]
+    events = [event for event in chunk.events if visible is None or event.request in visible]
     result: dict[str, Any] = {
         "replica": replica,
         "slots": chunk.slots,
@@ -40,7 +40,7 @@ def chunk_json(
     }
     if chunk.failed:
         result["failed"] = {
-            str(number): text if own is None else FAILED for number, text in chunk.failed.items()
+            str(number): text if visible is None else FAILED for number, text in chunk.failed.items()
         }
     if chunk.skipped:
         result["skipped"] = chunk.skipped
@@ -48,11 +48,11 @@ def chunk_json(
     return result
 
 
-def _others(chunk: Chunk, own: Container[int]) -> list[int]:
-    """Return, for each step, the number of slots that requests outside `own` have."""
+def _others(chunk: Chunk, visible: Container[int]) -> list[int]:
+    """Return, for each step, the number of slots that requests outside `visible` have."""
     changes = [0] * (chunk.num_steps + 1)
     for run in chunk.runs():
-        if run.request not in own:
+        if run.request not in visible:
             begin = run.first_step - chunk.first_step
             changes[begin] += 1
             changes[begin + run.num_steps] -= 1

@@ -59,14 +59,14 @@ class _Analysis:
                 *(chunk.column(name) for name in ("schedule", "launch", "device", "update")), strict=True
             )
         ]
-        own: dict[int, int] = {}  # what the request did, by step
+        activity: dict[int, int] = {}  # what the request did, by step
         prompts: dict[int, dict[int, int]] = defaultdict(dict)  # by step: the tokens of each prompt
         present: dict[int, list[int]] = defaultdict(list)
         for run in chunk.runs():
             for step in range(run.first_step, run.first_step + run.num_steps):
                 present[step].append(run.request)
                 if run.request == self.number:
-                    own[step] = run.kind
+                    activity[step] = run.kind
                 elif run.kind == SlotKind.PREFILL:
                     prompts[step][run.request] = run.tokens_per_step
         preempted = {event.step for event in chunk.events if _is(event, self.number, "preempt")}
@@ -74,34 +74,34 @@ class _Analysis:
         for event in chunk.events:
             if _is(event, self.number, "arrive"):
                 self._waits, self._arrived_at = "queue", event.at
-        for index, at in enumerate(times):
+        for index, scheduled_at in enumerate(times):
             step, seconds = chunk.first_step + index, durations[index]
             if step in preempted:
                 self._waits = "preemption"
             if step in admitted:
                 self._waits = None
-            waits = self._waits if at >= self._arrived_at else None
-            self._add_step(own.get(step), seconds, prompts.get(step, {}), present.get(step, []), waits)
+            waits = self._waits if scheduled_at >= self._arrived_at else None
+            self._add_step(activity.get(step), seconds, prompts.get(step, {}), present.get(step, []), waits)
 
     def _add_step(
         self,
-        kind: int | None,
+        slot_kind: int | None,
         seconds: float,
         prompts: dict[int, int],
         present: list[int],
         waits: Why | None,
     ) -> None:
-        if not prompts and kind != SlotKind.PREFILL:
+        if not prompts and slot_kind != SlotKind.PREFILL:
             self._plain_seconds = seconds
-        if kind == SlotKind.DECODE and prompts:
+        if slot_kind == SlotKind.DECODE and prompts:
             delay = max(0.0, seconds - (self._plain_seconds or 0.0))
             num_tokens = sum(prompts.values())
             for other, count in prompts.items():
                 self.costs[other, "prompt"] += delay * count / num_tokens
-        elif kind is None and waits and present:
+        elif slot_kind is None and waits and present:
             for other in present:
                 self.costs[other, waits] += seconds / len(present)
 
 
-def _is(event: object, number: int, kind: str) -> bool:
-    return getattr(event, "request", None) == number and getattr(event, "type", None) == kind
+def _is(event: object, number: int, event_type: str) -> bool:
+    return getattr(event, "request", None) == number and getattr(event, "type", None) == event_type

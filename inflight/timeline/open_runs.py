@@ -39,11 +39,13 @@ class OpenRun(NamedTuple):
 
         It returned `outputs` tokens; None stands for as many as its decodes advanced by.
         """
-        slot, info, kind, first_step, tokens_per_step, first_token, counts = self
+        slot, info, slot_kind, first_step, tokens_per_step, first_token, counts = self
         num_steps = end_step - first_step
         if outputs is None:
-            outputs = 0 if kind != DECODE else token_at(self, end_step) - first_token if counts else num_steps
-        return slot, info.number, kind, first_step, num_steps, tokens_per_step, first_token, outputs
+            outputs = (
+                0 if slot_kind != DECODE else token_at(self, end_step) - first_token if counts else num_steps
+            )
+        return slot, info.number, slot_kind, first_step, num_steps, tokens_per_step, first_token, outputs
 
 
 class OpenRuns:
@@ -130,15 +132,15 @@ class OpenRuns:
         else:
             outputs = outputs_of.get(request.request_id, 0)
         if samples and not outputs and error is None:
-            kind = HELD  # the request had ended: the token was dropped
+            slot_kind = HELD  # the request had ended: the token was dropped
         elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
             # Tokens that were returned together with its last one, and have no KV yet, are computed before it.
-            kind, start, count = DECODE, start + count - 1, 1
+            slot_kind, start, count = DECODE, start + count - 1, 1
         else:
-            kind = PREFILL
+            slot_kind = PREFILL
         if outputs:
             self._begun.add(request)
-        self._extend(request, batch.rows[entry], kind, number, count, start, outputs)
+        self._extend(request, batch.rows[entry], slot_kind, number, count, start, outputs)
 
     def _record_held(self, requests: Sequence[Request], number: int) -> None:
         """Record the slots that the policy keeps for finished requests, except for those still in the batch."""
@@ -181,29 +183,29 @@ class OpenRuns:
         )
 
     def _extend(
-        self, request: Request, slot: int, kind: int, number: int, count: int, start: int, outputs: int
+        self, request: Request, slot: int, slot_kind: int, number: int, count: int, start: int, outputs: int
     ) -> None:
         """Continue the run of a slot with a step, or open another one."""
         run = self._runs.get(request)
         if run is not None:
             continues = (
-                (run.slot, run.kind, run.tokens_per_step) == (slot, kind, count)
+                (run.slot, run.kind, run.tokens_per_step) == (slot, slot_kind, count)
                 and token_at(run, number) == start
-                and (kind != DECODE or outputs > 0)
+                and (slot_kind != DECODE or outputs > 0)
             )
             if not continues:
                 self._close(request, number)
                 run = None
-        ends = (outputs > 0) if kind == PREFILL else (kind == DECODE and not outputs)
+        ends = (outputs > 0) if slot_kind == PREFILL else (slot_kind == DECODE and not outputs)
         if run is None:
-            run = OpenRun(slot, self._describe(request), kind, number, count, start, [])
+            run = OpenRun(slot, self._describe(request), slot_kind, number, count, start, [])
             if ends:
                 self._close_run(run, number + 1, outputs)
             else:
                 self._open(request, run)
         elif ends:
             self._close(request, number + 1, outputs)
-        if kind == DECODE and outputs > 1:
+        if slot_kind == DECODE and outputs > 1:
             run.counts.extend([1] * (number - run.first_step - len(run.counts)))
             run.counts.append(outputs)
             self._sum_offsets += outputs - 1

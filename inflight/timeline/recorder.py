@@ -208,8 +208,8 @@ class Recorder(NoRecorder):
             request = pool.requests.get(request_id)
             if request is not None and request in self._infos:  # otherwise it has ended meanwhile
                 infos.append(info := self._infos[request])
-                at = times.finished_at if reason == "failure" else times.scheduled_at
-                events.append(TimelineEvent("preempt", at, info.number, number, reason=reason))
+                moment = times.finished_at if reason == "failure" else times.scheduled_at
+                events.append(TimelineEvent("preempt", moment, info.number, number, reason=reason))
         batch = step.batch
         for entry in range(len(batch) - len(batch.admissions), len(batch)):
             infos.append(info := self._describe(step.requests[entry]))

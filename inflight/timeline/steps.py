@@ -116,9 +116,9 @@ def _steps(replica: str, chunk: Chunk, experts: dict[int, ExpertUsage]) -> Itera
 
 
 def _slot(run: SlotRun, step: int, info: RecordedRequest) -> RecordedSlot:
-    kind, start = SlotKind(run.kind), token_at(run, step)
-    if kind is SlotKind.DECODE:
+    slot_kind, start = SlotKind(run.kind), token_at(run, step)
+    if slot_kind is SlotKind.DECODE:
         outputs = min(token_at(run, step + 1) - start, run.outputs)  # none in a step that failed
     else:
         outputs = run.outputs if step == run.first_step + run.num_steps - 1 else 0
-    return RecordedSlot(run.slot, info, kind, start, run.tokens_per_step, outputs)
+    return RecordedSlot(run.slot, info, slot_kind, start, run.tokens_per_step, outputs)

@@ -104,7 +104,7 @@ class ChunkConverter:
         self._pause = pause
         self._rest = 0.0  # seconds of a processor that the last work took
         self._working, self._reading = asyncio.Lock(), asyncio.Lock()
-        self._own: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
+        self._visible: dict[str, set[int]] = {}  # numbers of the requests that the key may know, by replica
         self._converted: OrderedDict[object, asyncio.Task[ConvertedChunk]] = OrderedDict()
         self._waiting: Counter[object] = Counter()  # viewers of a chunk that is being converted
         self._sizes: dict[object, int] = {}  # bytes of those that are done
@@ -174,15 +174,15 @@ class ChunkConverter:
         import msgspec
 
         chunk = decode_chunk(data)
-        own: set[int] | None = None
+        visible: set[int] | None = None
         if self._sees is not None:
-            own = self._own.setdefault(replica, set())
-            own.update(info.number for info in chunk.requests if self._sees(info))
-            forget_old(own)
+            visible = self._visible.setdefault(replica, set())
+            visible.update(info.number for info in chunk.requests if self._sees(info))
+            forget_old(visible)
         if cut is not None:
             chunk = _since(chunk, cut.since).after(cut.step, cut.event)
         began_at = min([*chunk.times[:1], *(event.at for event in chunk.events[:1])], default=math.inf)
-        result = chunk_json(chunk._replace(skipped=0), replica, self._to_unix, set(), own)
+        result = chunk_json(chunk._replace(skipped=0), replica, self._to_unix, set(), visible)
         encode = msgspec.json.encode
         return ConvertedChunk(
             *(chunk.first_step, chunk.end_step, chunk.first_event, chunk.end_event, began_at),

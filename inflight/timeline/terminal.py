@@ -58,13 +58,13 @@ def slot_cells(bars: Iterable[Bar], num_columns: int) -> dict[int, list[Cell | N
     The beginning of a request is always visible: where a column has several bars, that of a prompt is shown.
     """
     rows: dict[int, list[Cell | None]] = {}
-    for slot, request, kind, begin, end in bars:
+    for slot, request, slot_kind, begin, end in bars:
         row = rows.setdefault(slot, [None] * num_columns)
         first = min(num_columns - 1, max(0, int(begin * num_columns)))
         for column in range(first, max(first + 1, min(num_columns, math.ceil(end * num_columns)))):
             before = row[column]
-            if before is None or RANKS[before.kind] <= RANKS[kind]:
-                row[column] = Cell(request, kind)
+            if before is None or RANKS[before.kind] <= RANKS[slot_kind]:
+                row[column] = Cell(request, slot_kind)
     return rows
 
 
@@ -193,11 +193,11 @@ class _Picture:
         text = Text(f"replica {window.replica}", style="bold", no_wrap=True, overflow="ellipsis")
         if not steps:
             return text.append("  idle", style="dim")
-        last, output = steps[-1], sum(step.output for step in steps)
-        used, cached = (100 * number / max(1, window.blocks) for number in (last.used, last.cached))
+        latest, output = steps[-1], sum(step.output for step in steps)
+        used, cached = (100 * number / max(1, window.blocks) for number in (latest.used, latest.cached))
         text.append(
-            f"  running {last.running}/{window.slots}  waiting {last.waiting}  {output / window.seconds:,.0f} tokens/s"
-            f"  KV {used:.0f}% used, {cached:.0f}% cached",
+            f"  running {latest.running}/{window.slots}  waiting {latest.waiting}  "
+            f"{output / window.seconds:,.0f} tokens/s  KV {used:.0f}% used, {cached:.0f}% cached",
             style="not bold",
         )
         if window.failed:
@@ -246,10 +246,10 @@ class _Picture:
 def _line(label: str, cells: Iterable[tuple[str, str]]) -> Text:
     text = Text(f"{label:<{LABEL_WIDTH}}", style="dim", no_wrap=True, end="")
     pending, style = "", ""
-    for character, own in cells:
-        if own != style:
+    for character, character_style in cells:
+        if character_style != style:
             text.append(pending, style=f"not dim {style}" if style else "")
-            pending, style = "", own
+            pending, style = "", character_style
         pending += character
     text.append(pending, style=f"not dim {style}" if style else "")
     return Text("").append_text(text)

@@ -99,9 +99,9 @@ class FileWriter:
 
     def end(self) -> bytes:
         """Return the last bytes of the file."""
-        last = b"" if self._trace is None else self._write(json.dumps(self._trace.end()).encode()[1:-1])
+        ending = b"" if self._trace is None else self._write(json.dumps(self._trace.end()).encode()[1:-1])
         begin = b"" if self._separator == b"," else self._separator
-        return last + self._gzip.compress(begin + b"]}") + self._gzip.flush()
+        return ending + self._gzip.compress(begin + b"]}") + self._gzip.flush()
 
     def _write(self, items: bytes) -> bytes:
         if not items:
@@ -267,16 +267,18 @@ class ReplicaTrace:
     ) -> Iterator[dict[str, Any]]:
         """Yield the slices of runs that have ended, joining those that were cut at the ends of chunks."""
         for run in sorted((SlotRun(*values) for values in runs), key=lambda run: (run.first_step, run.slot)):
-            first, last = (steps.get(number) for number in (run.first_step, _end_step(run) - 1))
-            if first is None or last is None:
+            first_times, last_times = (steps.get(number) for number in (run.first_step, _end_step(run) - 1))
+            if first_times is None or last_times is None:
                 continue
             before = self._open.get(run.slot)
             if before is not None and _continues(before.run, run):
-                self._open[run.slot] = OpenSlice(_joined(before.run, run), before.begin, last.finished_at)
+                self._open[run.slot] = OpenSlice(
+                    _joined(before.run, run), before.begin, last_times.finished_at
+                )
             else:
                 if before is not None:
                     yield self._slot_slice(before)
-                self._open[run.slot] = OpenSlice(run, first.device_began_at, last.finished_at)
+                self._open[run.slot] = OpenSlice(run, first_times.device_began_at, last_times.finished_at)
         end_step = max(steps, default=-1) + 1
         for slot, item in list(self._open.items()):
             if _end_step(item.run) < end_step:
@@ -288,9 +290,9 @@ class ReplicaTrace:
         info = self._requests.get(run.request, {})
         if "prompt_tokens" in info:
             args["first_output"] = first_output(run) - info["prompt_tokens"]
-        kind = _KINDS[SlotKind(run.kind)]
-        name = f"{kind} {self._label(run.request)}"
-        return self._slice(FIRST_SLOT + run.slot, name, kind, item.begin, item.end, args)
+        activity = _KINDS[SlotKind(run.kind)]
+        name = f"{activity} {self._label(run.request)}"
+        return self._slice(FIRST_SLOT + run.slot, name, activity, item.begin, item.end, args)
 
     # ---- requests ----
 
@@ -307,35 +309,35 @@ class ReplicaTrace:
                 yield self._span("b", number, "queued", info["arrived"] * 1e6)
 
     def _request_event(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        number, at = event["request"], event["at"] * 1e6
-        self._last_at = max(self._last_at, at)
+        number, timestamp = event["request"], event["at"] * 1e6
+        self._last_at = max(self._last_at, timestamp)
         if event["type"] == "arrive" or number not in self._phases:
             return
-        yield self._span("e", number, self._phases.pop(number), at)
+        yield self._span("e", number, self._phases.pop(number), timestamp)
         if event["type"] in ENDS:
-            yield self._span("e", number, self._label(number), at, event)
+            yield self._span("e", number, self._label(number), timestamp, event)
             self._ended.append(number)
             if len(self._ended) > MAX_ENDED:
                 del self._requests[self._ended.popleft()]
         else:
             self._phases[number] = "running" if event["type"] == "admit" else "preempted"
-            yield self._span("b", number, self._phases[number], at, event)
+            yield self._span("b", number, self._phases[number], timestamp, event)
 
     def _span(
-        self, kind: str, number: int, name: str, at: float, args: dict[str, Any] | None = None
+        self, phase: str, number: int, name: str, timestamp: float, args: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        where = {"pid": self._pid, "tid": HOST, "ts": round(at, 3), "id": f"{self._replica}:{number}"}
-        return {"ph": kind, "name": name, "cat": "request", **where, "args": args or {}}
+        where = {"pid": self._pid, "tid": HOST, "ts": round(timestamp, 3), "id": f"{self._replica}:{number}"}
+        return {"ph": phase, "name": name, "cat": "request", **where, "args": args or {}}
 
     # ---- counters ----
 
     def _counters(self, columns: dict[str, Any], times: RecordedTimes) -> Iterator[dict[str, Any]]:
-        finished, at = times.finished_at, round(times.finished_at, 3)
+        finished, timestamp = times.finished_at, round(times.finished_at, 3)
         self._outputs.append((finished, columns["output"]))
         self._num_outputs += columns["output"]
         while self._outputs[0][0] < finished - RATE_SECONDS * 1e6:
             self._num_outputs -= self._outputs.popleft()[1]
-        where = {"ph": "C", "pid": self._pid, "tid": 0, "ts": at}
+        where = {"ph": "C", "pid": self._pid, "tid": 0, "ts": timestamp}
         yield {"name": "KV blocks", **where, "args": {name: columns[name] for name in ("used", "cached")}}
         yield {"name": "queue", **where, "args": {"waiting": columns["waiting"]}}
         yield {"name": "running", **where, "args": {"running": columns["running"]}}

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from inflight import StructuredOutputs
+from inflight.constraints.schema_negation import MAX_WORD_CHARACTERS
 from inflight.errors import ParameterError
 from tests.constraints import walking
 from tests.constraints.schemas import logical_schema, small_value
@@ -20,6 +21,8 @@ NUM_SCHEMAS = 200
 OBJECT, ARRAY, STRING, INTEGER = ({"type": kind} for kind in ("object", "array", "string", "integer"))
 NUMBER = {"type": "number"}
 A_INTEGER = {"properties": {"a": INTEGER}}
+LONG = "ab" * (MAX_WORD_CHARACTERS // 2)
+WORDS = ["a" * length for length in range(31)]  # nearly as many characters
 OTHERS_ARE_TEXTS = {**OBJECT, **A_INTEGER, "additionalProperties": STRING}
 
 # The first text of each case is valid, all others are not.
@@ -81,6 +84,9 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({**STRING, "not": {"enum": ["a", "ab"]}}, ['"abc"', '"a"', '"ab"']),
     ({**STRING, "not": {"const": '"'}}, ['"a"', r'"\""']),
     ({**STRING, "not": {"pattern": "^x-"}}, ['"x"', '"x-"', '"x-a"']),
+    ({**STRING, "not": {"pattern": f"^{LONG}"}}, [f'"{LONG[:-1]}"', f'"{LONG}"', f'"{LONG}a"']),
+    ({**STRING, "not": {"pattern": f"^{LONG}$"}}, [f'"{LONG}a"', f'"{LONG}"']),
+    ({**STRING, "not": {"enum": WORDS}}, [f'"{"a" * 31}"', *(f'"{word}"' for word in WORDS)]),
     ({**INTEGER, "not": {"enum": [3, 5]}}, ["4", "3", "5"]),
     ({**OBJECT, "not": {"required": ["a"]}}, ['{"b":1}', '{"a":1}', '{"b":1,"a":1}']),
     ({"not": {"anyOf": [INTEGER, {**STRING, "minLength": 2}]}}, ['"a"', "1", '"ab"']),

@@ -18,7 +18,7 @@ def requests(count: int, longest: int, made: list[str]) -> Iterator[Request]:
     for index in range(count):
         prompt = [draw.randrange(50) for _ in range(draw.randint(1, longest))]
         made.append(str(index))
-        yield make_request(prompt, 0, str(index), params=SamplingParams(), kind="pool", splittable=False)
+        yield make_request(prompt, 0, str(index), params=SamplingParams(), task="pool", splittable=False)
 
 
 def run(engine: FakeEngine, feed: RequestFeed) -> list[list[str]]:

@@ -44,7 +44,7 @@ def test_padding_is_computed_and_its_vectors_are_nobodys() -> None:
     runner.padded = True
     lengths = [3, 7, 5]
     requests = [
-        Request.create(str(row), [1] * length, SamplingParams(), 0, kind="pool")
+        Request.create(str(row), [1] * length, SamplingParams(), 0, task="pool")
         for row, length in enumerate(lengths)
     ]
     admissions = [Admission(row, request.current_spec()) for row, request in enumerate(requests)]

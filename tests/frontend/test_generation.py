@@ -179,9 +179,9 @@ def test_resumed_request_can_be_resumed_again() -> None:
 
 
 def test_request_without_outputs_starts_over() -> None:
-    request = make_request([1, 2], 0, params=SamplingParams(), kind="prompt_logprobs", splittable=False)
+    request = make_request([1, 2], 0, params=SamplingParams(), task="prompt_logprobs", splittable=False)
     again = request.resumed([])
-    assert (again.kind, again.splittable, again.token_ids, again.max_tokens) == (
+    assert (again.task, again.splittable, again.token_ids, again.max_tokens) == (
         "prompt_logprobs",
         False,
         [1, 2],

@@ -160,15 +160,15 @@ def test_params_of_the_wrong_type_are_rejected() -> None:
 
 
 def test_prompt_without_outputs_may_fill_the_context() -> None:
-    request = one([5] * 64, kind="prompt_logprobs")
-    assert (request.kind, request.max_tokens, request.max_total, request.num_to_compute) == (
+    request = one([5] * 64, task="prompt_logprobs")
+    assert (request.task, request.max_tokens, request.max_total, request.num_to_compute) == (
         "prompt_logprobs",
         0,
         64,
         64,
     )
     with pytest.raises(PromptError, match="at most 64 are allowed"):
-        one([5] * 65, kind="prompt_logprobs")
+        one([5] * 65, task="prompt_logprobs")
     assert one([5] * 63).num_to_compute == 63, "the last output needs no KV"
     with pytest.raises(PromptError, match="at most 63 are allowed"):
         one([5] * 64)

@@ -272,7 +272,7 @@ def test_text_becomes_one_request_with_its_context() -> None:
     made = processor(CROSS_ENCODER)
     (text,) = made.inputs.encode(score(CROSS_ENCODER).groups[0], 0, 1)
     request = made.request("r", text, RequestContext(priority=3, tenant="t", cache_salt="s"))
-    assert (request.kind, request.max_tokens, request.splittable) == ("pool", 0, False)
+    assert (request.task, request.max_tokens, request.splittable) == ("pool", 0, False)
     assert (request.priority, request.tenant, request.spec.cache_key) == (3, "t", "s")
     assert request.spec.token_ids is text.ids
     assert request.spec.second_segment == text.second_segment > 0

@@ -87,7 +87,7 @@ def test_memory_of_other_processes_does_not_shrink_the_budget(others: int, conte
     alone = GpuMemory("cuda:0", total, total - WEIGHTS - context, WEIGHTS)
     shared = GpuMemory("cuda:0", total, total - WEIGHTS - context - others, WEIGHTS)
     cache = CacheConfig(gpu_memory_utilization=0.45)
-    assert alone.own == WEIGHTS + context, "measured while no other process is there"
+    assert alone.used_here == WEIGHTS + context, "measured while no other process is there"
     assert alone.others == 0
     lost = gpu_kv_memory(alone, cache, STEP, BLOCK) - gpu_kv_memory(shared, cache, STEP, BLOCK)
     assert 0 <= lost <= CONTEXT_MEMORY - context

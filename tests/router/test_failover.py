@@ -120,8 +120,8 @@ async def test_scores_and_vectors_are_computed_again() -> None:
         prompt = [SLOW, *range(40)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
         requests = [
-            Request.create("score", prompt, params, 0, kind="prompt_logprobs"),
-            Request.create("pool", prompt, SamplingParams(temperature=0), 0, kind="pool"),
+            Request.create("score", prompt, params, 0, task="prompt_logprobs"),
+            Request.create("pool", prompt, SamplingParams(temperature=0), 0, task="pool"),
         ]
         blockers = await open_streams(router, 2, 3000)
         for name in ("0", "1"):

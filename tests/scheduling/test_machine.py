@@ -158,11 +158,11 @@ class EngineMachine(RuleBasedStateMachine):
             temperature=0,
             prompt_logprobs=0 if scored or not max_tokens else None,
         )
-        kind = "generate" if max_tokens else "prompt_logprobs"
+        task = "generate" if max_tokens else "prompt_logprobs"
         answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"], layout=self.layout)
         outputs = answer[: min(num_outputs, len(answer) - 1)] if answer else []
         return make_request(
-            [*prompt, *outputs], max_tokens, params=params, kind=kind, num_prompt_tokens=len(prompt), **more
+            [*prompt, *outputs], max_tokens, params=params, task=task, num_prompt_tokens=len(prompt), **more
         )
 
     @rule(count=st.integers(1, 12))

@@ -25,7 +25,7 @@ def test_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk: 
     engine = FakeEngine(policy, pipeline_depth=depth, max_num_batched_tokens=chunk)
     prompts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9]]
     scored = [
-        engine.add(make_request(prompt, 0, params=SCORES, kind="prompt_logprobs")) for prompt in prompts
+        engine.add(make_request(prompt, 0, params=SCORES, task="prompt_logprobs")) for prompt in prompts
     ]
     other = engine.add(make_request([8, 8], 6))
     engine.run()
@@ -47,7 +47,7 @@ def test_pooled_texts_return_vectors_while_another_request_generates(depth: int,
     engine = FakeEngine("continuous", pipeline_depth=depth, max_num_batched_tokens=7)
     texts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5]]
     pooled = [
-        engine.add(make_request(text, 0, params=GREEDY, kind="pool", splittable=splittable)) for text in texts
+        engine.add(make_request(text, 0, params=GREEDY, task="pool", splittable=splittable)) for text in texts
     ]
     other = engine.add(make_request([8, 8], 6))
     engine.run()
@@ -61,7 +61,7 @@ def test_pooled_texts_return_vectors_while_another_request_generates(depth: int,
 
 def test_scored_prompt_without_scores_is_only_computed() -> None:
     engine = FakeEngine()
-    request = engine.add(make_request([1, 2, 3], 0, params=SamplingParams(), kind="prompt_logprobs"))
+    request = engine.add(make_request([1, 2, 3], 0, params=SamplingParams(), task="prompt_logprobs"))
     engine.run()
     assert engine.finished[request.request_id].prompt_logprobs is None
 
@@ -155,7 +155,7 @@ def test_request_that_can_never_fit_is_rejected() -> None:
     with pytest.raises(RequestError, match="has 17 tokens and cannot be split: a step has at most 16"):
         engine.core.add(make_request([1] * 10, 8, splittable=False))
     engine.add(make_request([1] * 10, 7, splittable=False))
-    engine.add(make_request([1] * 16, 0, splittable=False, kind="prompt_logprobs", params=SCORES))
+    engine.add(make_request([1] * 16, 0, splittable=False, task="prompt_logprobs", params=SCORES))
     with pytest.raises(RequestError, match="already has all of its 2 output tokens"):
         engine.core.add(make_request([1, 2, 3], 2, num_prompt_tokens=1))
     engine.run()

@@ -182,7 +182,7 @@ def test_scored_prompt_is_long_though_its_chunks_are_short() -> None:
     engine = make_engine()
     scores = SamplingParams(prompt_logprobs=0, temperature=0)
     add_long(engine, 3)
-    scored = engine.add(make_request([3] * 2000, 0, params=scores, kind="prompt_logprobs"))
+    scored = engine.add(make_request([3] * 2000, 0, params=scores, task="prompt_logprobs"))
     engine.step()
     short = engine.add(make_request([4] * 3, 1))
     assert steps_to_first_token(engine, short) == 1
@@ -193,11 +193,11 @@ def test_short_text_that_must_not_be_split_passes_long_ones() -> None:
     engine = make_engine(caching=False)
     params = SamplingParams(temperature=0)
     texts = [
-        engine.add(make_request([n] * 500, 0, params=params, kind="pool", splittable=False))
+        engine.add(make_request([n] * 500, 0, params=params, task="pool", splittable=False))
         for n in range(20)
     ]
     engine.step()
-    short = engine.add(make_request([4] * 200, 0, params=params, kind="pool", splittable=False))
+    short = engine.add(make_request([4] * 200, 0, params=params, task="pool", splittable=False))
     engine.step()
     assert short.request_id in engine.finished
     engine.run()

@@ -99,7 +99,9 @@ def test_limits_table_matches_the_declarations() -> None:
         else:
             others[what] = default
     limits = [
-        option for option in SERVE_OPTIONS.values() if option.panel == LIMITS and option.kind is not bool
+        option
+        for option in SERVE_OPTIONS.values()
+        if option.panel == LIMITS and option.value_type is not bool
     ]
     options = {option.name for option in limits} | ELSEWHERE
     assert by_flag == {name: declared(name) for name in options}

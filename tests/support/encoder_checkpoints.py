@@ -115,7 +115,7 @@ def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequenc
                 list(prompt),
                 SamplingParams(),
                 max_tokens=0,
-                kind="pool",
+                task="pool",
                 splittable=False,
                 second_segment=seconds[index] if seconds else 0,
             )

@@ -147,7 +147,7 @@ class FakeRunner:
         vectors = {
             entry: _pooled(self._visible(self.rows[row], start + count))
             for entry, (row, start, count, _) in enumerate(entries)
-            if self.rows[row].request.kind == "pool"
+            if self.rows[row].request.task == "pool"
             and start + count == self.rows[row].request.num_prompt_tokens
         }
         return Sampled(

@@ -44,15 +44,15 @@ class PooledEngine:
 
     def add(self, name: str, token_ids: Sequence[int], max_tokens: int = 0) -> None:
         """Add a request, which is pooled if it generates no tokens."""
-        kind = "generate" if max_tokens else "pool"
+        task = "generate" if max_tokens else "pool"
         self.tokens[name] = []
-        self.loaded.core.add(Request.create(name, list(token_ids), GREEDY, max_tokens, kind=kind))
+        self.loaded.core.add(Request.create(name, list(token_ids), GREEDY, max_tokens, task=task))
 
     def score(self, name: str, token_ids: Sequence[int]) -> None:
         """Ask for the logprobs of a prompt."""
         self.tokens[name] = []
         params = SamplingParams(temperature=0, prompt_logprobs=0)
-        self.loaded.core.add(Request.create(name, list(token_ids), params, 0, kind="prompt_logprobs"))
+        self.loaded.core.add(Request.create(name, list(token_ids), params, 0, task="prompt_logprobs"))
 
     def run(self) -> None:
         core = self.loaded.core

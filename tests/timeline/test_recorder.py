@@ -325,7 +325,7 @@ def test_json_hides_the_requests_of_others() -> None:
     engine.run()
     (chunk,) = chunks_of(recorder)
     known: set[int] = set()
-    data = chunk_json(chunk, "3", 1000.0, known, own={0})
+    data = chunk_json(chunk, "3", 1000.0, known, visible={0})
     assert data["replica"] == "3"
     assert data["requests"] == [
         {
@@ -367,7 +367,7 @@ def test_failed_steps_are_recorded_with_their_message() -> None:
     (chunk,) = chunks_of(recorder)
     assert list(chunk.failed) == [1]
     assert "RuntimeError" in chunk.failed[1]
-    assert chunk_json(chunk, "0", 0.0, set(), own=set())["failed"] == {"1": "the step failed"}
+    assert chunk_json(chunk, "0", 0.0, set(), visible=set())["failed"] == {"1": "the step failed"}
     reasons = [event.reason for event in chunk.events if event.type == "preempt"]
     assert reasons[:2] == ["failure", "failure"]
     assert chunk.column("output")[1] == 0

@@ -98,8 +98,8 @@ def slots_as_text(comparison: ComparisonView, timeline: Timeline) -> list[str]:
 
 
 def _steps(spans: list[Span]) -> str:
-    first, last = spans[0].first, spans[-1].last - 1
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    first, end = spans[0].first, spans[-1].last - 1
+    steps = f"step {first}" if first == end else f"steps {first} to {end}"
     if spans[-1].kind is not SlotKind.HELD:
         return steps
     return f"{steps}, finished before step {spans[-1].first}"

@@ -145,9 +145,9 @@ class _Pen:
 
 
 def _cell(
-    kind: SlotKind | None, x: float, y: float, width: float, height: float, request: int, title: str
+    slot_kind: SlotKind | None, x: float, y: float, width: float, height: float, request: int, title: str
 ) -> list[Rect]:
-    if kind is SlotKind.HELD:
+    if slot_kind is SlotKind.HELD:
         return _held_cell(x, y, width, height, request, title)
     paint = {
         SlotKind.PREFILL: prefill_colour(request),
@@ -155,7 +155,7 @@ def _cell(
         SlotKind.PADDING: "held",
         None: "slot",
     }
-    return [Rect(x, y, width, height, paint[kind], title)]
+    return [Rect(x, y, width, height, paint[slot_kind], title)]
 
 
 def _held_cell(x: float, y: float, width: float, height: float, request: int, title: str) -> list[Rect]:

@@ -173,7 +173,7 @@ def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Worklo
         figures,
         list(map(lay_out, runs)),
         [run.recording.chunks for run in runs],
-        lambda each: each.tokens_per_second,
+        lambda figures: figures.tokens_per_second,
     )
     answers = [[request.token_ids for request in run.requests] for run in runs]
     return Comparison(

@@ -196,7 +196,7 @@ def _summarise(
     figures = {run.strategy: pair_figures(run) for run in runs}
     timelines = [lay_out_pairs(run, num_slots) for run in runs]
     reference, results = results_of(
-        figures, timelines, [run.recording.chunks for run in runs], lambda each: each.pairs_per_second
+        figures, timelines, [run.recording.chunks for run in runs], lambda figures: figures.pairs_per_second
     )
     identical = all(run.vectors == runs[0].vectors for run in runs)
     return RerankComparison(model, num_slots, reference, infos, results, workload, identical)

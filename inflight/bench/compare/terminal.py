@@ -130,7 +130,7 @@ def _axis_line(axis: TimeAxis, num_columns: int) -> Text:
     line = [" "] * (GUTTER + num_columns)
     for number in ticks(axis.limit, max(2, num_columns // 10)):
         text = f"{number:g} s"
-        at = GUTTER + int(number / axis.limit * (num_columns - 1))
-        if at + len(text) <= len(line):
-            line[at : at + len(text)] = text
+        column = GUTTER + int(number / axis.limit * (num_columns - 1))
+        if column + len(text) <= len(line):
+            line[column : column + len(text)] = text
     return Text("".join(line).rstrip(), style="dim")

@@ -73,7 +73,7 @@ class Timeline:
         for span in self.spans:
             if span.num_tokens:
                 last_steps[span.request] = max(last_steps.get(span.request, 0), span.last)
-        return sum(last <= num_steps for last in last_steps.values())
+        return sum(last_step <= num_steps for last_step in last_steps.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return what is needed to draw the timeline again.
@@ -110,11 +110,14 @@ def lay_out(run: StrategyRun) -> Timeline:
 
 def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:
     """Add a cell to the span it continues, or start a new span with it."""
-    last = open_spans.get(cell.slot)
-    same = last is not None and (last.request, last.kind, last.last) == (cell.request, cell.kind, cell.first)
-    if last is not None and same:
-        last.last = cell.last
-        last.num_tokens += cell.num_tokens
+    open_span = open_spans.get(cell.slot)
+    if open_span is not None and (open_span.request, open_span.kind, open_span.last) == (
+        cell.request,
+        cell.kind,
+        cell.first,
+    ):
+        open_span.last = cell.last
+        open_span.num_tokens += cell.num_tokens
     else:
         open_spans[cell.slot] = cell
         spans.append(cell)

@@ -237,12 +237,12 @@ def draw_prompts(count: int, seed: int) -> list[str]:
     Within a kind, no prompt is repeated before every other one has been used.
     """
     rng = Random(seed)
-    decks: dict[str, list[str]] = {kind.name: [] for kind in KINDS}
+    decks: dict[str, list[str]] = {category.name: [] for category in KINDS}
     drawn = []
-    for kind in rng.choices(KINDS, weights=[kind.share for kind in KINDS], k=count):
-        deck = decks[kind.name]
+    for category in rng.choices(KINDS, weights=[category.share for category in KINDS], k=count):
+        deck = decks[category.name]
         if not deck:
-            deck += rng.sample(kind.prompts, len(kind.prompts))
+            deck += rng.sample(category.prompts, len(category.prompts))
         drawn.append(deck.pop())
     return drawn
 

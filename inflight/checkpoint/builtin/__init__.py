@@ -17,6 +17,6 @@ def checkpoint_folder() -> Path:
     return BUILTIN_MODELS["inflight-builtin"]
 
 
-def builtin_folder(kind: Literal["reranker", "embedder"]) -> Path:
+def builtin_folder(role: Literal["reranker", "embedder"]) -> Path:
     """Return the folder of the built-in reranker or embedder."""
-    return BUILTIN_MODELS[f"inflight-builtin-{kind}"]
+    return BUILTIN_MODELS[f"inflight-builtin-{role}"]

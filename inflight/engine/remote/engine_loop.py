@@ -296,8 +296,10 @@ class Outbox:
             return
         handles, token_ids, counts, others = [], [], [], []
         for handle, delta in self._deltas.items():
-            plain = delta.finish_reason is None and delta.logprobs is None and delta.prompt_logprobs is None
-            if plain and delta.token_ids:
+            has_only_tokens = (
+                delta.finish_reason is None and delta.logprobs is None and delta.prompt_logprobs is None
+            )
+            if has_only_tokens and delta.token_ids:
                 handles.append(handle)
                 token_ids += delta.token_ids
                 counts.append(len(delta.token_ids))

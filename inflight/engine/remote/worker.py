@@ -69,14 +69,14 @@ def _serve(sockets: EngineSockets) -> int:
     ahead = start.now - time.monotonic() if sockets.is_remote else 0.0
     try:
         config = EngineConfig.create(**start.options)
-        last = Progress(0, 0)
+        latest = Progress(0, 0)
 
         def report(num_done: int, num_total: int) -> None:
-            nonlocal last
-            last = Progress(num_done, num_total)
-            sockets.send(last)
+            nonlocal latest
+            latest = Progress(num_done, num_total)
+            sockets.send(latest)
 
-        with reporting_input(lambda: sockets.send(last), start.heartbeat):
+        with reporting_input(lambda: sockets.send(latest), start.heartbeat):
             core, facts = BUILDERS.get(start.build)(config, report)
     except Exception as error:
         logger.debug("the engine could not be built", exc_info=True)
@@ -97,7 +97,7 @@ def _serve(sockets: EngineSockets) -> int:
     except Exception as error:
         logger.exception("the engine loop stopped")
         described = RemoteError.from_exception(error)
-        sockets.send(Stopped(f"the engine stopped: {described.kind}: {described.text}"))
+        sockets.send(Stopped(f"the engine stopped: {described.class_name}: {described.text}"))
         return 1
     core.close()
     return 0

@@ -72,7 +72,10 @@ class CudaPlatform:
         memory = self._memory(exchanges=decoder.shard.collective is not None)
         logger.info(
             "%s: %.2f GiB in total, %.2f used by this process, %.2f by others; the largest step takes %.2f",
-            *(self.device, *(size / (1 << 30) for size in (memory.total, memory.own, memory.others, step))),
+            *(
+                self.device,
+                *(size / (1 << 30) for size in (memory.total, memory.used_here, memory.others, step)),
+            ),
         )
         return blocks_for_memory(
             memory=gpu_kv_memory(memory, cache, step, bytes_per_block),

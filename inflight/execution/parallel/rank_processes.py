@@ -163,7 +163,7 @@ class RankProcesses:
         if isinstance(report, Broken):
             error = report.error
             text = f"rank {rank} of {self.layout.count}: {error.text}"
-            self.fail(RemoteError(error.kind, text, error.notes, error.param, error.code).error())
+            self.fail(RemoteError(error.class_name, text, error.notes, error.param, error.code).error())
             return
         with self._changed:
             self._progress_at = time.monotonic()

@@ -80,7 +80,9 @@ class Continuous(Policy):
         num_left = [request.num_tokens - request.num_computed for request in prompts]
         if not is_long and max(num_left, default=0) <= self.short:
             return 0  # no long prompt is in the way
-        return max(0, budget // RESERVED_PART - sum(left for left in num_left if left <= self.short))
+        return max(
+            0, budget // RESERVED_PART - sum(remaining for remaining in num_left if remaining <= self.short)
+        )
 
     def _find_short(self) -> None:
         """Look up prefix hits of the next few prompts: a bounded number per step, because it hashes them."""

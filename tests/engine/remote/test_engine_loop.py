@@ -172,7 +172,7 @@ def test_requests_in_preparation_count_as_waiting() -> None:
     loop.run()
     errors = wire.errors
     assert [call for call, error in errors.items() if error is not None] == [4, 5]
-    assert errors[4].kind == "QueueFullError"
+    assert errors[4].class_name == "QueueFullError"
     for call in (1, 2, 3):
         assert_served(wire, call)
 

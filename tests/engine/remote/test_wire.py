@@ -194,7 +194,7 @@ def test_integers_beyond_64_bits_become_the_largest() -> None:
     assert params_received.seed == 2**64 - 1
 
 
-@pytest.mark.parametrize("field", [{"tenant": "\ud800"}, {"seed": 2**64}, {"kind": object()}])
+@pytest.mark.parametrize("field", [{"tenant": "\ud800"}, {"seed": 2**64}, {"task": object()}])
 def test_request_that_cannot_be_encoded_is_rejected(field: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         encode_add(TO_ENGINE, 1, make_request([1], **field))

@@ -130,7 +130,7 @@ def runner(cpu_runner: EncoderRunner, folder: Path, on_gpu: None) -> GpuEncoderR
 
 def batch_of(prompts: Sequence[list[int]]) -> Batch:
     requests = [
-        Request.create(str(row), ids, SamplingParams(), 0, kind="pool") for row, ids in enumerate(prompts)
+        Request.create(str(row), ids, SamplingParams(), 0, task="pool") for row, ids in enumerate(prompts)
     ]
     admissions = [Admission(row, request.current_spec()) for row, request in enumerate(requests)]
     rows, lengths = list(range(len(prompts))), [len(ids) for ids in prompts]
