@@ -78,10 +78,6 @@ def _structured(fields: Mapping[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(**fields)
 
 
-def _in_bias_range(token_id: int, value: float) -> bool:
-    return token_id >= 0 and -100 <= value <= 100
-
-
 def _takes_foreign_fields(cls: type[T]) -> type[T]:
     """Let the constructor of a dataclass with slots also accept vLLM's fields that have no effect."""
     defaults = {item.name: item.default for item in fields(cls)}  # type: ignore[arg-type]
@@ -211,7 +207,10 @@ class SamplingParams:
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
             token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
-            if type(token_id) is not int or type(value) is not float or not _in_bias_range(token_id, value):
+            is_usual = (
+                type(token_id) is int and type(value) is float and token_id >= 0 and -100 <= value <= 100
+            )
+            if not is_usual:
                 _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
                 _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
             bias[token_id] = float(value)

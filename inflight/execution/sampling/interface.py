@@ -42,7 +42,7 @@ class RowNumbers(NamedTuple):
     @classmethod
     def from_request(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
         params = request.params
-        greedy = is_greedy(params)
+        greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         return cls(
             1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
@@ -57,10 +57,6 @@ class RowNumbers(NamedTuple):
             request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
             greedy or top_k == 1,
         )
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE
 
 
 def has_penalties(params: SamplingParams) -> bool:
