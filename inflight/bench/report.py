@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from inflight.bench.load_generator import LoadResult, Record
 from inflight.errors import ParameterError, shown
 
@@ -32,27 +34,11 @@ class Spread:
         """Return the distribution of the values, or None if there are none."""
         if not values:
             return None
-        ordered = sorted(values)
-        mean = math.fsum(ordered) / len(ordered)
-        return cls(
-            mean,
-            percentile(ordered, 0.5),
-            percentile(ordered, 0.9),
-            percentile(ordered, 0.99),
-            ordered[-1],
-            math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
-        )
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(float(np.mean(values)), p50, p90, p99, max(values), float(np.std(values)))
 
     def to_ms(self) -> dict[str, float]:
         return {name: round(getattr(self, name) * 1e3, 4) for name in self.__slots__}
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values, with linear interpolation."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +167,14 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
     return objectives
 
 
+def _seconds_per_token(record: Record) -> float:
+    return (record.last - record.first) / max(1, record.num_tokens - 1)
+
+
 def _is_good(record: Record, objectives: Mapping[str, float]) -> bool:
     took = {
         "ttft": record.first - record.sent,
-        "tpot": (record.last - record.first) / max(1, record.num_tokens - 1),
+        "tpot": _seconds_per_token(record),
         "e2el": record.ended - record.sent,
     }
     return all(took[name] <= limit for name, limit in objectives.items())
@@ -208,7 +198,7 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         itl=Spread.from_values(
             [later - earlier for record in complete for earlier, later in pairwise(record.times)]
         ),
-        tpot=Spread.from_values(_per_token(complete)),
+        tpot=Spread.from_values([_seconds_per_token(record) for record in complete if record.num_tokens > 1]),
         e2e=Spread.from_values([record.ended - record.sent for record in complete]),
         lag=Spread.from_values([record.lag for record in records if record.lag is not None]),
         loop_lag=Spread.from_values(result.loop_lags),
@@ -216,12 +206,6 @@ def summarise(rate: float, result: LoadResult, objectives: Mapping[str, float] |
         problems=_problems(records),
         num_good=sum(_is_good(record, objectives) for record in complete) if objectives else None,
     )
-
-
-def _per_token(records: list[Record]) -> list[float]:
-    return [
-        (record.last - record.first) / (record.num_tokens - 1) for record in records if record.num_tokens > 1
-    ]
 
 
 def _problems(records: list[Record]) -> dict[str, Problem]:

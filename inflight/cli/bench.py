@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
 
 from inflight.cli.command import InflightCommand, InflightGroup, check_writable, needs_extra, progress_bar
+from inflight.cli.option_sources import with_flags
 from inflight.cli.vllm_flags import BENCH_RULES
 from inflight.errors import ConfigError, EngineError, ParameterError, shown
+from inflight.option import check, option, options_of
 
 if TYPE_CHECKING:
     from inflight.bench.load_generator import Progress as Advance
     from inflight.bench.report import Run
     from inflight.bench.server import ServerAddress
-    from inflight.bench.workload import Range, ServingWorkload
+    from inflight.bench.workload import ServingWorkload
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 DEFAULT_REQUESTS = 400
 MAX_ID = 10_000  # nearly every vocabulary contains the token ids below this
+KEY_VARIABLE = "INFLIGHT_BENCH_API_KEY"
+SERVER, LOAD, OUTPUT = "Server", "Load", "Output"  # panels of the help
 
 app = typer.Typer(cls=InflightGroup, help="Measure the performance of a server.", no_args_is_help=True)
 
@@ -42,155 +48,166 @@ class BenchCommand(InflightCommand):
     compat_rules = BENCH_RULES
 
 
-def _load(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Load", help=text, **more)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """The options of `inflight bench serve`."""
 
+    url: str | None = option(None, SERVER, "Base URL of the server.", unset=DEFAULT_URL)
+    host: str | None = option(None, SERVER, "Host name or address of the server, instead of --url.")
+    port: int | None = option(
+        None, SERVER, "Port of the server, instead of --url.", at_least=1, at_most=65535
+    )
+    model: str | None = option(None, SERVER, "Name of the model.", unset="the first model the server lists")
+    endpoint: Literal["completions", "chat"] = option(
+        "completions",
+        SERVER,
+        "Send token ids as prompts, or conversations of random words.",
+        choices=("completions", "chat"),
+    )
+    api_key: str | None = option(
+        None, SERVER, f"API key, sent as a bearer token. Prefer {KEY_VARIABLE}, which ps does not show."
+    )
+    timeout: float = option(600.0, SERVER, "Timeout of a request in seconds.", at_least=0.001)
 
-def _target(text: str, **more: Any) -> Any:
-    return typer.Option(rich_help_panel="Server", help=text, **more)
+    rate: tuple[str, ...] = option(
+        ("inf",),
+        LOAD,
+        "Requests per second, or inf for all at once; several rates are measured one after the other.",
+    )
+    num_requests: int | None = option(
+        None, LOAD, "Number of requests.", at_least=1, unset="400, or the number of lines of the dataset"
+    )
+    prompt_len: str | None = option(
+        None,
+        LOAD,
+        "Prompt length in tokens, LOW:HIGH.",
+        unset="100:1024; 1024 with --random-range-ratio",
+    )
+    output_len: str | None = option(
+        None,
+        LOAD,
+        "Answer length in tokens, LOW:HIGH.",
+        unset="32:256; 128 with --random-range-ratio; as in a ShareGPT file",
+    )
+    random_range_ratio: float | None = option(
+        None, LOAD, "Make lengths vary by up to this share: 0.2 means 20% shorter to 20% longer."
+    )
+    dataset: Path | None = option(
+        None,
+        LOAD,
+        "JSON Lines file; each line has prompt or messages, and optionally max_tokens. Or a ShareGPT file, of whose "
+        "conversations the first turns are sent.",
+    )
+    seed: int = option(0, LOAD, "Seed for lengths, prompts and arrival times.")
+    concurrency: int | None = option(
+        None, LOAD, "Maximum number of requests in flight (closed loop).", at_least=1
+    )
+    burstiness: float = option(
+        1.0, LOAD, "How evenly requests arrive: 1 is a Poisson process, less comes in bursts."
+    )
+    ramp: float = option(0.0, LOAD, "Seconds over which the rate grows from zero.", at_least=0)
+    warmup: int = option(8, LOAD, "Number of warm-up requests, which are not measured.", at_least=0)
+    temperature: float = option(0.0, LOAD, "Sampling temperature; 0 is greedy.")
+    ignore_eos: bool = option(
+        True, LOAD, "Generate the full answer length instead of stopping at the end token."
+    )
+    parameters: str | None = option(
+        None, LOAD, "Additional parameters of every request, as JSON: '{\"top_p\": 0.9}'."
+    )
+    processes: int = option(
+        1, LOAD, "Number of load generator processes; each uses up to one core.", at_least=1, at_most=256
+    )
 
+    json: str | None = option(None, OUTPUT, "Write the figures to this file; - prints them.")
+    plot: Path | None = option(None, OUTPUT, "Plot latency over rate to this .svg or .png file.")
+    goodput: tuple[str, ...] = option(
+        (),
+        OUTPUT,
+        "Also count the requests that meet all these objectives: ttft:MS, tpot:MS, e2el:MS.",
+    )
+    save_result: bool = option(False, OUTPUT, "Write the figures of each rate to a file, with vLLM's names.")
+    result_dir: Path | None = option(None, OUTPUT, "Folder for --save-result.")
+    result_filename: str | None = option(None, OUTPUT, "Name of the file; implies --save-result.")
+    quiet: bool = option(False, OUTPUT, "Do not print the table.", short="-q")
 
-def _output(text: str, *names: str) -> Any:
-    return typer.Option(*names, rich_help_panel="Output", help=text)
-
-
-_RATE = _load("Requests per second, or inf for all at once; several rates are measured one after the other.")
-_PARAMETERS = _load("Additional parameters of every request, as JSON: '{\"top_p\": 0.9}'.")
-_DATASET = _load(
-    "JSON Lines file; each line has prompt or messages, and optionally max_tokens. Or a ShareGPT file, of whose "
-    "conversations the first turns are sent."
-)
-_NUMBER = _load("Number of requests.", min=1, show_default="400, or the number of lines of the dataset")
-_PROMPT_LEN = _load(
-    "Prompt length in tokens, LOW:HIGH.", show_default="100:1024; 1024 with --random-range-ratio"
-)
-_OUTPUT_LEN = _load(
-    "Answer length in tokens, LOW:HIGH.",
-    show_default="32:256; 128 with --random-range-ratio; as in a ShareGPT file",
-)
-_RATIO = _load("Make lengths vary by up to this share: 0.2 means 20% shorter to 20% longer.")
-_BURSTINESS = _load("How evenly requests arrive: 1 is a Poisson process, less comes in bursts.")
-_GOODPUT = typer.Option(
-    rich_help_panel="Output",
-    help="Also count the requests that meet all these objectives: ttft:MS, tpot:MS, e2el:MS.",
-)
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @app.command(cls=BenchCommand)
-def serve(
-    url: Annotated[str | None, _target("Base URL of the server.", show_default=DEFAULT_URL)] = None,
-    host: Annotated[str | None, _target("Host name or address of the server, instead of --url.")] = None,
-    port: Annotated[int | None, _target("Port of the server, instead of --url.", min=1, max=65535)] = None,
-    model: Annotated[
-        str | None, _target("Name of the model.", show_default="the first model the server lists")
-    ] = None,
-    endpoint: Annotated[
-        Literal["completions", "chat"],
-        _target("Send token ids as prompts, or conversations of random words."),
-    ] = "completions",
-    api_key: Annotated[
-        str | None, _target("API key, sent as a bearer token.", envvar="INFLIGHT_BENCH_API_KEY")
-    ] = None,
-    timeout: Annotated[float, _target("Timeout of a request in seconds.", min=0.001)] = 600.0,
-    rate: Annotated[list[str] | None, _RATE] = None,
-    num_requests: Annotated[int | None, _NUMBER] = None,
-    prompt_len: Annotated[str | None, _PROMPT_LEN] = None,
-    output_len: Annotated[str | None, _OUTPUT_LEN] = None,
-    random_range_ratio: Annotated[float | None, _RATIO] = None,
-    dataset: Annotated[Path | None, _DATASET] = None,
-    seed: Annotated[int, _load("Seed for lengths, prompts and arrival times.")] = 0,
-    concurrency: Annotated[
-        int | None, _load("Maximum number of requests in flight (closed loop).", min=1)
-    ] = None,
-    burstiness: Annotated[float, _BURSTINESS] = 1.0,
-    ramp: Annotated[float, _load("Seconds over which the rate grows from zero.", min=0.0)] = 0.0,
-    warmup: Annotated[int, _load("Number of warm-up requests, which are not measured.", min=0)] = 8,
-    temperature: Annotated[float, _load("Sampling temperature; 0 is greedy.")] = 0.0,
-    ignore_eos: Annotated[
-        bool, _load("Generate the full answer length instead of stopping at the end token.")
-    ] = True,
-    parameters: Annotated[str | None, _PARAMETERS] = None,
-    processes: Annotated[
-        int, _load("Number of load generator processes; each uses up to one core.", min=1, max=256)
-    ] = 1,
-    as_json: Annotated[
-        str | None, _output("Write the figures to this file; - prints them.", "--json")
-    ] = None,
-    plot: Annotated[Path | None, _output("Plot latency over rate to this .svg or .png file.")] = None,
-    goodput: Annotated[list[str] | None, _GOODPUT] = None,
-    save_result: Annotated[
-        bool, _output("Write the figures of each rate to a file, with vLLM's names.", "--save-result")
-    ] = False,
-    result_dir: Annotated[Path | None, _output("Folder for --save-result.")] = None,
-    result_filename: Annotated[str | None, _output("Name of the file; implies --save-result.")] = None,
-    quiet: Annotated[bool, _output("Do not print the table.", "--quiet", "-q")] = False,
-) -> None:
+@with_flags(options_of(LoadOptions).values())
+def serve(**flags: Any) -> None:
     """Send requests to a server at random times and measure its latency and throughput.
 
     The load is an open loop: like users, requests arrive at their rate whether or not earlier ones have been answered.
     Works with any server that has OpenAI's streaming API.
     """
-    _check_files(as_json, plot)
+    options = LoadOptions(**{"api_key": os.environ.get(KEY_VARIABLE), **flags})
+    _check_files(options)
     with needs_extra("server"):
-        from inflight.bench.compare.arrivals import arrival_times
         from inflight.bench.report import parse_goodput
         from inflight.bench.server import ServerAddress
-        from inflight.bench.workload import (
-            ServingWorkload,
-            is_sharegpt,
-            parse_rate,
-            read_dataset,
-            read_sharegpt,
-        )
+        from inflight.bench.workload import parse_rate
 
-    rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
-    results = ResultFiles.from_options(save_result, result_dir, result_filename, len(rates))
-    objectives = parse_goodput(goodput or ())
-    arrival_times(0, 1.0, seed, ramp, burstiness)  # checks them before the server is asked
-    prompts, outputs = _lengths(prompt_len, output_len, random_range_ratio)
-    lines = () if dataset is None or is_sharegpt(dataset) else read_dataset(dataset, endpoint)
-    extra = {"temperature": temperature, **_parse_parameters(parameters)}
-    server = ServerAddress.parse(_url(url, host, port), api_key)
+    rates = [parse_rate(text) for item in options.rate for text in item.split(",")]
+    results = ResultFiles.from_options(options, len(rates))
+    objectives = parse_goodput(options.goodput)
+    workload = _workload(options)
+    server = ServerAddress.parse(_url(options.url, options.host, options.port), options.api_key)
     server.wait_until_loaded()
-    name = model or server.model()
-    if dataset is not None and not lines:
-        count, counter = num_requests or DEFAULT_REQUESTS, server.token_counter(name)
-        lines = read_sharegpt(dataset, endpoint, count, seed, counter, keep_lengths=output_len is None)
-    sends_ids = endpoint == "completions" and not lines
-    workload = ServingWorkload(
-        model=name,
-        endpoint=endpoint,
-        num_requests=num_requests or len(lines) or DEFAULT_REQUESTS,
+    workload = _completed(workload, options, server)
+    runs = _measure(server, workload, rates, objectives, options)
+    if results is not None:
+        results.write(runs, workload, options.concurrency)
+    _report(runs, workload, server.url, options)
+
+
+def _workload(options: LoadOptions) -> ServingWorkload:
+    """Return the workload as far as it is known without the server."""
+    from inflight.bench.compare.arrivals import arrival_times
+    from inflight.bench.workload import Range, ServingWorkload, is_sharegpt, read_dataset
+
+    arrival_times(0, 1.0, options.seed, options.ramp, options.burstiness)  # checks them
+    ratio, path = options.random_range_ratio, options.dataset
+    defaults = ("100:1024", "32:256") if ratio is None else ("1024", "128")
+    prompts = Range.parse("prompt_len", options.prompt_len or defaults[0])
+    outputs = Range.parse("output_len", options.output_len or defaults[1])
+    if ratio is not None:
+        prompts, outputs = prompts.widened("prompt_len", ratio), outputs.widened("output_len", ratio)
+    lines = () if path is None or is_sharegpt(path) else read_dataset(path, options.endpoint)
+    return ServingWorkload(
+        model=options.model or "",
+        endpoint=options.endpoint,
+        num_requests=options.num_requests or len(lines) or DEFAULT_REQUESTS,
         prompt_len=prompts,
         output_len=outputs,
-        vocab_size=server.vocab_size(name, MAX_ID) if sends_ids else MAX_ID,
-        seed=seed,
-        ramp=ramp,
-        burstiness=burstiness,
-        ignore_eos=ignore_eos,
-        parameters=extra,
+        seed=options.seed,
+        ramp=options.ramp,
+        burstiness=options.burstiness,
+        ignore_eos=options.ignore_eos,
+        parameters={"temperature": options.temperature, **_parse_parameters(options.parameters)},
         dataset=lines,
     )
-    limits = {"concurrency": concurrency, "timeout": timeout}
-    show = sys.stderr.isatty() and not quiet
-    runs = _measure(server, workload, rates, warmup, processes, limits, objectives, show)
-    if results is not None:
-        results.write(runs, workload, concurrency)
-    _report(runs, workload, server.url, as_json, plot, quiet)
 
 
-def _lengths(prompt_len: str | None, output_len: str | None, ratio: float | None) -> tuple[Range, Range]:
-    from inflight.bench.workload import Range
+def _completed(workload: ServingWorkload, options: LoadOptions, server: ServerAddress) -> ServingWorkload:
+    """Ask the server for what the workload lacks: its model, its vocabulary, or the lengths of a ShareGPT file."""
+    from inflight.bench.workload import read_sharegpt
 
-    if ratio is None:
-        return Range.parse("prompt_len", prompt_len or "100:1024"), Range.parse(
-            "output_len", output_len or "32:256"
+    workload = replace(workload, model=workload.model or server.model())
+    if options.dataset is not None and not workload.dataset:
+        lines = read_sharegpt(
+            options.dataset,
+            workload.endpoint,
+            workload.num_requests,
+            workload.seed,
+            server.token_counter(workload.model),
+            keep_lengths=options.output_len is None,
         )
-    prompts, outputs = (
-        Range.parse("prompt_len", prompt_len or "1024"),
-        Range.parse("output_len", output_len or "128"),
-    )
-    return prompts.widened("prompt_len", ratio), outputs.widened("output_len", ratio)
+        return replace(workload, num_requests=options.num_requests or len(lines), dataset=lines)
+    if workload.endpoint == "completions" and not workload.dataset:
+        return replace(workload, vocab_size=server.vocab_size(workload.model, MAX_ID))
+    return workload
 
 
 def _url(url: str | None, host: str | None, port: int | None) -> str:
@@ -206,11 +223,8 @@ def _measure(
     server: ServerAddress,
     workload: ServingWorkload,
     rates: list[float],
-    warmup: int,
-    processes: int,
-    limits: dict[str, Any],
     objectives: dict[str, float],
-    show: bool,
+    options: LoadOptions,
 ) -> list[Run]:
     from inflight.bench.load_generator import LoadPlan, measure, measure_with_workers
     from inflight.bench.report import summarise
@@ -218,16 +232,18 @@ def _measure(
     from inflight.bench.workload import PlannedRequest
 
     target = server.target(workload.endpoint)
-    if warmup:
-        jobs = [
-            PlannedRequest(index, 0.0, body) for index, body in enumerate(workload.bodies(warmup, "warmup"))
-        ]
-        _check_any_completed(summarise(0.0, measure(LoadPlan(target, jobs, **limits))))
+    make_plan = partial(LoadPlan, target, concurrency=options.concurrency, timeout=options.timeout)
+    if options.warmup:
+        bodies = workload.bodies(options.warmup, "warmup")
+        jobs = [PlannedRequest(index, 0.0, body) for index, body in enumerate(bodies)]
+        _check_any_completed(summarise(0.0, measure(make_plan(jobs))))
     runs = []
     for index, rate in enumerate(rates):
-        plan = LoadPlan(target, workload.jobs(rate, str(index)), **limits)
-        with _progress(rate_name(rate), len(plan.jobs), show and processes == 1) as advance:
-            runs.append(summarise(rate, measure_with_workers(processes, plan, advance), objectives))
+        plan = make_plan(workload.jobs(rate, str(index)))
+        shows = options.processes == 1 and sys.stderr.isatty() and not options.quiet
+        with _progress(rate_name(rate), len(plan.jobs), shows) as advance:
+            result = measure_with_workers(options.processes, plan, advance)
+        runs.append(summarise(rate, result, objectives))
         _check_any_completed(runs[-1])
     return runs
 
@@ -258,11 +274,10 @@ class ResultFiles:
     filename: str | None
 
     @classmethod
-    def from_options(
-        cls, save: bool, folder: Path | None, filename: str | None, num_rates: int
-    ) -> ResultFiles | None:
+    def from_options(cls, options: LoadOptions, num_rates: int) -> ResultFiles | None:
         """Return None if nothing is to be saved. Raises ConfigError if the files could not be written."""
-        if not save and filename is None:
+        folder, filename = options.result_dir, options.result_filename
+        if not options.save_result and filename is None:
             return None
         if filename is not None and num_rates > 1:
             raise ConfigError(
@@ -300,9 +315,10 @@ class ResultFiles:
             print(f"wrote {path}", file=sys.stderr)
 
 
-def _check_files(as_json: str | None, plot: Path | None) -> None:
+def _check_files(options: LoadOptions) -> None:
     """Check the output files before anything is measured."""
-    for path in (None if as_json in (None, "-") else Path(str(as_json)), plot):
+    plot = options.plot
+    for path in (None if options.json in (None, "-") else Path(str(options.json)), plot):
         if path is not None:
             check_writable(path)
     if plot is not None and plot.suffix not in (".svg", ".png"):
@@ -323,9 +339,7 @@ def _progress(name: str, total: int, show: bool) -> Iterator[Advance | None]:
         yield lambda: bar.advance(task)
 
 
-def _report(
-    runs: list[Run], workload: ServingWorkload, url: str, as_json: str | None, plot: Path | None, quiet: bool
-) -> None:
+def _report(runs: list[Run], workload: ServingWorkload, url: str, options: LoadOptions) -> None:
     from inflight.bench.terminal import print_runs
 
     lengths = f"prompts {workload.prompt_len}, answers {workload.output_len} tokens"
@@ -342,13 +356,13 @@ def _report(
         "seed": workload.seed,
         "runs": [run.to_json() for run in runs],
     }
-    if as_json == "-":
+    if options.json == "-":
         print(json.dumps(data))
-    elif as_json is not None:
-        Path(as_json).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
+    elif options.json is not None:
+        Path(options.json).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
         from inflight.bench.plot import write_plot
 
-        write_plot(runs, title, plot)
-    if not quiet and as_json != "-":
+        write_plot(runs, title, options.plot)
+    if not options.quiet and options.json != "-":
         print_runs(runs, title, Console())

@@ -81,10 +81,11 @@ def quantize(
 ) -> None:
     """Write a quantized copy of a checkpoint, in compressed-tensors files that other engines load, too."""
     with interrupts_end_at_once():
-        from inflight.loading.quantizing import FORMATS, quantize_checkpoint  # imports torch, which is slow
+        from inflight.loading.quantizing import quantize_checkpoint  # imports torch, which is slow
+        from inflight.models.quantization import ON_LOADING
 
-    if name not in FORMATS:
-        raise ConfigError(f"--format is {name!r}: it must be one of {', '.join(FORMATS)}")
+    if name not in ON_LOADING:
+        raise ConfigError(f"--format is {name!r}: it must be one of {', '.join(ON_LOADING)}")
     with Progress(transient=True) as progress:
         task = progress.add_task("Quantizing", total=None)
         quantize_checkpoint(

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 from inflight.engine.client import (
     CacheObserver,
@@ -35,6 +36,7 @@ from inflight.request import Request
 from inflight.timeline.chunks import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
 CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
@@ -134,7 +136,7 @@ class InprocClient:
         if data is not None:
             self._post(lambda: self._show_timeline(data))
 
-    def _post(self, callback: Callable[[], None]) -> None:
+    def _post(self, callback: Callable[[], object]) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(callback)
@@ -153,27 +155,21 @@ class InprocClient:
         for queue in self._queues.values():
             queue.fail(EngineDeadError(self._error))
 
-    async def _run_in_thread(self, function: Callable[[], Any]) -> Any:
+    async def _run_in_thread(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine's thread, between two steps."""
         loop = self._loop = asyncio.get_running_loop()
-        result: asyncio.Future[Any] = loop.create_future()
+        result: asyncio.Future[T] = loop.create_future()
 
-        def settle(value: Any, error: BaseException | None) -> None:
-            if not result.done():
-                if error is None:
-                    result.set_result(value)
-                else:
-                    result.set_exception(error)
+        def settle(set_outcome: Callable[[], None]) -> None:
+            self._post(lambda: None if result.done() else set_outcome())
 
         def call() -> None:
-            value, error = None, None
             try:
                 if self._error is not None:
                     raise EngineDeadError(self._error)
-                value = function()
-            except Exception as raised:
-                error = raised
-            self._post(lambda: settle(value, error))
+                settle(partial(result.set_result, function()))
+            except Exception as error:
+                settle(partial(result.set_exception, error))
 
         if self._error is not None:
             raise EngineDeadError(self._error)
@@ -215,10 +211,7 @@ class InprocClient:
         def call() -> None:
             if self._error is None:
                 self._abort(request_id)
-            self._post(forget)
-
-        def forget() -> None:
-            self._queues.pop(request_id, None)
+            self._post(lambda: self._queues.pop(request_id, None))
 
         self._calls.put(call)
 
@@ -236,12 +229,10 @@ class InprocClient:
         return DeltaStream(queue.take, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
-        num_freed: int = await self._run_in_thread(lambda: self._abort(request_id, reason))
-        return num_freed
+        return await self._run_in_thread(lambda: self._abort(request_id, reason))
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._run_in_thread(self._core.stats)
-        return stats
+        return await self._run_in_thread(self._core.stats)
 
     async def health(self) -> Health:
         since = self._core.clock() - self._last_progress
@@ -253,7 +244,7 @@ class InprocClient:
         return Health(not self._closing, since, state="closing" if self._closing else "running")
 
     async def describe(self, request_id: str) -> RequestState | None:
-        state: RequestState | None = await self._run_in_thread(lambda: self._core.describe(request_id))
+        state = await self._run_in_thread(lambda: self._core.describe(request_id))
         return self._history.get(request_id) if state is None else self._history.complete(state)
 
     async def command(self, command: Command) -> None:
@@ -283,13 +274,11 @@ class InprocClient:
         return stop
 
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        page: TimelinePage = await self._run_in_thread(lambda: self._core.read_timeline(query))
-        return page
+        return await self._run_in_thread(lambda: self._core.read_timeline(query))
 
     async def read_memory(self, replica: str) -> MemoryState:
         check_only_replica(replica)
-        state: MemoryState = await self._run_in_thread(self._core.read_memory)
-        return state
+        return await self._run_in_thread(self._core.read_memory)
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._loop = asyncio.get_running_loop()

@@ -44,12 +44,15 @@ class EngineStats:
     experts: ExpertStats | None = None  # of a model that has some, once they have received tokens
 
 
+MetricKind = Literal["gauge", "counter"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMetric:
     """A gauge, or a counter since the start."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: MetricKind
     text: str
     read: Callable[[EngineStats], float]
 
@@ -59,7 +62,7 @@ class MetricValue:
     """The value of a metric at one moment."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: MetricKind
     value: float
 
 
@@ -117,7 +120,7 @@ class ExpertLoads:
         if totals is None:
             return
         before = self._totals or [[0] * len(layer) for layer in totals]
-        usage = ExpertUsage(tuple(map(_differences, totals, before)))
+        usage = ExpertUsage(tuple(tuple(map(sub, *layers)) for layers in zip(totals, before, strict=True)))
         imbalances = [
             imbalance for imbalance, layer in zip(usage.imbalances, usage.tokens, strict=True) if any(layer)
         ]
@@ -132,7 +135,3 @@ class ExpertLoads:
         """Return the last reading, once."""
         usage, self._usage = self._usage, None
         return usage
-
-
-def _differences(after: list[int], before: list[int]) -> tuple[int, ...]:
-    return tuple(map(sub, after, before))

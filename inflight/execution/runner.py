@@ -157,7 +157,7 @@ class ModelRunner:
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
         self._states = allocate_states(decoder.state_sizes, self.cache.slots, max_rows)
-        self._scored = ScoredRows()
+        self.scored = ScoredRows()
         self._pooled = PooledRows()
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
@@ -179,7 +179,7 @@ class ModelRunner:
         step, num_sampling = inputs.host, len(inputs.sampling_rows)
         rows = step.sampling_rows.tolist()
         masks = self.constrained.start(rows)
-        if self._scored.any_in(batch):
+        if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
             self._score(batch, hidden, result)
             hidden = hidden[inputs.sample_tokens]
@@ -202,7 +202,7 @@ class ModelRunner:
         """Store the batch's admissions and blocks, and return the inputs of its forward pass."""
         with torch_threads(1):
             self.rows.apply(batch)
-            self._scored.admit(batch.admissions)
+            self.scored.admit(batch.admissions)
             self._pooled.admit(batch.admissions)
             for states in self._states:
                 for row, block_ids in batch.restores:
@@ -226,9 +226,10 @@ class ModelRunner:
 
     def _score(self, batch: Batch, hidden: Tensor, result: Sampled) -> None:
         """Score the tokens of prompts whose requests want that."""
-        for piece in self._scored.pieces(batch):
+        for piece in self.scored.pieces(batch):
             targets = self.rows.tokens[piece.row, piece.targets].long()
             logits = self.decoder.logits(hidden[piece.predicting])
+            self.scored.read_logits(logits)
             logprobs = self.sampler.score_prompt(logits, targets, piece.num_logprobs)
             result.prompt_logprobs.setdefault(piece.entry, []).extend(logprobs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -167,9 +167,14 @@ class PromptPiece(NamedTuple):
 
 
 class ScoredRows:
-    """The rows whose requests want logprobs of their prompts."""
+    """The rows whose requests want logprobs of their prompts.
+
+    Runners call `read_logits` with the logits [P, vocab_size] of all pieces, in order, before anything changes them. In
+    the runner's process it may be replaced, by what needs whole distributions.
+    """
 
     def __init__(self) -> None:
+        self.read_logits: Callable[[Tensor], object] = lambda logits: None  # noqa: ARG005
         self._rows: dict[int, tuple[int, int]] = {}  # row: number of logprobs, number of prompt tokens
 
     def admit(self, admissions: Sequence[Admission]) -> None:

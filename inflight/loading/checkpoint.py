@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,12 @@ from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.encoders.families import encoder_architecture
 from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# The default limit for the tokens of a text: rotary tables and steps are sized by it, and a config may claim anything.
-MAX_DEFAULT_TEXT = 1 << 16
 
 # generation_config.json -> SamplingParams
 _SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -45,10 +43,9 @@ def resolve_dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
 
 def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return all tokens that end a generation, those of the generation config first."""
-    inner = config.get("text_config")
     ids: dict[int, None] = {}
-    for part in (generation_config, config, inner if isinstance(inner, Mapping) else {}):
-        value = part.get("eos_token_id")
+    for part in (generation_config, config, config.get("text_config")):
+        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
@@ -73,25 +70,13 @@ def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def resolve_text_length(longest: int, declared: Iterable[int | None], max_model_len: int | None) -> int:
-    """Return the longest text that an encoder with `longest` positions serves: `max_model_len`, or by default the
-    smallest limit that the checkpoint's files declare."""
-    if max_model_len is None:
-        return min([longest, MAX_DEFAULT_TEXT, *(length for length in declared if length is not None)])
-    if max_model_len > longest:
-        raise ConfigError(f"max_model_len is {max_model_len}: the checkpoint has {longest} positions")
-    return max_model_len
-
-
-def resolve_context(spec: DecoderSpec, max_model_len: int | None) -> int:
-    """Return the longest context to serve: `max_model_len`, or by default the checkpoint's own."""
-    if max_model_len is None:
-        return spec.default_context
-    if max_model_len > spec.max_position:
+def resolve_length(longest: int, default: int, max_model_len: int | None) -> int:
+    """Return the longest context or text to serve: `max_model_len`, or by default the checkpoint's own."""
+    if max_model_len is not None and max_model_len > longest:
         raise ConfigError(
-            f"max_model_len is {max_model_len}: the checkpoint supports at most {spec.max_position} positions"
+            f"max_model_len is {max_model_len}: the checkpoint supports at most {longest} positions"
         )
-    return max_model_len
+    return default if max_model_len is None else max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +98,8 @@ def plan_model(config: EngineConfig, checkpoint: Checkpoint, encode: Encode | No
     plan = plan_decoder(model_name(config), checkpoint, encode, expert_parallel)
     spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
-    return ModelPlan(replace(plan, spec=spec), dtype, resolve_context(spec, config.model.max_model_len))
+    context = resolve_length(spec.max_position, spec.default_context, config.model.max_model_len)
+    return ModelPlan(replace(plan, spec=spec), dtype, context)
 
 
 def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
@@ -171,13 +157,39 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
     return replace(spec, mixers=tuple(mixers))
 
 
-def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:
-    """Return the checkpoint without its weights, which need not exist, and its name."""
-    return open_configured(config, "dummy"), model_name(config)
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A configured model of which everything is known but its weights."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> OpenModel:
+        checkpoint = open_configured(config)
+        return cls(config, checkpoint, load_tokenizer(config, checkpoint))
+
+    @property
+    def is_encoder(self) -> bool:
+        return encoder_architecture(self.checkpoint.config) is not None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        ids = eos_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ids if own is None else tuple(dict.fromkeys((*ids, own)))
+
+    def plan(self) -> ModelPlan:
+        tokenizer = self.tokenizer
+        encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+        return plan_model(self.config, self.checkpoint, encode)
 
 
-def open_configured(config: EngineConfig, load_format: str) -> Checkpoint:
+def open_configured(config: EngineConfig, load_format: str | None = None) -> Checkpoint:
+    """Return the configured checkpoint. In the format "dummy", its weights need not exist."""
     model = config.model
+    load_format = load_format or model.load_format
     return open_checkpoint(
         model_name(config), model.revision, load_format, model.hf_config, model.download_dir
     )
@@ -204,14 +216,3 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
         if model.load_format == "dummy" and model.tokenizer is None:
             return None  # random weights need only a config
         raise
-
-
-def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
-    return eos
-
-
-def plain_ids(tokenizer: Tokenizer | None) -> Encode | None:
-    return None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)

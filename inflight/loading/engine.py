@@ -13,9 +13,9 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
-from inflight.engine.runner import asleep
+from inflight.engine.runner import Runner, asleep
 from inflight.errors import ConfigError, EngineError
-from inflight.execution.parallel.starting import parallel_core, stage_links
+from inflight.execution.parallel.starting import begin_ranks, stage_links
 from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
 from inflight.frontend.frontend import Frontend
 from inflight.kv.block_manager import BlockManager
@@ -44,6 +44,7 @@ def decoder_core(
     config: EngineConfig,
     policy: Policy,
 ) -> EngineCore:
+    """Build the core of a decoder, whose other ranks have loaded their parts."""
     options = config.scheduler
     limits = _limits(
         options, platform, options.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
@@ -57,23 +58,23 @@ def decoder_core(
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, layout, cache), token_budget)
-    depth = options.pipeline_depth or platform.defaults.pipeline_depth
     links = None if ranks is None else stage_links(ranks.memory, decoder)
+    make_runner: Callable[[], Runner[Any]]
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
-    if ranks is None:
-        prepare = partial(_compiled_grammar, grammars)
-        sleep_support = ModelSleepSupport(decoder, platform.device, make_runner)
-        return EngineCore(
-            scheduler,
-            make_runner(),
-            depth,
-            options.max_queue,
-            prepare=prepare,
-            sleep_support=sleep_support,
-            expert_counts=expert_counts(decoder),
-        )
-    sizes = num_blocks, max_model_len
-    return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
+    depth = options.pipeline_depth or platform.defaults.pipeline_depth
+    extras: dict[str, Any] = {"prepare": partial(_compiled_grammar, grammars)}
+    if ranks is not None:
+        from inflight.execution.parallel.messages import Begin
+
+        begin = Begin(num_blocks, limits.max_num_seqs, max_model_len, max_tokens)
+        make_runner = partial(begin_ranks, ranks, decoder, begin, make_runner)
+        depth = depth if limits.num_stages == 1 else limits.num_stages
+        extras = {"check": ranks.check}
+    # On GPUs, the weights of other ranks would have to move as well.
+    if ranks is None or platform.device.type == "cpu":
+        extras["sleep_support"] = ModelSleepSupport(decoder, platform.device, make_runner)
+    runner, experts = make_runner(), expert_counts(decoder)
+    return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

@@ -1,40 +1,35 @@
 """Measure how well a model predicts a text, and how far its predictions are from those of a reference.
 
-The text's own tokens are forced: each is scored under the distribution that the model computes from the tokens before
+The text's own tokens are forced: each is scored under the distribution that an engine computes from the tokens before
 it, in windows that start anew. So a figure does not depend on sampling, and two models are compared on equal contexts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inflight.config import EngineConfig
-from inflight.errors import ConfigError
+from inflight.config import EngineConfig, SchedulerConfig
+from inflight.errors import ConfigError, EngineError
 from inflight.execution import platforms
-from inflight.execution.platforms import Platform
-from inflight.layers.attention.backend import AttentionInputs
+from inflight.execution.platforms import CpuPlatform, Platform
+from inflight.kv.budget import most_blocks
+from inflight.layers.attention.backend import AttentionBackend
 from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
-from inflight.layers.recurrent import StateInputs, allocate_states
+from inflight.layers.kernels import Kernels
+from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading.checkpoint import (
-    load_tokenizer,
-    model_name,
-    open_configured,
-    plain_ids,
-    plan_model,
-)
-from inflight.models.decoders.decoder import Decoder
+from inflight.loading.checkpoint import OpenModel, model_name
+from inflight.loading.engine import decoder_core, policy_of
+from inflight.loading.load import fill_decoder, grammar_compiler
 from inflight.models.decoders.footprint import num_bytes
-from inflight.models.decoders.weights import load_decoder
-from inflight.models.encoders.families import encoder_architecture
-
-BLOCK_SIZE = 16
-DEFAULT_WINDOW = 512  # tokens
+from inflight.request import MAX_SCORED_CHUNK, Request
+from inflight.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +53,43 @@ def evaluate(
     config: EngineConfig,
     text: str,
     reference: EngineConfig | None = None,
-    window: int = DEFAULT_WINDOW,
+    window: int = 512,
     max_tokens: int | None = None,
 ) -> Evaluation:
     """Score a text, or its first `max_tokens` tokens."""
-    platform = platforms.platform(config.model.device)
-    decoder, token_ids = _load(config, platform, text)
-    token_ids = token_ids[:max_tokens]
-    if len(token_ids) < 2:
-        raise ConfigError(f"the text has {len(token_ids)} tokens: at least 2 are needed to score one")
-    other = None
-    if reference is not None:
-        other, other_ids = _load(reference, platform, text)
-        if other_ids[:max_tokens] != token_ids:
+    platform: Platform = platforms.platform(config.model.device)
+    if config.cache.kv_cache_dtype not in platform.defaults.kv_cache_dtypes:
+        platform = _AnyKVPlatform()
+    with ExitStack() as engines:
+
+        def load(config: EngineConfig) -> _ScoringEngine:
+            return engines.enter_context(closing(_ScoringEngine(config, platform, text, window)))
+
+        engine = load(config)
+        token_ids = engine.token_ids[:max_tokens]
+        if len(token_ids) < 2:
+            raise ConfigError(f"the text has {len(token_ids)} tokens: at least 2 are needed to score one")
+        other = None if reference is None else load(reference)
+        if other is not None and other.token_ids[:max_tokens] != token_ids:
             raise ConfigError("the reference has another tokenizer: its predictions cannot be compared")
-    window = min(window, decoder.spec.default_context)
-    loss = other_loss = divergence = 0.0
-    count = same = 0
-    for ids in _windows(token_ids, window):
-        ours, targets = _logprobs(decoder, ids), torch.tensor(ids[1:], device=decoder.device)[:, None]
-        count += len(targets)
-        loss -= ours.gather(1, targets).sum().item()
+        window = min(model.window for model in (engine, other) if model is not None)
+        loss = other_loss = divergence = 0.0
+        count = same = 0
+        for start in range(0, len(token_ids) - 1, window - 1):
+            ids = token_ids[start : start + window]  # the first is only context
+            ours = engine.logprobs(ids)
+            targets = torch.tensor(ids[1:], device=ours.device)[:, None]
+            count += len(targets)
+            loss -= ours.gather(1, targets).sum().item()
+            if other is not None:
+                theirs = other.logprobs(ids)
+                other_loss -= theirs.gather(1, targets).sum().item()
+                divergence += (theirs.exp() * (theirs - ours)).nan_to_num(0.0).sum().item()
+                same += int((ours.argmax(1) == theirs.argmax(1)).sum())
+        agreement = None
         if other is not None:
-            theirs = _logprobs(other, ids)
-            other_loss -= theirs.gather(1, targets).sum().item()
-            divergence += (theirs.exp() * (theirs - ours)).nan_to_num(0.0).sum().item()
-            same += int((ours.argmax(1) == theirs.argmax(1)).sum())
-    agreement = None
-    if other is not None:
-        agreement = Agreement(math.exp(other_loss / count), divergence / count, same / count)
-    return Evaluation(count, math.exp(loss / count), num_bytes(decoder), agreement)
+            agreement = Agreement(math.exp(other_loss / count), divergence / count, same / count)
+        return Evaluation(count, math.exp(loss / count), num_bytes(engine.decoder), agreement)
 
 
 def unquantized(config: EngineConfig) -> EngineConfig:
@@ -97,69 +99,55 @@ def unquantized(config: EngineConfig) -> EngineConfig:
     return replace(config, model=model, cache=cache)
 
 
-def _load(config: EngineConfig, platform: Platform, text: str) -> tuple[Decoder, list[int]]:
-    """Return the model, and the text's tokens."""
-    model, checkpoint = config.model, open_configured(config, config.model.load_format)
-    name = model_name(config)
-    if encoder_architecture(checkpoint.config) is not None:
-        raise ConfigError(f"{name} is an encoder: it predicts no tokens")
-    tokenizer = load_tokenizer(config, checkpoint)
-    if tokenizer is None:
-        raise ConfigError(f"{name} has no tokenizer: a text cannot be split into tokens")
-    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
-    if not plan.spec.has_lm_head:
-        raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
-    kernels, attention = platform.kernels_and_attention(plan.dtype)
-    can_keep = config.cache.kv_cache_dtype in platform.defaults.kv_cache_dtypes
-    if not can_keep or platform.device.type != "cpu":
-        # Windows need no plans and graphs: plain attention over their tokens is fast enough. It has every type of KV.
-        attention = ComposedAttention(
-            TorchKernels(kernels.compute_dtype, platform.device), TorchCpuAttention()
+class _AnyKVPlatform(CpuPlatform):
+    """A CPU that can keep keys and values in every type: its attention is computed in plain torch."""
+
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
+        return cpu_kernels(), ComposedAttention(TorchKernels(), TorchCpuAttention())
+
+
+class _ScoringEngine:
+    """A model in an engine that computes one window of a text at a time, and the text's tokens."""
+
+    def __init__(self, config: EngineConfig, platform: Platform, text: str, window: int) -> None:
+        model, name = OpenModel.open(config), model_name(config)
+        if model.is_encoder:
+            raise ConfigError(f"{name} is an encoder: it predicts no tokens")
+        if model.tokenizer is None:
+            raise ConfigError(f"{name} has no tokenizer: a text cannot be split into tokens")
+        plan = model.plan()
+        if not plan.spec.has_lm_head:
+            raise ConfigError(f"{name} has no language-model head: it predicts no tokens")
+        self.token_ids = list(model.tokenizer.encode(text))
+        self.window = min(window, plan.spec.default_context)
+        self.decoder = decoder = fill_decoder(model, platform, plan)
+        # Neither graphs nor cached prefixes: they pay off only for many requests.
+        config = replace(
+            config,
+            model=replace(config.model, enforce_eager=True),
+            cache=replace(config.cache, enable_prefix_caching=False),
+            scheduler=SchedulerConfig(
+                max_num_seqs=1, max_num_batched_tokens=MAX_SCORED_CHUNK, pipeline_depth=1
+            ),
         )
-    decoder = load_decoder(
-        checkpoint,
-        kernels,
-        attention,
-        plan.dtype,
-        platform.device,
-        load_format=model.load_format,
-        seed=model.seed,
-        spec=plan.spec,
-    )
-    return decoder, list(tokenizer.encode(text))
+        layout = decoder.kv_shape(config.cache.block_size).layout
+        num_blocks = most_blocks(layout, 1, self.window, MAX_SCORED_CHUNK)
+        grammars = grammar_compiler(model, platform, plan.spec.vocab_size)
+        policy = policy_of(config.scheduler)
+        self._core = decoder_core(platform, decoder, None, num_blocks, self.window, grammars, config, policy)
 
+    def logprobs(self, token_ids: list[int]) -> Tensor:
+        """Return the log probabilities [n - 1, vocab_size] float64 of all tokens but the first."""
+        pieces: list[Tensor] = []
+        runner: Any = self._core.runner
+        runner.scored.read_logits = lambda logits: pieces.append(logits.double().log_softmax(-1))
+        params = SamplingParams(prompt_logprobs=0)
+        self._core.add(Request.create("window", token_ids, params, 0, task="prompt_logprobs"))
+        while self._core.has_work:
+            for delta in self._core.step():
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+        return torch.cat(pieces)
 
-def _windows(token_ids: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Yield runs of at most `size` tokens. The first of each run is only context."""
-    for start in range(0, len(token_ids) - 1, size - 1):
-        yield list(token_ids[start : start + size])
-
-
-@torch.inference_mode()
-def _logprobs(decoder: Decoder, token_ids: list[int]) -> Tensor:
-    """Return the log probabilities [n - 1, vocab_size] float64 of all tokens but the first."""
-    device, count = decoder.device, len(token_ids)
-    shape, num_blocks = decoder.kv_shape(BLOCK_SIZE), -(-count // BLOCK_SIZE)
-    # Layers with different block tables share memory, so each table has blocks of its own.
-    num_tables = len(shape.windows)
-    caches = decoder.attention.allocate(shape, num_tables * num_blocks, device).layers
-    states = allocate_states(decoder.state_sizes, [torch.zeros(1, 1, device=device)], 2)
-    positions = torch.arange(count, device=device)
-    blocks = torch.arange(num_tables * num_blocks, dtype=torch.int32, device=device)
-    firsts = torch.arange(num_tables, device=device)[:, None] * (num_blocks * BLOCK_SIZE)
-    inputs = AttentionInputs(
-        positions=positions,
-        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([count], dtype=torch.int32, device=device),
-        rows=torch.zeros(1, dtype=torch.int32, device=device),
-        block_tables=blocks.view(num_tables, 1, num_blocks),
-        slot_mapping=firsts + positions,
-    )
-    inputs.state = StateInputs(
-        inputs.query_starts,
-        torch.ones(1, dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
-    )
-    ids = torch.tensor(token_ids, device=device)
-    hidden = decoder.forward(ids, caches, inputs, None, states)
-    return decoder.logits(hidden[:-1]).double().log_softmax(-1)
+    def close(self) -> None:
+        self._core.close()

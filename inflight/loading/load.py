@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inflight.checkpoint.checkpoint import Checkpoint, fingerprint
+from inflight.checkpoint.checkpoint import fingerprint
 from inflight.config import EngineConfig
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.client import ModelFacts
@@ -26,20 +26,15 @@ from inflight.execution.platforms import Platform
 from inflight.frontend.chat import check_parsers
 from inflight.frontend.frontend import Frontend
 from inflight.frontend.input_processor import InputProcessor, vocabulary_of
-from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.kv.budget import fit_context
 from inflight.kv.layout import KVLayout
 from inflight.loading.checkpoint import (
     ModelPlan,
+    OpenModel,
     check_kv_cache_dtype,
     default_sampling,
-    eos_ids,
-    load_tokenizer,
-    open_configured,
-    plain_ids,
-    plan_model,
     resolve_dtype,
-    resolve_text_length,
+    resolve_length,
 )
 from inflight.loading.engine import (
     LoadedEngine,
@@ -54,7 +49,7 @@ from inflight.models.decoders.footprint import default_rows
 from inflight.models.decoders.spec import DecoderSpec, whole_shard
 from inflight.models.decoders.weights import load_decoder
 from inflight.models.encoders.encoder import load_encoder
-from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
+from inflight.models.encoders.families import encoder_head, encoder_spec
 from inflight.models.head_config import declared_length, read_sentence_files
 from inflight.scheduling.policy import Policy
 
@@ -66,20 +61,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The default limit for the tokens of a text: rotary tables and steps are sized by it, and a config may claim anything.
+MAX_DEFAULT_TEXT = 1 << 16
+
 
 def load_decoder_engine(
-    config: EngineConfig,
-    policy: Policy,
-    platform: Platform,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
-    progress: LoadProgress | None,
+    model: OpenModel, policy: Policy, platform: Platform, progress: LoadProgress | None
 ) -> LoadedEngine:
+    config, tokenizer = model.config, model.tokenizer
     check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.defaults.kv_cache_dtypes, platform.device.type)
-    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
+    plan = model.plan()
     config = _with_rows(config, plan.spec, platform)
-    recommended = default_sampling(checkpoint.generation_config)
-    eos, vocab_size = eos_ids(checkpoint, tokenizer), plan.spec.vocab_size
+    recommended = default_sampling(model.checkpoint.generation_config)
+    eos, vocab_size = model.eos_token_ids, plan.spec.vocab_size
     with ExitStack() as undo:
         shared = _SharedProgress(progress)
         ranks = start_ranks(config, platform, plan.spec, plan.context, plan.dtype, shared.repeat)
@@ -87,10 +81,10 @@ def load_decoder_engine(
             shared.ranks = ranks
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
-        decoder = _fill_decoder(config, platform, checkpoint, plan, memory, shared)
+        decoder = fill_decoder(model, platform, plan, memory, shared)
         num_blocks = _num_blocks(config, platform, decoder, plan.context, ranks)
         max_model_len = _max_model_len(config, platform, kv_layout(config, decoder, ranks), num_blocks, plan)
-        grammars = _grammar_compiler(platform, tokenizer, vocab_size, eos)
+        grammars = grammar_compiler(model, platform, vocab_size)
         build = partial(decoder_core, platform, decoder, ranks, num_blocks, max_model_len, grammars)
         inputs = InputProcessor.create(tokenizer, vocab_size, max_model_len, eos, config.model.seed, grammars)
         generates, pooling = decoder.generates, plan.decoder.pooling
@@ -134,10 +128,8 @@ def _max_model_len(
     return longest
 
 
-def _grammar_compiler(
-    platform: Platform, tokenizer: Tokenizer | None, vocab_size: int, eos: tuple[int, ...]
-) -> GrammarCompiler:
-    vocabulary = partial(vocabulary_of, tokenizer, vocab_size, eos)
+def grammar_compiler(model: OpenModel, platform: Platform, vocab_size: int) -> GrammarCompiler:
+    vocabulary = partial(vocabulary_of, model.tokenizer, vocab_size, model.eos_token_ids)
     return GrammarCompiler(vocabulary, native=platform.device.type == "cuda")
 
 
@@ -168,26 +160,24 @@ class _SharedProgress:
             self._progress(*self._last)
 
 
-def _fill_decoder(
-    config: EngineConfig,
+def fill_decoder(
+    model: OpenModel,
     platform: Platform,
-    checkpoint: Checkpoint,
     plan: ModelPlan,
-    memory: RankMemory | None,
-    progress: LoadProgress | None,
+    memory: RankMemory | None = None,
+    progress: LoadProgress | None = None,
 ) -> Decoder:
     """Return the decoder with its weights; with `memory`, the shard of the calling rank."""
     shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, platform)
     decoder = load_decoder(
-        checkpoint,
+        model.checkpoint,
         *platform.kernels_and_attention(plan.dtype),
         plan.dtype,
         platform.device,
         progress=progress,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
+        load_format=model.config.model.load_format,
+        seed=model.config.model.seed,
         max_position=plan.context,
-        spec=plan.spec,
         shard=shard,
     )
     if shard.is_last:
@@ -199,14 +189,11 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     """Load the part of a model that belongs to a rank in its own process: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.runner import LoadedRank
 
-    checkpoint = open_configured(config, config.model.load_format)
-    tokenizer = load_tokenizer(config, checkpoint)
-    plan = plan_model(config, checkpoint, plain_ids(tokenizer))
-    platform = platforms.platform(config.model.device)
-    eos = eos_ids(checkpoint, tokenizer)
-    grammars = _grammar_compiler(platform, tokenizer, plan.spec.vocab_size, eos)
+    model, platform = OpenModel.open(config), platforms.platform(config.model.device)
+    plan = model.plan()
+    grammars = grammar_compiler(model, platform, plan.spec.vocab_size)
     config = _with_rows(config, plan.spec, platform)
-    decoder = _fill_decoder(config, platform, checkpoint, plan, memory, progress)
+    decoder = fill_decoder(model, platform, plan, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
 
@@ -225,14 +212,10 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
 
 
 def load_encoder_engine(
-    config: EngineConfig,
-    policy: Policy,
-    platform: Platform,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
-    progress: LoadProgress | None,
+    opened: OpenModel, policy: Policy, platform: Platform, progress: LoadProgress | None
 ) -> LoadedEngine:
-    model, folder = config.model, checkpoint.folder
+    config, checkpoint, model = opened.config, opened.checkpoint, opened.config.model
+    folder = checkpoint.folder
     if config.parallel.num_ranks > 1:
         raise ConfigError(f"{config.parallel}: an encoder runs on one rank")
     if model.quantization is not None:
@@ -241,7 +224,10 @@ def load_encoder_engine(
     files = None if folder is None else read_sentence_files(folder)
     head = encoder_head(checkpoint.config, files, spec.hidden_size)
     declared = (None if files is None else files.max_length, declared_length(folder))
-    max_model_len = resolve_text_length(spec.max_position, declared, model.max_model_len)
+    default = min(
+        [spec.max_position, MAX_DEFAULT_TEXT, *(length for length in declared if length is not None)]
+    )
+    max_model_len = resolve_length(spec.max_position, default, model.max_model_len)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     kernels = platform.encoder_kernels(spec, dtype)
     encoder = load_encoder(
@@ -260,8 +246,8 @@ def load_encoder_engine(
     )
     logger.info("%s; texts of up to %d tokens", platform.describe(), max_model_len)
     build = partial(encoder_core, platform, encoder, max_model_len)
-    inputs = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
-    frontend = Frontend(config, tokenizer, inputs, {}, generates=False, pooling=head.facts)
+    inputs = InputProcessor.create(opened.tokenizer, spec.vocab_size, max_model_len, (), model.seed)
+    frontend = Frontend(config, opened.tokenizer, inputs, {}, generates=False, pooling=head.facts)
     return LoadedEngine(config, frontend, platform, build(config, policy), encoder, build)
 
 
@@ -271,13 +257,11 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     policy = policy_of(config.scheduler)  # first: a wrong name should not take minutes to be reported
     check_parsers(model)
     platform = platforms.platform(model.device)
-    checkpoint = open_configured(config, model.load_format)
-    tokenizer = load_tokenizer(config, checkpoint)
-    load = load_decoder_engine if encoder_architecture(checkpoint.config) is None else load_encoder_engine
-    model_fingerprint = fingerprint(
-        checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None, model
-    )
-    loaded = load(config, policy, platform, checkpoint, tokenizer, progress)
+    opened = OpenModel.open(config)
+    other = opened.tokenizer.folder if opened.tokenizer is not None and model.tokenizer else None
+    model_fingerprint = fingerprint(opened.checkpoint, other, model)
+    load = load_encoder_engine if opened.is_encoder else load_decoder_engine
+    loaded = load(opened, policy, platform, progress)
     loaded.fingerprint = model_fingerprint
     return loaded
 

@@ -19,7 +19,13 @@ from inflight.layers.formats.schemes import GroupScheme, Scheme
 from inflight.layers.gpu_weights import held_on_gpu
 from inflight.layers.recurrent import max_captures, max_pieces
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading.checkpoint import ModelPlan, check_kv_cache_dtype, open_model, plan_model
+from inflight.loading.checkpoint import (
+    ModelPlan,
+    check_kv_cache_dtype,
+    model_name,
+    open_configured,
+    plan_model,
+)
 from inflight.models.decoders.footprint import (
     META,
     RankShare,
@@ -84,10 +90,10 @@ def plan_devices(config: EngineConfig, devices: Devices) -> DevicePlan:
     check_kv_cache_dtype(
         config.cache.kv_cache_dtype, DEFAULTS[devices.device_type].kv_cache_dtypes, devices.device_type
     )
-    checkpoint, name = open_model(config)
+    checkpoint = open_configured(config, "dummy")
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(
-            f"{name} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
+            f"{model_name(config)} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
         )
     plan = plan_model(config, checkpoint, lambda _: [0])
     fits = [_fit(config, plan, devices, *sizes) for sizes in _sizes(plan.spec, devices.count)]

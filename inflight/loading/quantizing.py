@@ -20,28 +20,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from inflight.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, TEXT_FILES, Checkpoint
+from inflight.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, TEXT_FILES
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.layers.formats.packed import pack_words
 from inflight.layers.formats.schemes import GroupedMatrix, GroupScheme, unpack_nibbles
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.loading.checkpoint import model_name, open_configured
-from inflight.models.decoders.families import decoder_spec
+from inflight.loading.checkpoint import model_name, open_configured, plan_model
 from inflight.models.decoders.footprint import META, meta_decoder
-from inflight.models.decoders.spec import whole_shard
+from inflight.models.decoders.spec import DecoderSpec, whole_shard
 from inflight.models.decoders.weights import check_files, placements
-from inflight.models.quantization import QuantizedOnLoading
+from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.models.tensors import StoredTensor, open_tensors, read_headers
 
-FORMATS = ("fp8", "int8", "int4")
 GROUPS = (128, 64, 32)  # columns, of which the first that divides all matrices is used
 
 Progress = Callable[[int, int], None]  # (tensors done, all tensors)
 
 
 def quantize_checkpoint(config: EngineConfig, out: Path, name: str, progress: Progress | None = None) -> None:
-    """Write a copy of the configured checkpoint, with weights in one of FORMATS, to the folder `out`."""
+    """Write a copy of the configured checkpoint, with weights as one of `ON_LOADING`, to the folder `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: pass a new folder")
     checkpoint = open_configured(config, "auto")
@@ -50,7 +48,7 @@ def quantize_checkpoint(config: EngineConfig, out: Path, name: str, progress: Pr
             f"{model_name(config)} is not a folder of safetensors files: only those are quantized"
         )
     stored = read_headers(checkpoint.weight_files)
-    matrices = _matrices(checkpoint, stored)
+    matrices = _matrices(plan_model(config, checkpoint, lambda _: [0]).spec, stored)
     scheme = _scheme(name, matrices)
     out.mkdir(parents=True, exist_ok=True)
     _copy_texts(checkpoint.folder, out)
@@ -81,9 +79,8 @@ def quantize_checkpoint(config: EngineConfig, out: Path, name: str, progress: Pr
     (out / CONFIG).write_text(json.dumps(described, indent=2))
 
 
-def _matrices(checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+def _matrices(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors to quantize, by name."""
-    spec = decoder_spec(checkpoint.config)
     if spec.quantization.method is not None:
         raise ConfigError(f"the checkpoint is already quantized, as {spec.quantization.method}")
     variant, layout = check_files(whole_shard(spec), stored)
@@ -101,10 +98,8 @@ def _matrices(checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> dict[s
 
 
 def _scheme(name: str, matrices: dict[str, tuple[int, ...]]) -> GroupScheme:
-    if name == "fp8":
-        return GroupScheme("fp8", inputs="fp8")
-    if name == "int8":
-        return GroupScheme("int8", inputs="int8")
+    if name != "int4":
+        return ON_LOADING[name]
     widths = {shape[1] for shape in matrices.values()}
     group = next((size for size in GROUPS if not any(width % size for width in widths)), None)
     if group is None:

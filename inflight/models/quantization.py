@@ -78,7 +78,7 @@ UNQUANTIZED = Unquantized()
 
 
 # What `--quantization` can do while loading.
-ON_LOADING: Mapping[str, Scheme] = {
+ON_LOADING: Mapping[str, GroupScheme] = {
     "fp8": GroupScheme("fp8", inputs="fp8"),
     "int8": GroupScheme("int8", inputs="int8"),
     "int4": GroupScheme("int4", 128, zeros=True),

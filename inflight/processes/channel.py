@@ -75,8 +75,8 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def from_exception(cls, error: BaseException) -> RemoteError:
         param, code = (error.param, error.code) if isinstance(error, InflightError) else (None, None)
-        notes = [*getattr(error, "__notes__", ())]
-        return cls(type(error).__name__, _printable(error), notes, param, code)
+        text = str(error).encode(errors="backslashreplace").decode()  # always printable
+        return cls(type(error).__name__, text, [*getattr(error, "__notes__", ())], param, code)
 
     def error(self) -> InflightError:
         """Return the same exception if its class is one of ours, and an EngineError that names it otherwise."""
@@ -88,10 +88,6 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
         for note in self.notes:
             error.add_note(note)
         return error
-
-
-def _printable(error: BaseException) -> str:
-    return str(error).encode(errors="backslashreplace").decode()
 
 
 # ---- frames ----

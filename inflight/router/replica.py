@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from inflight.engine.client import Health, ModelFacts, ReplicaClient
 from inflight.engine.stats import EngineStats, ExpertStats
@@ -26,7 +26,7 @@ class KnownBlocks:
         self._stored: set[bytes] = set()
         # Blocks of requests without a token yet: the replica reports them only once computed, and requests with the
         # same prefix often arrive together.
-        self._expected: dict[bytes, int] = {}
+        self._expected: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -43,28 +43,18 @@ class KnownBlocks:
         self._expected.clear()
 
     def expect(self, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
-            self._expected[block_hash] = self._expected.get(block_hash, 0) + 1
+        self._expected.update(hashes)
 
     def expect_no_more(self, hashes: Sequence[bytes]) -> None:
+        self._expected.subtract(hashes)
         for block_hash in hashes:
-            count = self._expected.get(block_hash, 0) - 1
-            if count > 0:
-                self._expected[block_hash] = count
-            else:
-                self._expected.pop(block_hash, None)
+            if self._expected[block_hash] <= 0:
+                del self._expected[block_hash]
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are there, by bisection: the end of a prefix is evicted first."""
         stored, expected = self._stored, self._expected
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in stored or hashes[middle] in expected:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(hashes, True, key=lambda name: name not in stored and name not in expected)
 
 
 def _split(packed: bytes) -> list[bytes]:
@@ -235,39 +225,21 @@ class KnownTokens(NamedTuple):
         return self.num_tokens - (self.block_size * self.marks[num_cached - 1] if num_cached else 0)
 
 
-class Routing(Protocol):
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica: ...
-
-
-class RoundRobin:
-    """Chooses replicas in turn."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:  # noqa: ARG002
-        return min(among, key=lambda replica: replica.chosen_at)
-
-
-class LeastLoaded:
-    """Chooses the replica with the least work queued and enough memory."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
-        return min(among, key=lambda replica: (replica.load(tokens.num_tokens), replica.chosen_at))
-
-
-class PrefixAware:
-    """Weighs cached tokens against load: requests with the same prefix go to the same replica until so much is queued
+def _prefix_aware(tokens: KnownTokens, replica: Replica) -> float:
+    """Weigh cached tokens against load: requests with the same prefix go to the same replica until so much is queued
     there that another one is faster, which then has the prefix too."""
-
-    def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
-        def cost(replica: Replica) -> tuple[float, int]:
-            num_missing = tokens.num_missing(replica)
-            load = replica.load(num_missing) + replica.recent_tokens
-            return SAVED_WEIGHT * num_missing + load, replica.chosen_at
-
-        return min(among, key=cost)
+    num_missing = tokens.num_missing(replica)
+    return SAVED_WEIGHT * num_missing + replica.load(num_missing) + replica.recent_tokens
 
 
-ROUTINGS: dict[str, Callable[[], Routing]] = {
-    "prefix_aware": PrefixAware,
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
+# What it costs to send a request to a replica.
+ROUTINGS: dict[str, Callable[[KnownTokens, Replica], float]] = {
+    "prefix_aware": _prefix_aware,
+    "least_loaded": lambda tokens, replica: replica.load(tokens.num_tokens),
+    "round_robin": lambda *_: 0.0,  # in turn
 }
+
+
+def choose(routing: str, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
+    """Return the replica with the lowest cost; of several, the least recently chosen."""
+    return min(among, key=lambda replica: (ROUTINGS[routing](tokens, replica), replica.chosen_at))

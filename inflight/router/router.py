@@ -29,7 +29,7 @@ from inflight.errors import EngineDeadError, EngineError, QueueFullError
 from inflight.events import CACHE_HASH_LENGTH, Delta
 from inflight.kv.prefix_cache import BlockHasher
 from inflight.request import Request
-from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
+from inflight.router.replica import RECENT_TOKENS, BlockMarks, KnownTokens, Replica, choose
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest, share_blame
 from inflight.timeline.chunks import TimelinePage, TimelineQuery
@@ -57,7 +57,7 @@ class Router:
         """
         self._on_close = on_close
         self.replicas = Replicas(start, self._on_loss, self._notify_waiting)
-        self._routing = ROUTINGS[routing]()
+        self._routing = routing
         self._patience = patience
         self._clock = time.monotonic
         self._requests: dict[str, RoutedRequest] = {}  # by request id, until their stream has ended
@@ -148,7 +148,7 @@ class Router:
 
     def _choose(self, routed: RoutedRequest, request: Request, candidates: list[Replica]) -> Replica:
         tokens = self._known_tokens(request)
-        replica = self._routing.choose(tokens, candidates)
+        replica = choose(self._routing, tokens, candidates)
         self._num_placed += 1
         replica.chosen_at = self._num_placed
         factor = 0.5 ** (tokens.num_missing(replica) / RECENT_TOKENS)

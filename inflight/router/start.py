@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine.client import ReplicaClient
 from inflight.engine.remote.process_client import ProcessClient
-from inflight.engine.remote.supervisor import engine_host
+from inflight.engine.remote.supervisor import LoadProgress, engine_host
 from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError, as_gib
 from inflight.layers.native.library import num_threads
 from inflight.layers.native.memory import available_memory, used_memory
@@ -26,8 +26,6 @@ from inflight.router.router import Router
 GPUS = Path("/proc/driver/nvidia/gpus")
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 SMI_TIMEOUT = 30.0  # seconds that nvidia-smi may take
-
-LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 async def start_router(

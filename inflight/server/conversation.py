@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.errors import shown
-from inflight.server.errors import ApiError
+from inflight.server.errors import invalid
 
 _TEXTS = ("reasoning_content", "content")
 _ORDER = (*_TEXTS, "tool_calls")  # the order of fields in an assistant's message
@@ -60,8 +60,7 @@ class Conversation:
     def result(self, call_id: str, text: str, param: str) -> None:
         """Add the result of a call. Raise ApiError, naming `param`, if no earlier call has this id."""
         if call_id not in self._functions:
-            message = f"{param} is {shown(call_id)}: no earlier call has this id"
-            raise ApiError(400, message, code="invalid_value", param=param)
+            raise invalid(param, f"{param} is {shown(call_id)}: no earlier call has this id")
         self._messages.append(
             {"role": "tool", "tool_call_id": call_id, "name": self._functions[call_id], "content": [text]}
         )

@@ -121,6 +121,11 @@ class ApiError(Exception):
         return OVERLOADED if self.status == 503 else self.status
 
 
+def invalid(param: str, message: str) -> ApiError:
+    """Return the error for a parameter whose value is not allowed."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
 def is_anthropic(scope: Scope) -> bool:
     """Return whether a request is one of Anthropic's API."""
     path: str = scope["path"]
@@ -142,14 +147,11 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
         return ApiError(400, str(error), code=error.code, param=error.param)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code=error.code, retry_after=retry_after)
-    if isinstance(error, TemplateWorkerError):
+    if isinstance(error, TemplateWorkerError | GrammarWorkerError):
         logger.error("%s", error)
-        message = "chat templates cannot be rendered at the moment: please retry"
-        return ApiError(503, message, code=error.code, retry_after=1)
-    if isinstance(error, GrammarWorkerError):
-        logger.error("%s", error)
-        message = "constraints cannot be compiled at the moment: please retry"
-        return ApiError(503, message, code=error.code, retry_after=1)
+        is_template = isinstance(error, TemplateWorkerError)
+        what = "chat templates cannot be rendered" if is_template else "constraints cannot be compiled"
+        return ApiError(503, f"{what} at the moment: please retry", code=error.code, retry_after=1)
     if isinstance(error, EngineAsleepError):
         return ApiError(503, str(error), code=error.code, retry_after=5)
     if isinstance(error, EngineError):

@@ -16,7 +16,7 @@ from inflight.frontend.input_processor import context_length_error
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import RequestContext
 from inflight.sampling_params import SamplingParams
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.routes.schemas import TokenizeBody
 from inflight.server.schemas import GUIDED, ConstrainedBody, GenerationBody, ResponseFormat, SampledBody
@@ -71,8 +71,7 @@ def read_constraint(body: ConstrainedBody) -> ContentConstraint | None:
         constraints += _response_format(body.response_format)
     if len(constraints) > 1:
         first, second = constraints[0].param, constraints[1].param
-        message = f"{first} and {second} are both given: only one constraint is allowed"
-        raise ApiError(400, message, code="invalid_value", param=second)
+        raise invalid(second, f"{first} and {second} are both given: only one constraint is allowed")
     return constraints[0] if constraints else None
 
 
@@ -293,8 +292,7 @@ def check_answers(model: ServedModel, num_prompts: int, n: int) -> None:
 
 
 def _bad_prompt(problem: str) -> ApiError:
-    message = f"{problem}: it must be a text, a list of token ids, or a list of either"
-    return ApiError(400, message, code="invalid_value", param="prompt")
+    return invalid("prompt", f"{problem}: it must be a text, a list of token ids, or a list of either")
 
 
 def prepare_completion(

@@ -25,7 +25,7 @@ from inflight.engine.remote.supervisor import LoadProgress
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
-from inflight.server.access.keys import AdminKey, Keys, load_keys
+from inflight.server.access.keys import Keys, load_keys
 from inflight.server.access.middleware import Hosts, RootPath
 from inflight.server.app import LoadingApp, create_app
 from inflight.server.config import ServerConfig, tls_context
@@ -52,8 +52,7 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
     for note in notes:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
-    AdminKey(options.admin_key, keys)  # raises if it is not valid, before minutes of loading
-    keys.set_admin(options.admin_key)
+    keys.set_admin(options.admin_key)  # raises if it is not valid, before minutes of loading
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning(
             "keys have weights, but the policy is %s: only the fair policy uses them", options.policy

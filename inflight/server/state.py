@@ -26,14 +26,14 @@ from inflight.processes.fair_threads import FairThreads
 from inflight.router.replicas import Replicas
 from inflight.router.router import Router
 from inflight.scoring import Task, tasks_of
-from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission, Turns
+from inflight.server.access.keys import AdmissionControl, Caller, Keys, LocalAdmission, Turns
 from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
 from inflight.server.observability.request_log import RequestLog, RequestSource, Tracer
-from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
+from inflight.server.openai.responses.store import Responses, ResponseStore
 from inflight.timeline.stream import ChunkConverter
 
 T = TypeVar("T")
@@ -111,7 +111,6 @@ class ServerState:
         self.metrics = Metrics(
             self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
-        self.admin_key = AdminKey(options.admin_key, self.keys)
         self.keys.set_admin(options.admin_key)
         # Readers of the timeline by key; None: those who see everyone's requests.
         self.viewers: Counter[str | None] = Counter()
@@ -124,7 +123,7 @@ class ServerState:
         self.report_turns = Turns()  # to read reports of requests
         self.exposing = asyncio.Lock()  # metrics: one at a time
         limits = options.max_stored_responses, options.max_stored_bytes
-        self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
+        self.responses: Responses = stored or ResponseStore(*limits)
         # With several keys, none of them takes the last thread from the others.
         max_per_key = TEXT_THREADS - (len(self.keys.callers) > 1)
         self.threads = FairThreads("inflight-text", TEXT_THREADS, max_per_key)

@@ -9,16 +9,13 @@ import random
 import statistics
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from inflight.bench.compare.drawing import Rect, to_svg
 from inflight.bench.load_generator import LoadResult, Record
 from inflight.bench.plot import draw
-from inflight.bench.report import Spread, parse_goodput, percentile, summarise
+from inflight.bench.report import Spread, parse_goodput, summarise
 from inflight.bench.terminal import print_runs
 from inflight.errors import ParameterError
 
@@ -69,12 +66,6 @@ def test_figures_of_hand_made_records_are_exact() -> None:
     assert run.e2e.max == 4.0
     assert list(run.problems) == ["http_429", "broken"]
     assert (run.problems["http_429"].count, run.problems["http_429"].example) == (2, "first")
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_percentiles_match_numpy(values: list[float], share: float) -> None:
-    values = sorted(values)
-    assert percentile(values, share) == pytest.approx(np.percentile(values, share * 100), rel=1e-9, abs=1e-9)
 
 
 def test_spread_has_mean_percentiles_and_maximum() -> None:

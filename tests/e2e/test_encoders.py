@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,20 @@ def test_budget_below_one_text_is_rejected(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"must be at least max_model_len, {LONGEST}"):
         load(folder, max_num_batched_tokens=LONGEST - 1)
     load(folder, max_num_batched_tokens=LONGEST - 1, max_model_len=50).close()
-    with pytest.raises(ConfigError, match=f"the checkpoint has {LONGEST} positions"):
+    with pytest.raises(ConfigError, match=f"the checkpoint supports at most {LONGEST} positions"):
         load(folder, max_model_len=LONGEST + 1)
+
+
+@pytest.mark.parametrize(("declared", "expected"), [(50, 50), (None, LONGEST), (LONGEST + 100, LONGEST)])
+def test_longest_text_is_the_smallest_declared_limit(
+    declared: int | None, expected: int, folder: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    if declared is not None:
+        (copy / "tokenizer_config.json").write_text(json.dumps({"model_max_length": declared}))
+    engine = load(copy)
+    assert engine.frontend.max_model_len == expected
+    engine.close()
 
 
 def test_numbers_that_are_not_finite_fail_one_request(tmp_path: Path) -> None:

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, ModelError
-from inflight.loading.checkpoint import (
-    default_sampling,
-    eos_token_ids,
-    resolve_context,
-    resolve_dtype,
-    resolve_text_length,
-)
+from inflight.loading.checkpoint import default_sampling, eos_token_ids, resolve_dtype, resolve_length
 from inflight.models.decoders.families import decoder_spec
 from inflight.sampling_params import SamplingParams
 from tests.models.decoders.test_families import PHI3
@@ -61,16 +55,13 @@ def test_dtype_is_the_configured_or_the_checkpoints_own() -> None:
 def test_context_is_limited_by_the_checkpoint() -> None:
     long = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     spec = decoder_spec(PHI3 | {"rope_scaling": long, "original_max_position_embeddings": 256})
-    assert resolve_context(spec, None) == 256
-    assert resolve_context(spec, 1024) == 1024
-    with pytest.raises(ConfigError, match=r"max_model_len is 1025: .* at most 1024"):
-        resolve_context(spec, 1025)
+    assert (spec.default_context, spec.max_position) == (256, 1024)
 
 
-def test_longest_text_is_the_smallest_declared_limit() -> None:
-    assert resolve_text_length(512, (256, None), None) == 256
-    assert resolve_text_length(512, (None, 1024), None) == 512
-    assert resolve_text_length(512, (256,), 400) == 400  # the table of positions reaches so far
-    assert resolve_text_length(1 << 24, (), None) == 1 << 16
-    with pytest.raises(ConfigError, match="max_model_len is 513: the checkpoint has 512 positions"):
-        resolve_text_length(512, (), 513)
+def test_longest_length_is_configured_or_the_default() -> None:
+    assert resolve_length(1024, 256, None) == 256
+    assert resolve_length(1024, 256, 1024) == 1024
+    with pytest.raises(
+        ConfigError, match=r"max_model_len is 1025: the checkpoint supports at most 1024 positions"
+    ):
+        resolve_length(1024, 256, 1025)

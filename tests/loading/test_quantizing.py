@@ -15,13 +15,15 @@ from inflight import LLM
 from inflight.checkpoint.checkpoint import fingerprint, open_checkpoint
 from inflight.config import CacheConfig, EngineConfig
 from inflight.errors import ConfigError
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.layers.formats.schemes import GroupScheme
 from inflight.layers.formats.weight_format import PlainFormat
 from inflight.loading.checkpoint import quantized_kv_spec, quantized_spec
 from inflight.loading.evaluation import evaluate, unquantized
 from inflight.loading.planning import Devices, plan_devices
-from inflight.loading.quantizing import FORMATS, quantize_checkpoint
+from inflight.loading.quantizing import quantize_checkpoint
 from inflight.models.decoders.families import decoder_spec
+from inflight.models.quantization import ON_LOADING
 from tests.models.running import load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_tokenizer
 from tests.support.specs import attentions
@@ -40,7 +42,7 @@ def config(model: Path | str, **options: Any) -> EngineConfig:
     return EngineConfig.create(str(model), device="cpu", **options)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ON_LOADING)
 def test_written_checkpoint_is_what_its_library_reads(name: str, folder: Path, tmp_path: Path) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -167,8 +169,6 @@ def test_evaluation_scores_every_token_but_the_first(folder: Path) -> None:
     whole = evaluate(config(folder), TEXT)
     # Each token's probability, computed by hand.
     decoder = load(folder)
-    from inflight.frontend.text.tokenizer import Tokenizer
-
     ids = list(Tokenizer.load(folder).encode(TEXT))
     scores = logprobs(decoder, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
     assert whole.num_tokens == len(ids) - 1
@@ -178,6 +178,20 @@ def test_evaluation_scores_every_token_but_the_first(folder: Path) -> None:
     assert windows.num_tokens == whole.num_tokens
     assert windows.perplexity != pytest.approx(whole.perplexity, rel=1e-6)
     assert evaluate(config(folder), TEXT, max_tokens=9).num_tokens == 8
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-next"])
+def test_models_with_windows_and_recurrent_layers_are_evaluated(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family)
+    write_tokenizer(folder)
+    ids = list(Tokenizer.load(folder).encode(TEXT))[:60]
+    decoder, scores = load(folder), []
+    for start in range(0, 59, 39):  # windows of 40 tokens, of which the next one begins with the last
+        window = ids[start : start + 40]
+        scores.append(logprobs(decoder, window)[:-1].gather(1, torch.tensor(window[1:])[:, None]))
+    expected = math.exp(-torch.cat(scores).double().mean().item())
+    actual = evaluate(config(folder), TEXT, window=40, max_tokens=60)
+    assert actual.perplexity == pytest.approx(expected, rel=1e-3)
 
 
 def test_evaluation_compares_with_the_unquantized_model(folder: Path) -> None:

@@ -13,7 +13,6 @@ from inflight.bench.compare.timeline import (
     RequestInfo,
     Span,
     StrategyComparison,
-    StrategyResult,
     join_words,
     lay_out,
     request_label,
@@ -57,16 +56,21 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s"
 
 
-ROWS: tuple[tuple[str, Callable[[StrategyResult[Figures]], str]], ...] = (
-    ("total time", lambda result: _seconds(result.figures.total_time)),
-    ("output tokens/s", lambda result: f"{result.figures.tokens_per_second:,.0f}"),
-    ("time to first token, mean", lambda result: _seconds(result.figures.mean_ttft)),
-    ("time to first token, p99", lambda result: _seconds(result.figures.p99_ttft)),
-    ("latency, p50", lambda result: _seconds(result.figures.p50_latency)),
-    ("latency, p99", lambda result: _seconds(result.figures.p99_latency)),
-    ("slot use", lambda result: f"{result.figures.slot_use:.1%}"),
-    ("KV waste", lambda result: f"{result.figures.kv_waste:.1%}"),
-    ("steps", lambda result: f"{result.figures.num_steps:,}"),
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("total time", lambda figures: _seconds(figures.total_time)),
+    ("output tokens/s", lambda figures: f"{figures.tokens_per_second:,.0f}"),
+    ("time to first token, mean", lambda figures: _seconds(figures.mean_ttft)),
+    ("time to first token, p99", lambda figures: _seconds(figures.p99_ttft)),
+    ("latency, p50", lambda figures: _seconds(figures.p50_latency)),
+    ("latency, p99", lambda figures: _seconds(figures.p99_latency)),
+    ("slot use", lambda figures: f"{figures.slot_use:.1%}"),
+    ("KV waste", lambda figures: f"{figures.kv_waste:.1%}"),
+    ("steps", lambda figures: f"{figures.num_steps:,}"),
+    ("GPU utilisation", lambda figures: _share(figures.gpu_utilization)),
 )
 
 
@@ -77,6 +81,7 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
 
     legend = LEGEND
     definitions = DEFINITIONS
+    table = ROWS
     close_steps = CLOSE_STEPS
     throughput = "produces {} times as many tokens per second as {}"
 
@@ -89,16 +94,6 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
         if self.identical_tokens:
             return "Every request has the same tokens under every strategy: only the scheduling differs."
         return "WARNING: the strategies produced different tokens."
-
-    def rows(self) -> list[tuple[str, list[str]]]:
-        results = list(self.results.values())
-        rows = [(name, [cell(result) for result in results]) for name, cell in ROWS]
-        utilization = [result.figures.gpu_utilization for result in results]
-        if any(share is not None for share in utilization):
-            cells = ["" if share is None else f"{share:.0%}" for share in utilization]
-            rows.append(("GPU utilisation", cells))
-        rows.append((f"{self.reference} is faster by", [f"{result.speedup:.2f} x" for result in results]))
-        return rows
 
     def summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures
@@ -128,12 +123,8 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
     @property
     def subtitle(self) -> str:
         lengths = sorted(request.num_output_tokens for request in self.requests)
-        rate = self.workload.arrival.rate
-        arrival = "in one burst" if rate is None else f"arriving at random, {rate:g} per second"
-        return (
-            f"{len(lengths)} requests {arrival}, {self.num_slots} slots, {self.model}; "
-            f"answers of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
-        )
+        answers = f"answers of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
+        return f"{self.setting('requests', self.workload.arrival)}; {answers}"
 
     def to_json(self) -> dict[str, Any]:
         return {

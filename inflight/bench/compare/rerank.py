@@ -81,6 +81,18 @@ class RerankFigures:
     num_steps: int
 
 
+ROWS: tuple[tuple[str, Callable[[RerankFigures], str]], ...] = (
+    ("total time", lambda figures: f"{figures.total_time:,.2f} s"),
+    ("pairs/s", lambda figures: f"{figures.pairs_per_second:,.0f}"),
+    ("first result", lambda figures: f"{figures.first_result:,.3f} s"),
+    ("last result", lambda figures: f"{figures.last_result:,.3f} s"),
+    ("latency, p50", lambda figures: f"{figures.p50_latency:,.3f} s"),
+    ("latency, p99", lambda figures: f"{figures.p99_latency:,.3f} s"),
+    ("padding", lambda figures: f"{figures.padding:.1%}"),
+    ("steps", lambda figures: f"{figures.num_steps:,}"),
+)
+
+
 @dataclass(frozen=True)
 class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     workload: PairWorkload
@@ -88,6 +100,7 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
 
     legend = LEGEND
     definitions = DEFINITIONS
+    table = ROWS
     close_steps = CLOSE_STEPS
     padded = (PADDED,)
     throughput = "scores {} times as many pairs per second as {}"
@@ -99,35 +112,14 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     @property
     def subtitle(self) -> str:
         lengths = sorted(request.num_tokens for request in self.requests)
-        rate = self.workload.arrival.rate
-        arrival = "in one burst" if rate is None else f"arriving at random, {rate:g} per second"
-        return (
-            f"{len(lengths)} pairs {arrival}, {self.num_slots} slots, {self.model}; "
-            f"{lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
-        )
+        tokens = f"{lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
+        return f"{self.setting('pairs', self.workload.arrival)}; {tokens}"
 
     @property
     def verdict(self) -> str:
         if self.identical_scores:
             return "Every pair has the same score under every strategy: only the scheduling differs."
         return "WARNING: the strategies produced different scores."
-
-    def rows(self) -> list[tuple[str, list[str]]]:
-        columns = [result.figures for result in self.results.values()]
-        return [
-            ("total time", [f"{figures.total_time:,.2f} s" for figures in columns]),
-            ("pairs/s", [f"{figures.pairs_per_second:,.0f}" for figures in columns]),
-            ("first result", [f"{figures.first_result:,.3f} s" for figures in columns]),
-            ("last result", [f"{figures.last_result:,.3f} s" for figures in columns]),
-            ("latency, p50", [f"{figures.p50_latency:,.3f} s" for figures in columns]),
-            ("latency, p99", [f"{figures.p99_latency:,.3f} s" for figures in columns]),
-            ("padding", [f"{figures.padding:.1%}" for figures in columns]),
-            ("steps", [f"{figures.num_steps:,}" for figures in columns]),
-            (
-                f"{self.reference} is faster by",
-                [f"{result.speedup:.2f} x" for result in self.results.values()],
-            ),
-        ]
 
     def summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
+from inflight.bench.compare.arrivals import Arrival
 from inflight.timeline.chunks import SlotKind
 
 if TYPE_CHECKING:
@@ -222,6 +223,9 @@ class StrategyComparison(ABC, Generic[F, R]):
     definitions: ClassVar[tuple[tuple[str, str], ...]]  # the table's terms and their meanings
     throughput: ClassVar[str]  # "produces {} times as many tokens per second as {}"
     padded: ClassVar[tuple[str, ...]] = ()  # strategies that pad every text to the longest one of its step
+    table: ClassVar[
+        Sequence[tuple[str, Callable[[Any], str]]]
+    ]  # names of rows, and how a strategy's figure is written
 
     @property
     @abstractmethod
@@ -237,10 +241,6 @@ class StrategyComparison(ABC, Generic[F, R]):
     @abstractmethod
     def verdict(self) -> str:
         """A sentence that says whether all strategies gave the same results."""
-
-    @abstractmethod
-    def rows(self) -> list[tuple[str, list[str]]]:
-        """Return the table's rows: a name and one cell per strategy."""
 
     @abstractmethod
     def summary(self, strategy: str) -> str:
@@ -264,6 +264,18 @@ class StrategyComparison(ABC, Generic[F, R]):
             if name != self.reference
         ]
         return f"{self.reference.capitalize()} {verb} {join_words(others)}." if others else ""
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """Return the table's rows: a name and one cell per strategy. A figure that is unknown for all has none."""
+        results = self.results.values()
+        rows = [(name, [write(result.figures) for result in results]) for name, write in self.table]
+        rows.append((f"{self.reference} is faster by", [f"{result.speedup:.2f} x" for result in results]))
+        return [(name, cells) for name, cells in rows if any(cells)]
+
+    def setting(self, things: str, arrival: Arrival) -> str:
+        """Return how many things arrived how, and what served them."""
+        when = "in one burst" if arrival.rate is None else f"arriving at random, {arrival.rate:g} per second"
+        return f"{self.num_requests} {things} {when}, {self.num_slots} slots, {self.model}"
 
     @property
     def num_requests(self) -> int:

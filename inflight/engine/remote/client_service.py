@@ -8,26 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
+from inflight.engine.remote import wire
 from inflight.engine.remote.engine_loop import Outbox
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Add,
-    Describe,
-    ReadMemory,
-    ReadMessage,
-    ReadTimeline,
-    Reply,
-    RunCommand,
-    ServiceMessage,
-    StepOutputs,
-    WatchTimeline,
-)
 from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
@@ -45,7 +32,7 @@ class ClientService:
     def __init__(
         self,
         client: EngineClient,
-        send: Callable[[StepOutputs], None],
+        send: Callable[[wire.StepOutputs], None],
         stats: Callable[[], EngineStats],
     ) -> None:
         self._client = client
@@ -60,24 +47,18 @@ class ClientService:
     def num_requests(self) -> int:
         return len(self._served)
 
-    def handle(self, message: ServiceMessage) -> None:
+    def handle(self, message: wire.ServiceMessage) -> None:
         match message:
-            case Add(handle, added):
+            case wire.Add(handle, added):
                 served = self._served[handle] = _ServedRequest(added.request_id)
                 self._begin(self._run(handle, served, added))
-            case Abort():
-                self._begin(self._answer(message.call, lambda: self._abort(message)))
-            case Describe():
-                self._begin(self._answer(message.call, lambda: self._describe(message)))
-            case RunCommand():
-                self._begin(self._answer(message.call, lambda: self._run_command(message)))
-            case Ack(num_read):
+            case wire.Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
-            case WatchTimeline(enabled):
+            case wire.WatchTimeline(enabled):
                 self._watch_timeline(enabled)
-            case ReadTimeline() | ReadMemory():
-                self._begin(self._answer(message.call, lambda: self._read(message)))
+            case _:
+                self._begin(self._answer(message))
 
     def send_stats(self) -> None:
         """Send the statistics, even if there is nothing else to send."""
@@ -102,10 +83,10 @@ class ClientService:
                 request = Request(added)
                 await self._client.add(request)
             except Exception as error:
-                self._reply(Reply(handle, remote_error=RemoteError.from_exception(error)))
+                self._reply(wire.Reply(handle, remote_error=RemoteError.from_exception(error)))
                 return
             self._outbox.open(request.request_id, handle)
-            self._reply(Reply(handle))
+            self._reply(wire.Reply(handle))
             served.settled.set()
             try:
                 async with contextlib.aclosing(self._client.stream(request.request_id)) as deltas:
@@ -119,31 +100,38 @@ class ClientService:
             del self._served[handle]
             served.settled.set()
 
-    async def _answer(self, call: int | None, work: Callable[[], Awaitable[Reply]]) -> None:
-        """Send the reply that `work` returns, or its error. No reply is expected if `call` is None."""
+    async def _answer(self, message: wire.ServiceCall) -> None:
+        """Send the reply to a call, or its error. An abort whose `call` is None expects no reply."""
         try:
-            reply = await work()
+            reply = await self._reply_to(message)
         except Exception as error:
-            reply = Reply(call or 0, remote_error=RemoteError.from_exception(error))
-        if call is not None:
+            reply = wire.Reply(message.call or 0, remote_error=RemoteError.from_exception(error))
+        if message.call is not None:
             self._reply(reply)
 
-    async def _abort(self, message: Abort) -> Reply:
-        served, num_freed = self._served.get(message.handle), 0
-        if served is not None:
-            await served.settled.wait()
-            if message.handle in self._served:
-                num_freed = await self._client.abort(served.request_id, message.reason)
-        return Reply(message.call or 0, num_freed)
+    async def _reply_to(self, message: wire.ServiceCall) -> wire.Reply:
+        client = self._client
+        match message:
+            case wire.Abort(call, handle, reason):
+                return wire.Reply(call or 0, await self._abort(handle, reason))
+            case wire.Describe(call, handle):
+                served = self._served.get(handle)
+                state = None if served is None else await client.describe(served.request_id)
+                return wire.Reply(call, state=state)
+            case wire.RunCommand(call, command):
+                await client.command(command)
+                return wire.Reply(call)
+            case wire.ReadTimeline(call, query):
+                return wire.Reply(call, timeline=await client.read_timeline(query))
+            case wire.ReadMemory(call, replica):
+                return wire.Reply(call, memory=await client.read_memory(replica))
 
-    async def _describe(self, message: Describe) -> Reply:
-        served = self._served.get(message.handle)
-        state = None if served is None else await self._client.describe(served.request_id)
-        return Reply(message.call, state=state)
-
-    async def _run_command(self, message: RunCommand) -> Reply:
-        await self._client.command(message.command)
-        return Reply(message.call)
+    async def _abort(self, handle: int, reason: str) -> int:
+        served = self._served.get(handle)
+        if served is None:
+            return 0
+        await served.settled.wait()
+        return await self._client.abort(served.request_id, reason) if handle in self._served else 0
 
     def _watch_timeline(self, enabled: bool) -> None:
         if self._stop_timeline is not None:
@@ -154,12 +142,7 @@ class ClientService:
         self._outbox.show(data, replica)
         self._flush_soon()
 
-    async def _read(self, message: ReadMessage) -> Reply:
-        if isinstance(message, ReadTimeline):
-            return Reply(message.call, timeline=await self._client.read_timeline(message.query))
-        return Reply(message.call, memory=await self._client.read_memory(message.replica))
-
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: wire.Reply) -> None:
         self._outbox.reply(reply)
         self._flush_soon()
 

@@ -9,24 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from inflight.engine.client import Command, check_only_replica, merge
+from inflight.engine.client import check_only_replica, merge
 from inflight.engine.core import EngineCore
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Add,
-    Describe,
-    EngineSockets,
-    Heartbeat,
-    ReadMemory,
-    ReadTimeline,
-    Reply,
-    RunCommand,
-    StepOutputs,
-    ToEngine,
-    WatchCache,
-    WatchTimeline,
-)
+from inflight.engine.remote import wire
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, InflightError
 from inflight.events import Delta
@@ -47,7 +32,7 @@ CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is id
 class EngineLoop:
     """Runs an engine core, driven by messages."""
 
-    def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
+    def __init__(self, core: EngineCore, sockets: wire.EngineSockets) -> None:
         self._core = core
         self._sockets = sockets
         self._outbox = Outbox(sockets.send, core.stats, core.clock)
@@ -82,11 +67,11 @@ class EngineLoop:
                 self._outbox.show(core.take_timeline())
             self._outbox.flush(idle=not core.has_work, stepped=stepped)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> wire.Heartbeat:
         """Return the progress of the loop. Called from another thread."""
         working = self._core.has_work  # read first: work that arrives now has not waited since the last step
         since = self._core.clock() - self.last_progress
-        return Heartbeat(since, working)
+        return wire.Heartbeat(since, working)
 
     def _take_messages(self) -> None:
         for _ in range(MAX_MESSAGES):
@@ -121,50 +106,55 @@ class EngineLoop:
 
     # ---- messages ----
 
-    def _handle(self, message: ToEngine | Unreadable) -> None:
+    def _handle(self, message: wire.ToEngine | Unreadable) -> None:
         match message:
-            case Add() | Abort() | Describe() | ReadMemory():
+            case wire.Add() | wire.Abort() | wire.Describe() | wire.ReadMemory():
                 self._handle_call(message)
             case Unreadable(call, error):
-                self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
-            case RunCommand(call, command):
-                self._run_command(call, command)
-            case Ack(num_read):
+                self._outbox.reply(wire.Reply(call, remote_error=RemoteError.from_exception(error)))
+            case wire.RunCommand(call, command):
+                try:
+                    self._core.run_command(command)
+                except EngineError as error:  # the engine continues unchanged
+                    self._outbox.reply(wire.Reply(call, remote_error=RemoteError.from_exception(error)))
+                else:
+                    self._outbox.reply(wire.Reply(call))
+            case wire.Ack(num_read):
                 self._outbox.taken(num_read)
-            case WatchCache(enabled):
+            case wire.WatchCache(enabled):
                 self._outbox.cache_changes = changes = CacheChanges() if enabled else None
                 self._core.watch_cache(changes)
-            case WatchTimeline(enabled):
+            case wire.WatchTimeline(enabled):
                 self._core.recorder.watch(enabled)
-            case ReadTimeline(call, query):
-                self._outbox.reply(Reply(call, timeline=self._core.read_timeline(query)))
+            case wire.ReadTimeline(call, query):
+                self._outbox.reply(wire.Reply(call, timeline=self._core.read_timeline(query)))
             case Stop():
                 self._stopped = True
             case _:
                 logger.warning("dropped an unexpected %s message", type(message).__name__)
 
-    def _handle_call(self, message: Add | Abort | Describe | ReadMemory) -> None:
+    def _handle_call(self, message: wire.Add | wire.Abort | wire.Describe | wire.ReadMemory) -> None:
         """Handle a message whose errors are reported only to its sender."""
         try:
             match message:
-                case Add():
+                case wire.Add():
                     self._add(message)
-                case Abort():
+                case wire.Abort():
                     self._abort(message)
-                case Describe(call, handle):
+                case wire.Describe(call, handle):
                     request_id = self._outbox.id_of(handle)
                     state = None if request_id is None else self._core.describe(request_id)
-                    self._outbox.reply(Reply(call, state=state))
-                case ReadMemory(call, replica):
+                    self._outbox.reply(wire.Reply(call, state=state))
+                case wire.ReadMemory(call, replica):
                     check_only_replica(replica)
-                    self._outbox.reply(Reply(call, memory=self._core.read_memory()))
+                    self._outbox.reply(wire.Reply(call, memory=self._core.read_memory()))
         except Exception as error:
             if not isinstance(error, InflightError):
                 logger.exception("failed to handle a %s message", type(message).__name__)
             if message.call is not None:
-                self._outbox.reply(Reply(message.call, remote_error=RemoteError.from_exception(error)))
+                self._outbox.reply(wire.Reply(message.call, remote_error=RemoteError.from_exception(error)))
 
-    def _add(self, message: Add) -> None:
+    def _add(self, message: wire.Add) -> None:
         self._core.check_queue_limit(len(self._preparing))
         request = Request(message.request)
         prepared = self._core.prepare(request)
@@ -183,20 +173,12 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:  # reported only to the owner of the request
-            self._outbox.reply(Reply(handle, remote_error=RemoteError.from_exception(error)))
+            self._outbox.reply(wire.Reply(handle, remote_error=RemoteError.from_exception(error)))
             return
         self._outbox.open(request.request_id, handle)
-        self._outbox.reply(Reply(handle))
+        self._outbox.reply(wire.Reply(handle))
 
-    def _run_command(self, call: int, command: Command) -> None:
-        try:
-            self._core.run_command(command)
-        except EngineError as error:  # the engine continues unchanged
-            self._outbox.reply(Reply(call, remote_error=RemoteError.from_exception(error)))
-        else:
-            self._outbox.reply(Reply(call))
-
-    def _abort(self, message: Abort) -> None:
+    def _abort(self, message: wire.Abort) -> None:
         if message.handle in self._preparing:
             request, prepared = self._preparing.pop(message.handle)
             prepared.cancel()
@@ -207,7 +189,7 @@ class EngineLoop:
             num_freed, deltas = self._core.abort(request_id, message.reason)
             self._outbox.put(deltas)
         if message.call is not None:
-            self._outbox.reply(Reply(message.call, num_freed))
+            self._outbox.reply(wire.Reply(message.call, num_freed))
 
 
 WINDOW = 64  # unacknowledged StepOutputs; further ones are merged here
@@ -223,7 +205,7 @@ class Outbox:
 
     def __init__(
         self,
-        send: Callable[[StepOutputs], None],
+        send: Callable[[wire.StepOutputs], None],
         stats: Callable[[], EngineStats],
         clock: Callable[[], float],
     ) -> None:
@@ -233,7 +215,7 @@ class Outbox:
         self._handles: dict[str, int] = {}  # by request id, for requests in the engine
         self._ids: dict[int, str] = {}  # by handle
         self._deltas: dict[int, Delta] = {}  # by handle
-        self._replies: list[Reply] = []
+        self._replies: list[wire.Reply] = []
         self._lost: list[tuple[int, RemoteError]] = []
         self._timeline: deque[tuple[str, bytes]] = deque(maxlen=MAX_CHUNKS)
         self.cache_changes: CacheChanges | None = None  # None unless they are observed
@@ -248,7 +230,7 @@ class Outbox:
     def id_of(self, handle: int) -> str | None:
         return self._ids.get(handle)
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: wire.Reply) -> None:
         self._replies.append(reply)
 
     @property
@@ -311,7 +293,7 @@ class Outbox:
         if idle or self._replies or now - self._stats_at >= STATS_EVERY:
             stats, self._stats_at = self._stats(), now
         cache = None if self.cache_changes is None else self.cache_changes.take()
-        outputs = StepOutputs(
+        outputs = wire.StepOutputs(
             handles,
             token_ids,
             counts,

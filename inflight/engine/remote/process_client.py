@@ -28,26 +28,13 @@ from inflight.engine.client import (
     not_added,
     wait_while,
 )
+from inflight.engine.remote import wire
 from inflight.engine.remote.supervisor import (
     EngineEnded,
     EngineStalled,
     LoadProgress,
     Supervisor,
     engine_host,
-)
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Describe,
-    ReadMemory,
-    ReadTimeline,
-    Ready,
-    Reply,
-    RunCommand,
-    StepOutputs,
-    WatchCache,
-    WatchTimeline,
-    encode_add,
 )
 from inflight.engine.stats import EngineStats
 from inflight.errors import ConfigError, EngineDeadError
@@ -74,7 +61,7 @@ class EngineConnection(Protocol):
     @property
     def state(self) -> str: ...
 
-    def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]: ...
+    def messages(self) -> AsyncGenerator[wire.Ready | wire.StepOutputs | EngineStalled | EngineEnded]: ...
 
     def trouble(self) -> str | None:
         """Why the engine cannot be called now, or None."""
@@ -127,7 +114,7 @@ class ProcessClient:
         self._numbers = itertools.count(1)
         self._requests: dict[str, _OpenRequest] = {}  # by request id, until their stream has ended
         self._open: dict[int, _OpenRequest] = {}  # by handle, until the engine has ended them
-        self._calls: PendingCalls[Reply] = PendingCalls()
+        self._calls: PendingCalls[wire.Reply] = PendingCalls()
         self._history = History()
         self._timeline_observers: list[TimelineObserver] = []
         self._cache_observer: CacheObserver | None = None
@@ -153,7 +140,7 @@ class ProcessClient:
         return cls.from_connection(supervisor, ready)
 
     @classmethod
-    def from_connection(cls, connection: EngineConnection, ready: Ready) -> ProcessClient:
+    def from_connection(cls, connection: EngineConnection, ready: wire.Ready) -> ProcessClient:
         """Return a client of an engine that is ready."""
         client = cls(connection)
         client._begin(ready.facts, ready.stats)
@@ -170,13 +157,13 @@ class ProcessClient:
         try:
             async for message in self._connection.messages():
                 match message:
-                    case StepOutputs():
+                    case wire.StepOutputs():
                         self._deliver(message)
                     case EngineStalled(reason):
                         self._calls.fail_all(reason)
                     case EngineEnded(reason):
                         self._end_all(reason)
-                    case Ready(facts, stats):
+                    case wire.Ready(facts, stats):
                         self._begin(facts, stats)
         except Exception as error:  # a bug of ours must not keep callers waiting forever
             logger.exception("the engine's messages could not be read")
@@ -188,9 +175,9 @@ class ProcessClient:
         self.facts, self._stats = facts, stats
         self._num_received = 0
         if self._timeline_observers:
-            self._send(WatchTimeline(True))
+            self._send(wire.WatchTimeline(True))
         if self._cache_observer is not None:
-            self._send(WatchCache(True))
+            self._send(wire.WatchCache(True))
 
     def _end_all(self, reason: str) -> None:
         """Fail all requests and calls: the process is gone."""
@@ -201,7 +188,7 @@ class ProcessClient:
         self._open.clear()
         self._calls.fail_all(reason)
 
-    def _deliver(self, outputs: StepOutputs) -> None:
+    def _deliver(self, outputs: wire.StepOutputs) -> None:
         if outputs.cache is not None and self._cache_observer is not None:
             self._cache_observer(outputs.cache)
         for handle, token_ids in zip(outputs.handles, outputs.tokens_of_handles(), strict=False):
@@ -232,14 +219,14 @@ class ProcessClient:
         self._connection.working = bool(self._open)
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
-            self._send(Ack(self._num_received))
+            self._send(wire.Ack(self._num_received))
 
     # ---- calls to the engine ----
 
     def _send(self, message: Message) -> None:
         self._connection.engine_process.send(message)
 
-    async def _call(self, call: int, send: Callable[[], None]) -> Reply:
+    async def _call(self, call: int, send: Callable[[], None]) -> wire.Reply:
         trouble = self._connection.trouble()
         if trouble is not None:
             raise EngineDeadError(trouble)
@@ -247,6 +234,11 @@ class ProcessClient:
         if reply.remote_error is not None:
             raise reply.remote_error.error()
         return reply
+
+    async def _ask(self, make_call: Callable[[int], Message]) -> wire.Reply:
+        """Send a call, made from its number, and return the reply."""
+        call = next(self._numbers)
+        return await self._call(call, lambda: self._send(make_call(call)))
 
     async def add(self, request: Request) -> None:
         if self._connection.closing:
@@ -259,7 +251,7 @@ class ProcessClient:
 
         def send() -> None:
             engine_process = self._connection.engine_process
-            engine_process.send_frame(encode_add(engine_process.codec, handle, request))
+            engine_process.send_frame(wire.encode_add(engine_process.codec, handle, request))
             self._open[handle] = self._requests[request.request_id] = opened
 
         try:
@@ -273,7 +265,7 @@ class ProcessClient:
     def _abandon(self, opened: _OpenRequest) -> None:
         """Abort a request without waiting for the reply."""
         if opened.handle in self._open:
-            self._send(Abort(None, opened.handle, "abort"))
+            self._send(wire.Abort(None, opened.handle, "abort"))
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         opened = self._requests.get(request_id)
@@ -292,9 +284,8 @@ class ProcessClient:
         opened = self._requests.get(request_id)
         if opened is None or opened.handle not in self._open:
             return 0
-        call = next(self._numbers)
         try:
-            reply = await self._call(call, lambda: self._send(Abort(call, opened.handle, reason)))
+            reply = await self._ask(lambda call: wire.Abort(call, opened.handle, reason))
         except EngineDeadError:
             if opened.handle in self._open:
                 raise
@@ -304,42 +295,38 @@ class ProcessClient:
     async def describe(self, request_id: str) -> RequestState | None:
         opened = self._requests.get(request_id)
         if opened is not None and opened.handle in self._open:
-            call = next(self._numbers)
-            reply = await self._call(call, lambda: self._send(Describe(call, opened.handle)))
+            reply = await self._ask(lambda call: wire.Describe(call, opened.handle))
             if reply.state is not None:
                 return self._history.complete(reply.state)
         return self._history.get(request_id)
 
     async def command(self, command: Command) -> None:
-        call = next(self._numbers)
-        await self._call(call, lambda: self._send(RunCommand(call, command)))
+        await self._ask(lambda call: wire.RunCommand(call, command))
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         self._timeline_observers.append(observer)
-        self._send(WatchTimeline(True))
+        self._send(wire.WatchTimeline(True))
 
         def stop() -> None:
             self._timeline_observers.remove(observer)
             if not self._timeline_observers:
-                self._send(WatchTimeline(False))
+                self._send(wire.WatchTimeline(False))
 
         return stop
 
     async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
-        call = next(self._numbers)
-        reply = await self._call(call, lambda: self._send(ReadTimeline(call, query)))
+        reply = await self._ask(lambda call: wire.ReadTimeline(call, query))
         assert reply.timeline is not None
         return reply.timeline
 
     async def read_memory(self, replica: str) -> MemoryState:
-        call = next(self._numbers)
-        reply = await self._call(call, lambda: self._send(ReadMemory(call, replica)))
+        reply = await self._ask(lambda call: wire.ReadMemory(call, replica))
         assert reply.memory is not None
         return reply.memory
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._cache_observer = observer
-        self._send(WatchCache(True))
+        self._send(wire.WatchCache(True))
 
     async def stats(self) -> EngineStats:
         """Return the statistics of the last step, or of one a few hundredths of a second before it."""

@@ -16,16 +16,7 @@ import msgspec
 
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
-from inflight.engine.remote.wire import (
-    Failed,
-    FromEngine,
-    Heartbeat,
-    Progress,
-    Ready,
-    Start,
-    StepOutputs,
-    Stopped,
-)
+from inflight.engine.remote import wire
 from inflight.errors import CheckpointChangedError, EngineDeadError, InflightError
 from inflight.processes.child import ChildHost, ProcessHost, ProcessNotStartedError, start_spare
 from inflight.processes.connected_process import ConnectedProcess
@@ -41,7 +32,7 @@ COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.engine.remote.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 1.0, 3.0, 30.0
 
 
-EngineProcess = ConnectedProcess[FromEngine]
+EngineProcess = ConnectedProcess[wire.FromEngine]
 
 
 def engine_host(environment: Mapping[str, str], name: str = "engine process") -> ChildHost:
@@ -99,12 +90,14 @@ class Supervisor:
         self._num_restarts = 0
         self._received_at = self._progress_at = self._clock()
 
-    async def launch(self) -> Ready:
+    async def launch(self) -> wire.Ready:
         """Start a process and wait until its engine is ready. Raises the error that kept it from being built."""
         process = self.engine_process = ConnectedProcess(
-            self._host, FromEngine, self._process.log_format, Heartbeat
+            self._host, wire.FromEngine, self._process.log_format, wire.Heartbeat
         )
-        start = Start(self._build, self._options, self._process.heartbeat, generation=next(self._generations))
+        start = wire.Start(
+            self._build, self._options, self._process.heartbeat, generation=next(self._generations)
+        )
         first_message = asyncio.ensure_future(
             process.send_first(lambda: msgspec.structs.replace(start, now=self._clock()))
         )
@@ -124,18 +117,18 @@ class Supervisor:
         self.state, self._error = "running", None
         return ready
 
-    async def _wait_until_ready(self, process: EngineProcess) -> Ready:
+    async def _wait_until_ready(self, process: EngineProcess) -> wire.Ready:
         """Return the engine's `Ready` message. An engine that reports no progress for too long is killed."""
         limit: float = self._options["start_timeout"]
         progress_at = self._clock()
         while not _is_over(process):
             message = await process.receive(self._process.heartbeat)
             match message:
-                case Ready() as ready:
+                case wire.Ready() as ready:
                     return ready
-                case Progress(num_done, num_total) if self._progress is not None:
+                case wire.Progress(num_done, num_total) if self._progress is not None:
                     self._progress(num_done, num_total)
-                case Failed(problem):
+                case wire.Failed(problem):
                     raise problem.error()
             if message is not None or process.is_waiting_for_machine:
                 progress_at = self._clock()
@@ -150,14 +143,14 @@ class Supervisor:
             raise ProcessNotStartedError(process.reason)
         raise EngineDeadError(f"{process.reason} while it was starting")
 
-    def _check_fingerprint(self, ready: Ready) -> None:
+    def _check_fingerprint(self, ready: wire.Ready) -> None:
         """Reject an engine whose checkpoint is not the one whose tokenizer the clients use."""
         if self._fingerprint is None:
             self._fingerprint = ready.facts.fingerprint
         elif ready.facts.fingerprint != self._fingerprint:
             raise CheckpointChangedError("the checkpoint has changed since the server started")
 
-    async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
+    async def messages(self) -> AsyncGenerator[wire.Ready | wire.StepOutputs | EngineStalled | EngineEnded]:
         """Yield the outputs and the state of the running process, then those of the process that replaces it."""
         while True:
             async for message in self._follow(self.engine_process):
@@ -174,21 +167,21 @@ class Supervisor:
             if ready is None:
                 return
 
-    async def _follow(self, process: EngineProcess) -> AsyncGenerator[StepOutputs | EngineStalled]:
+    async def _follow(self, process: EngineProcess) -> AsyncGenerator[wire.StepOutputs | EngineStalled]:
         """Follow one process to its end, and kill it if it hangs."""
         while not _is_over(process):
             message = await process.receive(self._process.heartbeat)
             if message is not None:
                 self._received_at = self._clock()
             match message:
-                case StepOutputs():
+                case wire.StepOutputs():
                     self._progress_at = self._received_at
                     yield message
                     continue
-                case Heartbeat(since_step, working):
+                case wire.Heartbeat(since_step, working):
                     self._progress_at = self._received_at - since_step
                     self.working = working
-                case Stopped(text):
+                case wire.Stopped(text):
                     process.reason = text
             trouble = self.trouble()
             if trouble is not None:
@@ -207,7 +200,7 @@ class Supervisor:
             and now - self._progress_at >= limits.kill_stalled_after
         )
 
-    async def _restart(self) -> Ready | None:
+    async def _restart(self) -> wire.Ready | None:
         """Start processes until one is ready. Returns None once the limit on restarts is reached."""
         began, pause, counts = self._clock(), 0.0, not self._is_planned
         while self._may_restart(began) or not counts:
@@ -294,9 +287,9 @@ class Supervisor:
             return f"the engine process has been silent for {now - self._received_at:.0f} seconds"
         return None
 
-    def _shows_progress(self, message: FromEngine) -> bool:
+    def _shows_progress(self, message: wire.FromEngine) -> bool:
         """Return whether a message shows progress. A heartbeat alone does not: a hanging loop sends them too."""
-        if not isinstance(message, Heartbeat):
+        if not isinstance(message, wire.Heartbeat):
             return True
         return not message.working or message.since_step < self._process.stalled_after
 

@@ -162,8 +162,8 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ReadMessage = ReadTimeline | ReadMemory
-ServiceMessage = Add | Abort | Describe | RunCommand | Ack | WatchTimeline | ReadMessage
+ServiceCall = Abort | Describe | RunCommand | ReadTimeline | ReadMemory
+ServiceMessage = Add | Ack | WatchTimeline | ServiceCall
 ToEngine = Start | ServiceMessage | WatchCache | Stop
 FromEngine = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 

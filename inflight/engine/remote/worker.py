@@ -90,7 +90,8 @@ def _serve(sockets: EngineSockets) -> int:
     gc.disable()
     core.record(start.generation)
     loop = EngineLoop(core, sockets)
-    _in_thread(lambda: _send_heartbeats(sockets, loop, start.heartbeat), "heartbeat")
+    arguments = sockets, loop, start.heartbeat
+    threading.Thread(target=_send_heartbeats, args=arguments, name="inflight-heartbeat", daemon=True).start()
     sockets.send(Ready(facts, core.stats()))
     try:
         loop.run()
@@ -108,10 +109,6 @@ def _send_heartbeats(sockets: EngineSockets, loop: EngineLoop, interval: float) 
         with contextlib.suppress(zmq.ZMQError):  # the socket was closed
             sockets.send(loop.heartbeat())
         time.sleep(interval)
-
-
-def _in_thread(function: Callable[[], None], name: str) -> None:
-    threading.Thread(target=function, name=f"inflight-{name}", daemon=True).start()
 
 
 if __name__ == "__main__":

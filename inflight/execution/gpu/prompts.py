@@ -32,11 +32,13 @@ class PendingScores(NamedTuple):
 class PromptScores(StepPart):
     """Scores the tokens of prompts whose requests want that, after the step's graph."""
 
-    def __init__(self, decoder: Decoder, rows: DeviceRows, workspace: SamplingWorkspace) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: DeviceRows, scored: ScoredRows, workspace: SamplingWorkspace
+    ) -> None:
         self._decoder = decoder
         self._rows = rows
         self._workspace = workspace
-        self._scored = ScoredRows()
+        self._scored = scored
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         self._scored.admit(admissions)
@@ -50,6 +52,7 @@ class PromptScores(StepPart):
         scores = PendingScores([])
         for piece in self._scored.pieces(step.batch, len(self._rows.tokens)):
             logits = self._decoder.logits(hidden[piece.predicting])
+            self._scored.read_logits(logits)
             targets = self._rows.tokens[piece.row, piece.targets]
             results = score_all(logits, targets, piece.num_logprobs, self._workspace)
             counts = [min(piece.num_logprobs, logits.shape[1])] * piece.size

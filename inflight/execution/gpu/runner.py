@@ -20,7 +20,7 @@ from inflight.execution.gpu.sampling import DeviceSampling
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.runner import StageLinks
-from inflight.execution.step import HostStep, StepResult, host_step
+from inflight.execution.step import HostStep, ScoredRows, StepResult, host_step
 from inflight.kv.snapshots import PROMPT_INTERVAL
 from inflight.layers.attention.triton.backend import TritonInputs
 from inflight.layers.recurrent import allocate_states
@@ -91,9 +91,10 @@ class GpuRunner:
             self.states = DeviceStates(states, kv_shape.snapshot_blocks, PROMPT_INTERVAL * block_size)
         self.sampling: DeviceSampling | None = None
         self.scores: PromptScores | None = None
+        self.scored = ScoredRows()
         if self.samples:
             self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars)
-            self.scores = PromptScores(decoder, self.rows, self.sampling.workspace)
+            self.scores = PromptScores(decoder, self.rows, self.scored, self.sampling.workspace)
         self.parts = self.step_parts()
         self._begin, self._fill, self._results = (
             overridden(self.parts, method) for method in ("begin", "fill", "results")

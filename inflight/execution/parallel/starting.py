@@ -1,4 +1,4 @@
-"""Starting ranks: their number, each one's part of the model, their processes, and the engine over them."""
+"""Starting ranks: their number, each one's part of the model, their processes, and the runner of all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
+from inflight.execution.platforms import Platform
 from inflight.execution.runner import StageLinks
 from inflight.layers.native.library import Library, native_library
 from inflight.models.decoders.decoder import Decoder
@@ -25,10 +24,10 @@ from inflight.models.decoders.spec import (
     check_tensor_parallel,
     shard_of,
 )
-from inflight.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # they need msgspec, which a single rank does not
     from inflight.execution.parallel.layout import RankMemory
+    from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -128,18 +127,14 @@ def stage_links(memory: RankMemory, decoder: Decoder) -> StageLinks | None:
     return SharedLinks(memory, decoder.spec.hidden_size)
 
 
-def parallel_core(
+def begin_ranks(
     ranks: RankProcesses,
-    scheduler: Scheduler,
     decoder: Decoder,
+    begin: Begin,
     make_runner: Callable[[], Runner[Any]],
-    num_blocks: int,
-    max_len: int,
-    pipeline_depth: int,
-    max_queue: int | None,
-) -> EngineCore:
-    """Return an engine over all ranks. `make_runner` makes the runner of this one."""
-    from inflight.execution.parallel.messages import Begin
+) -> Runner[Any]:
+    """Have all ranks begin with empty memory, and return the runner of the first one, which the others follow.
+    `make_runner` makes the runner of its own part."""
     from inflight.execution.parallel.runner import (
         FirstRank,
         MirroredRunner,
@@ -150,37 +145,18 @@ def parallel_core(
     library = native_library()
     assert library is not None
     for share in ranks.shares:
-        size = share.kv(num_blocks) / GIB
+        size = share.kv(begin.num_blocks) / GIB
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
-    limits = scheduler.limits
-    sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens
-    begin = Begin(num_blocks, *sizes)
-
-    def begin_all() -> Runner[Any]:
-        first = FirstRank(ranks, library, decoder.shard.collective)
-        ranks.begin(begin)  # their warm-up steps need this rank's, so all ranks warm up together
-        runner: MirroredRunner | PipelineRunner
-        if ranks.layout.pipeline == 1:
-            runner = MirroredRunner(make_runner(), first)
-        else:
-            stage = rank_runner(make_runner(), ranks.memory)
-            runner = PipelineRunner(stage, ranks.memory.results(), first)
-        first.wait_until_begun()
-        return runner
-
-    depth = pipeline_depth if ranks.layout.pipeline == 1 else ranks.layout.pipeline
-    # On GPUs the weights of the other ranks would have to move as well.
-    can_sleep = decoder.device.type == "cpu"
-    sleep_support = ModelSleepSupport(decoder, decoder.device, begin_all) if can_sleep else None
-    return EngineCore(
-        scheduler,
-        begin_all(),
-        depth,
-        max_queue,
-        check=ranks.check,
-        sleep_support=sleep_support,
-        expert_counts=expert_counts(decoder),
-    )
+    first = FirstRank(ranks, library, decoder.shard.collective)
+    ranks.begin(begin)  # their warm-up steps need this rank's, so all ranks warm up together
+    runner: MirroredRunner | PipelineRunner
+    if ranks.layout.pipeline == 1:
+        runner = MirroredRunner(make_runner(), first)
+    else:
+        stage = rank_runner(make_runner(), ranks.memory)
+        runner = PipelineRunner(stage, ranks.memory.results(), first)
+    first.wait_until_begun()
+    return runner
 
 
 def slot_bytes(vocab_size: int, size: int) -> int:

@@ -130,9 +130,16 @@ class Keys:
         self._admin: bytes | None = None  # digest of the admin key
 
     def set_admin(self, key: str | None) -> None:
-        """Let the admin key see the requests of all callers."""
-        if key is not None:
-            self._admin = self._digest(key)
+        """Set the key for administration (replicas, sleep, the prefix cache), which also sees everyone's requests."""
+        if key is None:
+            return
+        if not _can_be_sent(key):
+            raise ConfigError(
+                "admin_key is empty, has surrounding spaces, or has characters that are not printable ASCII"
+            )
+        if self._digest(key) in self._callers:
+            raise ConfigError("admin_key is also an API key: it must be different")
+        self._admin = self._digest(key)
 
     def is_admin(self, authorization: str | None) -> bool:
         """Return whether an `Authorization` header has the admin key."""
@@ -141,11 +148,17 @@ class Keys:
             return False
         return hmac.compare_digest(self._digest(key.strip()), self._admin)
 
+    def check_admin(self, authorization: str | None) -> None:
+        """Raise ApiError unless the header has the admin key."""
+        if self._admin is None:
+            message = "this route needs the admin key, and the server was started without --admin-key"
+            raise ApiError(403, message, code="admin_disabled")
+        if not self.is_admin(authorization):
+            message = "this route needs the admin key: send it as 'Authorization: Bearer ADMIN_KEY'"
+            raise _denied(message, "invalid_admin_key")
+
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode(), "sha256")
-
-    def has(self, key: str) -> bool:
-        return self._digest(key) in self._callers
 
     @property
     def required(self) -> bool:
@@ -199,37 +212,6 @@ class Keys:
         if match is None:
             raise _denied("the API key is not valid for this server", "invalid_api_key")
         return match
-
-
-class AdminKey:
-    """The key for administration: replicas, sleep, the prefix cache."""
-
-    def __init__(self, key: str | None, keys: Keys | None = None) -> None:
-        """`keys` are the clients' keys, from which the admin key must differ."""
-        if key is not None and not _can_be_sent(key):
-            raise ConfigError(
-                "admin_key is empty, has surrounding spaces, or has characters that are not printable ASCII"
-            )
-        if key is not None and keys is not None and keys.has(key):
-            raise ConfigError("admin_key is also an API key: it must be different")
-        self._key = None if key is None else key.encode()
-
-    def matches(self, authorization: str | None) -> bool:
-        scheme, _, key = (authorization or "").partition(" ")
-        if self._key is None or scheme.lower() != "bearer":
-            return False
-        return hmac.compare_digest(key.strip().encode(), self._key)
-
-    def check(self, authorization: str | None) -> None:
-        """Raise ApiError unless the header has the admin key."""
-        if self._key is None:
-            message = "this route needs the admin key, and the server was started without --admin-key"
-            raise ApiError(403, message, code="admin_disabled")
-        if not self.matches(authorization):
-            raise _denied(
-                "this route needs the admin key: send it as 'Authorization: Bearer ADMIN_KEY'",
-                "invalid_admin_key",
-            )
 
 
 def _denied(message: str, code: str) -> ApiError:
@@ -306,7 +288,8 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
         entries += _read_file(Path(file))
         names = [caller.name for _, caller in entries if caller.name]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{file} has two keys with the name {_first_duplicate(names)!r}")
+            name = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"{file} has two keys with the name {name!r}")
     keys = [key for key, _ in entries]
     for number, (key, caller) in enumerate(entries, 1):
         if not _can_be_sent(key):
@@ -322,10 +305,6 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
 def _can_be_sent(key: str) -> bool:
     """Return whether a header can carry the key: surrounding spaces get lost, and only ASCII has one encoding."""
     return key.isascii() and key.isprintable() and key == key.strip() != ""
-
-
-def _first_duplicate(names: list[str]) -> str:
-    return next(name for name in names if names.count(name) > 1)
 
 
 def _read_file(path: Path) -> list[tuple[str, Caller]]:

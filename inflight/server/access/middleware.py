@@ -89,18 +89,19 @@ class AccessMiddleware:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
             return Caller()
         headers = Headers(scope=scope)
+        keys, authorization = self._state.keys, headers.get("authorization")
         if scope["path"] in ADMIN_ALONE and scope["method"] != "OPTIONS":
-            self._state.admin_key.check(headers.get("authorization"))
+            keys.check_admin(authorization)
             return Caller()
         if scope["path"].startswith(ADMIN):
             if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                self._state.admin_key.check(headers.get("authorization"))
+                keys.check_admin(authorization)
                 return Caller()
-            if self._state.admin_key.matches(headers.get("authorization")):
+            if keys.is_admin(authorization):
                 return Caller()
-        if shows(scope) and self._state.keys.is_admin(headers.get("authorization")):
+        if shows(scope) and keys.is_admin(authorization):
             return Caller(is_admin=True)
-        return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
+        return keys.find(authorization, headers.get("x-api-key"))
 
     def _name(self, message: Message, answer: dict[str, Any], also: bytes | None) -> None:
         """Make sure that the response has a request id: its own, or the one used in the log. `also` names a second

@@ -27,7 +27,7 @@ from inflight.server.anthropic.schemas import (
     ToolUseBlock,
 )
 from inflight.server.conversation import Conversation
-from inflight.server.errors import ApiError
+from inflight.server.errors import invalid
 from inflight.server.prepare import ContentConstraint
 
 # Some clients start the system prompt with a billing line that differs in every request. In the prompt it would mean
@@ -78,13 +78,11 @@ def check(body: MessagesBody) -> None:
     if thinking is None:
         return
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise _wrong(
-            "thinking.budget_tokens", "it is required with the type enabled, and not allowed with others"
-        )
+        message = "it is required with the type enabled, and not allowed with others"
+        raise invalid("thinking.budget_tokens", f"thinking.budget_tokens: {message}")
     if thinking.budget_tokens is not None and not 1 <= thinking.budget_tokens < body.max_tokens:
-        raise _wrong(
-            "thinking.budget_tokens", f"{thinking.budget_tokens} must be at least 1 and less than max_tokens"
-        )
+        message = f"{thinking.budget_tokens} must be at least 1 and less than max_tokens"
+        raise invalid("thinking.budget_tokens", f"thinking.budget_tokens: {message}")
 
 
 # ---- messages ----
@@ -130,7 +128,7 @@ def _add_block(conversation: Conversation, role: str, block: ContentBlock, path:
         case "user", ToolResultBlock():
             conversation.result(block.tool_use_id, _result(block), f"{path}.tool_use_id")
         case _:
-            raise _wrong(path, f"{block.type} is not allowed in a message with the role {role}")
+            raise invalid(path, f"{path}: {block.type} is not allowed in a message with the role {role}")
 
 
 def _result(block: ToolResultBlock) -> str:
@@ -159,10 +157,6 @@ def _joined(content: str | Sequence[ResultPart]) -> str:
 def _tagged(tag: str, text: str, **about: str | None) -> str:
     lines = [f"{name}: {value}" for name, value in about.items() if value is not None]
     return "\n".join([f"<{tag}>", *lines, text, f"</{tag}>"])
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", code="invalid_value", param=param)
 
 
 # ---- tools and thinking ----
@@ -199,7 +193,8 @@ def _tool_choice(body: ConversationBody) -> ToolChoice:
     if choice is None:
         return "auto"
     if (choice.type == "tool") != (choice.name is not None):
-        raise _wrong("tool_choice.name", "it is required with the type tool, and not allowed with others")
+        message = "tool_choice.name: it is required with the type tool, and not allowed with others"
+        raise invalid("tool_choice.name", message)
     if choice.name is not None:
         return NamedTool(choice.name)
     return {"any": "required", "none": "none"}.get(choice.type, "auto")  # type: ignore[return-value]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from inflight.errors import EngineDeadError
@@ -46,8 +47,14 @@ async def serve_with_workers(
 ) -> bool:
     """Serve until a stop signal. Return False if it came before the model was loaded. Raises EngineDeadError if the
     engine, or an API worker, ended too often."""
+    with _stop_signals() as stop:
+        return await _serve_until(stop, options, keys, hosts, listeners)
+
+
+async def _serve_until(
+    stop: asyncio.Event, options: ServerConfig, keys: Keys, hosts: Hosts, listeners: list[socket.socket]
+) -> bool:
     workers = ApiWorkerPool(options, keys, listeners)
-    signals = StopSignals()
     running = asyncio.create_task(workers.run())
     loop = asyncio.get_running_loop()
 
@@ -57,7 +64,7 @@ async def serve_with_workers(
     try:
         loading = asyncio.create_task(start_state(options, keys, hosts, Tracer(), progress))
         try:
-            await _first(signals, running, loading)
+            await _first(stop, running, loading)
         finally:
             if not loading.done():
                 loading.cancel()
@@ -72,22 +79,21 @@ async def serve_with_workers(
             while not workers.are_open and not running.done():
                 await asyncio.sleep(POLL)
             announce(state, listeners[0].getsockname())
-            await _watch(workers, state, running, signals)
+            await _watch(workers, state, running, stop)
         finally:
             state.close()
             await engine.close()
     finally:
-        signals.close()
         workers.stop()
         await asyncio.gather(running, return_exceptions=True)
     return True
 
 
 async def _watch(
-    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], signals: StopSignals
+    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], stop: asyncio.Event
 ) -> None:
     """Watch the engine until all workers have ended. Raises EngineDeadError if the engine is dead."""
-    while not running.done() and not signals.times:
+    while not running.done() and not stop.is_set():
         health = await state.model.client.health()
         if health.state == "dead":
             reason = health.error or "the reason is unknown"
@@ -95,21 +101,22 @@ async def _watch(
         await workers.send_health(state)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_POLL):
-                await _first(signals, running)
+                await _first(stop, running)
     if not running.done():
-        await _drain(workers, state, running, signals)
+        await _drain(workers, state, running, stop)
     running.result()
 
 
 async def _drain(
-    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], signals: StopSignals
+    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], stop: asyncio.Event
 ) -> None:
     """Let the workers finish their requests within the shutdown timeout; a second signal ends them at once."""
     state.draining = True
+    stop.clear()
     workers.drain()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(state.options.shutdown_timeout + EXIT_SECONDS):
-            await _first(signals, running)
+            await _first(stop, running)
             if not running.done():
                 workers.drain()
                 await asyncio.wait((running,), timeout=EXIT_SECONDS)
@@ -117,37 +124,26 @@ async def _drain(
     await asyncio.wait((running,))
 
 
-async def _first(signals: StopSignals, *tasks: asyncio.Task[Any]) -> None:
+async def _first(stop: asyncio.Event, *tasks: asyncio.Task[Any]) -> None:
     """Wait until one of the tasks is done or a signal comes."""
-    signal_task = asyncio.ensure_future(signals.wait())
+    signal_task = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((*tasks, signal_task), return_when=asyncio.FIRST_COMPLETED)
     finally:
         signal_task.cancel()
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and, unless it is ignored, SIGHUP."""
-
-    def __init__(self) -> None:
-        self.times = 0  # how many have arrived
-        self._came = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._taken = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            self._taken.append(signal.SIGHUP)
-        for number in self._taken:
-            self._loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        self.times += 1
-        self._came.set()
-
-    async def wait(self) -> None:
-        """Wait for a signal that no earlier call has returned for."""
-        await self._came.wait()
-        self._came.clear()
-
-    def close(self) -> None:
-        for number in self._taken:
-            self._loop.remove_signal_handler(number)
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that SIGINT, SIGTERM and, unless it is ignored, SIGHUP set."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -25,31 +25,7 @@ from inflight.processes.channel import Message, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.processes.child import ChildHost
 from inflight.processes.connected_process import ConnectedProcess
 from inflight.server.access.keys import AdmissionControl, Caller, Keys, LocalAdmission
-from inflight.server.api_workers.messages import (
-    MAIN,
-    Drain,
-    EngineHealth,
-    Enter,
-    FindConversation,
-    FindInputPage,
-    FindItems,
-    FindRequest,
-    FindResponse,
-    FromWorker,
-    KeepResponse,
-    Leave,
-    Opened,
-    RelayedRequest,
-    RelayedResponse,
-    RemoveResponse,
-    Rpc,
-    RpcError,
-    StartWorker,
-    SummarizeRequests,
-    TakeCounts,
-    WorkerHeartbeat,
-    WorkerRequest,
-)
+from inflight.server.api_workers import messages
 from inflight.server.api_workers.relay import answer_with
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
@@ -60,14 +36,19 @@ from inflight.server.state import ServerState
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.server.api_workers.worker")
 
-Answerer = Callable[["ApiWorkerProcess", WorkerRequest], Awaitable[object]]
+Answerer = Callable[["ApiWorkerProcess", messages.WorkerRequest], Awaitable[object]]
 
 
 class ApiWorkerProcess:
     """An API worker as the main process sees it. `answer` handles its calls; its requests end with it."""
 
     def __init__(
-        self, start: StartWorker, log_format: str, keys: Keys, admission: AdmissionControl, answer: Answerer
+        self,
+        start: messages.StartWorker,
+        log_format: str,
+        keys: Keys,
+        admission: AdmissionControl,
+        answer: Answerer,
     ) -> None:
         self.number = start.number
         self.launch = start.launch
@@ -76,8 +57,10 @@ class ApiWorkerProcess:
         self.is_open = False  # it takes requests
         self.counts: MetricCounts | None = None  # as of its last heartbeat
         host = ChildHost("API worker", COMMAND, descriptors=(start.listener,))
-        self.process: ConnectedProcess[FromWorker] = ConnectedProcess(host, FromWorker, log_format)
-        self.rpc: Rpc = RpcPeer(self.send, lambda request: answer(self, request), RpcError)
+        self.process: ConnectedProcess[messages.FromWorker] = ConnectedProcess(
+            host, messages.FromWorker, log_format
+        )
+        self.rpc: messages.Rpc = RpcPeer(self.send, lambda request: answer(self, request), messages.RpcError)
         self._keys = keys
         self._admission = admission
         self._service: ClientService | None = None
@@ -109,15 +92,15 @@ class ApiWorkerProcess:
         if self._service is not None:
             self._service.send_stats()
 
-    def handle(self, message: FromWorker) -> None:
+    def handle(self, message: messages.FromWorker) -> None:
         match message:
             case RpcCall() | RpcReply():
                 self.rpc.handle(message)
-            case Leave(caller, request_id):
+            case messages.Leave(caller, request_id):
                 self._leave(caller, request_id)
-            case WorkerHeartbeat(counts):
+            case messages.WorkerHeartbeat(counts):
                 self.counts = counts or self.counts
-            case Opened():
+            case messages.Opened():
                 self.is_open = True
             case _:
                 assert self._service is not None
@@ -208,7 +191,7 @@ class ApiWorkerPool:
 
     def _launch(self, number: int) -> ApiWorkerProcess:
         self._num_launches += 1
-        start = StartWorker(
+        start = messages.StartWorker(
             number,
             self._num_launches,
             self._worker_options,
@@ -290,7 +273,7 @@ class ApiWorkerPool:
             if self._stats != before:
                 for worker in self._workers.values():
                     worker.send_stats()
-        self._send_all(EngineHealth(await state.model.client.health()))
+        self._send_all(messages.EngineHealth(await state.model.client.health()))
 
     def drain(self) -> None:
         """Reject new requests and let the running ones finish. A second call ends them at once."""
@@ -298,7 +281,7 @@ class ApiWorkerPool:
             self._is_draining = True
             for listener in self._listeners:
                 listener.close()
-        self._send_all(Drain())
+        self._send_all(messages.Drain())
 
     def stop(self) -> None:
         """Kill all workers."""
@@ -319,7 +302,7 @@ class ApiWorkerPool:
         async def of_one(worker: ApiWorkerProcess) -> MetricCounts | None:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(COUNTS_SECONDS):
-                    worker.counts = await worker.rpc.call(TakeCounts(), MetricCounts)
+                    worker.counts = await worker.rpc.call(messages.TakeCounts(), MetricCounts)
             return worker.counts
 
         opened = [worker for worker in self._workers.values() if worker.is_open]
@@ -342,7 +325,7 @@ class ApiWorkerPool:
         async def of_one(
             worker: ApiWorkerProcess, worker_keys: list[RequestKey]
         ) -> dict[RequestKey, bytes | None]:
-            request = SummarizeRequests(worker_keys, selection)
+            request = messages.SummarizeRequests(worker_keys, selection)
             try:
                 return dict(zip(worker_keys, await worker.rpc.call(request, list[bytes | None]), strict=True))
             except EngineError:
@@ -352,15 +335,15 @@ class ApiWorkerPool:
         summaries = {key: summary for answer in answers for key, summary in answer.items()}
         return [summaries.get(key) for key in keys]
 
-    async def _answer(self, worker: ApiWorkerProcess, request: WorkerRequest) -> object:
+    async def _answer(self, worker: ApiWorkerProcess, request: messages.WorkerRequest) -> object:
         state = self._state
         assert state is not None
         match request:
-            case Enter(caller, request_id):
+            case messages.Enter(caller, request_id):
                 await worker.enter(caller, request_id)
                 if request_id is not None:
                     self._remember(caller, request_id, worker)
-            case FindRequest(caller, request_id, only_running):
+            case messages.FindRequest(caller, request_id, only_running):
                 if caller is None:  # the latest one of any caller
                     names = (name for name, known_id in reversed(self._locations) if known_id == request_id)
                     caller = next(names, "")
@@ -368,34 +351,34 @@ class ApiWorkerPool:
                 if location is None or (only_running and not location.has_running(caller, request_id)):
                     return None
                 return location.number
-            case FindResponse(caller, response_id, version):
+            case messages.FindResponse(caller, response_id, version):
                 content = await state.responses.content(Caller(caller), response_id)
                 if content is not None and content.version == version:
                     return ResponseContent(b"", content.version)
                 return content
-            case FindConversation(caller, response_id):
+            case messages.FindConversation(caller, response_id):
                 return await state.responses.conversation(Caller(caller), response_id)
-            case FindInputPage(caller, response_id, query):
+            case messages.FindInputPage(caller, response_id, query):
                 return await state.responses.input_page(Caller(caller), response_id, query)
-            case FindItems(caller, item_ids, max_bytes):
+            case messages.FindItems(caller, item_ids, max_bytes):
                 return await state.responses.find_items(Caller(caller), item_ids, max_bytes)
-            case KeepResponse(caller, stored):
+            case messages.KeepResponse(caller, stored):
                 await state.responses.add(Caller(caller), stored)
-            case RemoveResponse(caller, response_id):
+            case messages.RemoveResponse(caller, response_id):
                 await state.responses.remove(Caller(caller), response_id)
-            case RelayedRequest(target):
+            case messages.RelayedRequest(target):
                 return await self._relay(target, request)
             case _:
                 raise AssertionError(f"the main process does not handle {request}")
         return None
 
-    async def _relay(self, target: int, request: RelayedRequest) -> RelayedResponse:
-        if target == MAIN:
+    async def _relay(self, target: int, request: messages.RelayedRequest) -> messages.RelayedResponse:
+        if target == messages.MAIN:
             return await answer_with(self._app, request)
         worker = self._workers.get(target)
         if worker is None:
             raise EngineDeadError("the API worker is gone")
-        response: RelayedResponse = await worker.rpc.call(request, RelayedResponse)
+        response: messages.RelayedResponse = await worker.rpc.call(request, messages.RelayedResponse)
         return response
 
     def _remember(self, caller: str, request_id: str, worker: ApiWorkerProcess) -> None:

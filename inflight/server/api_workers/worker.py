@@ -38,30 +38,7 @@ from inflight.processes.channel import (
 )
 from inflight.processes.child import run_child
 from inflight.server.access.keys import Caller, Keys
-from inflight.server.api_workers.messages import (
-    Drain,
-    EngineHealth,
-    Enter,
-    FindConversation,
-    FindInputPage,
-    FindItems,
-    FindRequest,
-    FindResponse,
-    FromMain,
-    KeepResponse,
-    Leave,
-    Opened,
-    RelayedRequest,
-    RelayedResponse,
-    RemoveResponse,
-    Rpc,
-    RpcError,
-    StartWorker,
-    SummarizeRequests,
-    TakeCounts,
-    WorkerHeartbeat,
-    WorkerRequest,
-)
+from inflight.server.api_workers import messages
 from inflight.server.api_workers.relay import RelayMiddleware, answer_with
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
@@ -119,25 +96,25 @@ class MainConnection:
 class RemoteAdmission:
     """Limits that hold for all API workers together: the main process counts."""
 
-    def __init__(self, rpc: Rpc, send: Callable[[Message], None]) -> None:
+    def __init__(self, rpc: messages.Rpc, send: Callable[[Message], None]) -> None:
         self._rpc = rpc
         self._send = send
 
     async def enter(self, caller: Caller, request_id: str | None) -> None:
         try:
-            await self._rpc.call(Enter(caller.name, request_id), None)
+            await self._rpc.call(messages.Enter(caller.name, request_id), None)
         except asyncio.CancelledError:  # it may have been admitted
             self.leave(caller, request_id)
             raise
 
     def leave(self, caller: Caller, request_id: str | None) -> None:
-        self._send(Leave(caller.name, request_id))
+        self._send(messages.Leave(caller.name, request_id))
 
 
 class RemoteResponses:
     """The responses stored in the main process. Contents that are being sent are held here too, once each."""
 
-    def __init__(self, rpc: Rpc) -> None:
+    def __init__(self, rpc: messages.Rpc) -> None:
         self._call = rpc.call
         self._contents: WeakValueDictionary[tuple[str, str], ResponseContent] = WeakValueDictionary()
         self._fetches: dict[tuple[str, str], asyncio.Task[ResponseContent | None]] = {}
@@ -152,7 +129,7 @@ class RemoteResponses:
 
     async def _fetch(self, name: str, response_id: str) -> ResponseContent | None:
         cached = self._contents.get((name, response_id))
-        request = FindResponse(name, response_id, None if cached is None else cached.version)
+        request = messages.FindResponse(name, response_id, None if cached is None else cached.version)
         content: ResponseContent | None = await self._call(request, ResponseContent | None)
         if content is not None and cached is not None and content.version == cached.version:
             return cached
@@ -161,22 +138,22 @@ class RemoteResponses:
         return content
 
     async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
-        return await self._call(FindConversation(caller.name, response_id), list[StoredItem] | None)
+        return await self._call(messages.FindConversation(caller.name, response_id), list[StoredItem] | None)
 
     async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
-        return await self._call(FindInputPage(caller.name, response_id, query), InputPage | None)
+        return await self._call(messages.FindInputPage(caller.name, response_id, query), InputPage | None)
 
     async def find_items(
         self, caller: Caller, item_ids: Sequence[str], max_bytes: int
     ) -> dict[str, StoredItem | None]:
-        request = FindItems(caller.name, list(item_ids), max_bytes)
+        request = messages.FindItems(caller.name, list(item_ids), max_bytes)
         return await self._call(request, dict[str, StoredItem | None])
 
     async def add(self, caller: Caller, stored: StoredResponse) -> None:
-        await self._call(KeepResponse(caller.name, stored), None)
+        await self._call(messages.KeepResponse(caller.name, stored), None)
 
     async def remove(self, caller: Caller, response_id: str) -> None:
-        await self._call(RemoveResponse(caller.name, response_id), None)
+        await self._call(messages.RemoveResponse(caller.name, response_id), None)
 
 
 class ApiWorkerServer(Server):
@@ -192,10 +169,10 @@ class ApiWorker:
 
     def __init__(self, connection: ConnectionInfo) -> None:
         loop = asyncio.get_running_loop()
-        self._sockets = AsyncChildSockets(connection, FromMain, self._handle)
+        self._sockets = AsyncChildSockets(connection, messages.FromMain, self._handle)
         self._connection = MainConnection(self._sockets)
-        self._rpc: Rpc = RpcPeer(self._sockets.send, self._answer, RpcError)
-        self._start: asyncio.Future[StartWorker] = loop.create_future()
+        self._rpc: messages.Rpc = RpcPeer(self._sockets.send, self._answer, messages.RpcError)
+        self._start: asyncio.Future[messages.StartWorker] = loop.create_future()
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._state: ServerState | None = None
         self._server: Server | None = None
@@ -206,28 +183,28 @@ class ApiWorker:
                 self._connection.put(message)
             case RpcCall() | RpcReply():
                 self._rpc.handle(message)
-            case EngineHealth(health):
+            case messages.EngineHealth(health):
                 self._connection.set_health(health)
             case Progress(num_done, num_total) if self._server is not None:
                 self._server.loading_app.progress(num_done, num_total)
-            case StartWorker() if not self._start.done():
+            case messages.StartWorker() if not self._start.done():
                 self._start.set_result(message)
             case Ready() if not self._ready.done():
                 self._ready.set_result(message)
-            case Drain() if self._server is not None:
+            case messages.Drain() if self._server is not None:
                 self._server.stop()
             case Stop():
                 logging.shutdown()
                 os._exit(0)
 
-    async def _answer(self, request: WorkerRequest) -> object:
+    async def _answer(self, request: messages.WorkerRequest) -> object:
         assert self._state is not None
         match request:
-            case RelayedRequest():
+            case messages.RelayedRequest():
                 return await answer_with(self._app, request)
-            case SummarizeRequests(keys, selection):
+            case messages.SummarizeRequests(keys, selection):
                 return await OwnRequests(self._state).summaries(keys, selection)
-            case TakeCounts():
+            case messages.TakeCounts():
                 return self._counts()
         raise AssertionError(f"an API worker does not handle {request}")
 
@@ -252,14 +229,14 @@ class ApiWorker:
                 gc.collect()
                 gc.freeze()
                 serving = serving or self._serve(server, listener)
-                self._sockets.send(Opened())
+                self._sockets.send(messages.Opened())
                 await serving
                 state.close()
                 await engine.close()
             elif serving is not None:
                 await serving
         heartbeat.cancel()
-        self._sockets.send(WorkerHeartbeat(self._counts()))
+        self._sockets.send(messages.WorkerHeartbeat(self._counts()))
         self._sockets.close()
 
     def _serve(self, server: Server, listener: socket.socket) -> asyncio.Task[None]:
@@ -269,11 +246,11 @@ class ApiWorker:
 
     async def _send_heartbeats(self, interval: float) -> None:
         while True:
-            self._sockets.send(WorkerHeartbeat(self._counts()))
+            self._sockets.send(messages.WorkerHeartbeat(self._counts()))
             await asyncio.sleep(interval)
 
     async def _load(
-        self, start: StartWorker, options: ServerConfig, listener: socket.socket
+        self, start: messages.StartWorker, options: ServerConfig, listener: socket.socket
     ) -> tuple[AsyncEngine, ServerState]:
         ready = await self._ready
         keys = Keys.from_digests(start.keys)
@@ -293,10 +270,10 @@ class ApiWorker:
         return engine, state
 
     async def _find(self, caller: str | None, request_id: str, only_running: bool) -> int | None:
-        return await self._rpc.call(FindRequest(caller, request_id, only_running), int | None)
+        return await self._rpc.call(messages.FindRequest(caller, request_id, only_running), int | None)
 
-    async def _relay(self, request: RelayedRequest) -> RelayedResponse:
-        return await self._rpc.call(request, RelayedResponse)
+    async def _relay(self, request: messages.RelayedRequest) -> messages.RelayedResponse:
+        return await self._rpc.call(request, messages.RelayedResponse)
 
 
 def _frontend(options: ServerConfig, facts: ModelFacts, launch: int) -> Frontend:

@@ -106,11 +106,9 @@ async def read_json(request: Request, schema: type[T], options: ServerConfig) ->
 def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False, replace_images: bool = False) -> T:
     """Return the validated body. Raises ApiError 400 that names what is wrong or, unless ignored, unknown."""
     if _has_too_many_parts(body):
-        message = f"the body has more than {MAX_PARTS} keys, objects and lists"
-        raise ApiError(400, message, code="body_too_complex")
+        raise _too_complex(f"{MAX_PARTS} keys, objects and lists")
     if _has_too_many_values(body):
-        message = f"the body has more than {MAX_VALUES} values"
-        raise ApiError(400, message, code="body_too_complex")
+        raise _too_complex(f"{MAX_VALUES} values")
     try:
         context = {"replace_images": replace_images}
         return schema.model_validate_json(body, extra="ignore" if ignore_unknown else None, context=context)
@@ -121,6 +119,10 @@ def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False, repla
         raise of_validation(
             error.errors(include_url=False, include_context=False), schema.unsupported()
         ) from None
+
+
+def _too_complex(limit: str) -> ApiError:
+    return ApiError(400, f"the body has more than {limit}", code="body_too_complex")
 
 
 def _has_too_many_parts(body: bytes) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from inflight import __version__
-from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, EngineStats, ExpertStats
+from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, EngineStats, MetricKind
 from inflight.events import RequestRecord
 from inflight.router.replica import Replica
 from inflight.server.access.keys import Caller, KeyUsage
@@ -200,59 +199,35 @@ class Metrics:
             for family in self._shared("vllm", {"model_name": self._model, "engine": "0"}, stats):
                 if self._compat == "vllm" or family.name in GATEWAY:
                     yield family
-        for name, text, counts in (
-            ("requests", "Requests sent to the engine, by task", self.requests),
-            ("pooled_texts", "Texts embedded, classified or scored, by task", self.num_texts),
-            (
-                "pooled_tokens",
-                "Tokens of embedded, classified or scored texts, by task",
-                self.num_pooled_tokens,
-            ),
-        ):
-            yield self._counter(f"inflight:{name}", text, "task", counts)
+        yield self._counter("requests", "Requests sent to the engine, by task", "task", self.requests)
         yield self._counter(
-            "inflight:requests_refused", "Refused requests, by error code", "code", self.refused
+            "pooled_texts", "Texts embedded, classified or scored, by task", "task", self.num_texts
         )
-        responses = CounterMetricFamily(
-            "inflight:http_responses", "HTTP responses, by route and status", labels=["route", "status"]
-        )
-        for (route, status), count in self.responses.items():
-            responses.add_metric([route, status], count)
-        yield responses
-        yield self._total("inflight:disconnects", "Requests whose client disconnected", self.num_disconnects)
-        yield self._total(
-            "inflight:disconnect_freed_blocks",
-            "KV blocks freed when clients disconnected",
-            self.num_freed_blocks,
-        )
-        yield self._total("inflight:engine_restarts", "Engine restarts after a crash", num_restarts)
-        info = GaugeMetricFamily("inflight:build_info", "Always 1", labels=["version"])
-        info.add_metric([__version__], 1)
-        yield info
+        text = "Tokens of embedded, classified or scored texts, by task"
+        yield self._counter("pooled_tokens", text, "task", self.num_pooled_tokens)
+        yield self._counter("requests_refused", "Refused requests, by error code", "code", self.refused)
+        text = "HTTP responses, by route and status"
+        yield _family("counter", "inflight:http_responses", text, ("route", "status"), self.responses.items())
+        yield self._total("disconnects", "Requests whose client disconnected", self.num_disconnects)
+        text = "KV blocks freed when clients disconnected"
+        yield self._total("disconnect_freed_blocks", text, self.num_freed_blocks)
+        yield self._total("engine_restarts", "Engine restarts after a crash", num_restarts)
+        yield _family("gauge", "inflight:build_info", "Always 1", ("version",), [((__version__,), 1)])
 
     def _shared(self, prefix: str, labels: Mapping[str, str], stats: EngineStats | None) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too."""
+        names, values = tuple(labels), tuple(labels.values())
         for histogram in self.histograms:
             yield histogram.family(prefix, labels)
-        yield self._counter(
-            f"{prefix}:request_success",
-            "Finished answers, by finish reason",
-            "finished_reason",
-            self.finished,
-            labels,
-        )
-        info = GaugeMetricFamily(f"{prefix}:cache_config_info", "Always 1", labels=[*labels, *self._cache])
-        info.add_metric([*labels.values(), *self._cache.values()], 1)
-        yield info
-        if stats is not None:
-            yield from self._engine(prefix, labels, stats)
-
-    def _engine(self, prefix: str, labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:
+        text = "Finished answers, by finish reason"
+        finished = [((*values, reason), count) for reason, count in sorted(self.finished.items())]
+        yield _family("counter", f"{prefix}:request_success", text, (*names, "finished_reason"), finished)
+        info = [((*values, *self._cache.values()), 1)]
+        yield _family("gauge", f"{prefix}:cache_config_info", "Always 1", (*names, *self._cache), info)
+        if stats is None:
+            return
         for item in ENGINE_METRICS:
-            family = GaugeMetricFamily if item.kind == "gauge" else CounterMetricFamily
-            metric = family(f"{prefix}:{item.name}", item.text, labels=list(labels))
-            metric.add_metric(list(labels.values()), item.read(stats))
-            yield metric
+            yield _family(item.kind, f"{prefix}:{item.name}", item.text, names, [(values, item.read(stats))])
         steps = Histogram.from_counts(
             "iteration_tokens_total",
             "Tokens per engine step",
@@ -262,93 +237,79 @@ class Metrics:
         )
         yield steps.family(prefix, labels)
         if prefix == "inflight":
-            yield self._total("inflight:steps", "Engine steps", stats.num_steps)
-            states = GaugeMetricFamily(
-                "inflight:kv_blocks", "KV blocks, by state", labels=["model_name", "state"]
-            )
-            kv = stats.kv
-            counts = {"free": kv.num_empty, "cached": kv.num_cached, "used": kv.num_used}
-            for state, count in counts.items():
-                states.add_metric([self._model, state], count)
-            yield states
-            if kv.groups:
-                groups = GaugeMetricFamily(
-                    "inflight:kv_group_blocks",
-                    "Used KV blocks by what the layers of a group keep, and blocks of cached snapshots",
-                    labels=["model_name", "group"],
-                )
-                for group, count in kv.groups.items():
-                    groups.add_metric([self._model, group], count)
-                yield groups
-            if stats.experts is not None:
-                yield from self._expert_families(stats.experts)
+            yield from self._engine(stats)
 
-    def _expert_families(self, experts: ExpertStats) -> Iterator[Metric]:
-        """Yield how a model's experts are used. There are as many labels as experts in a layer."""
-        tokens = {str(expert): count for expert, count in enumerate(experts.tokens)}
-        yield self._counter(
-            "inflight:expert_tokens", "Tokens of each expert, over all layers", "expert", Counter(tokens)
-        )
-        gauge = GaugeMetricFamily(
-            "inflight:expert_imbalance",
-            "Tokens of a layer's busiest expert divided by the average (1 means balanced)",
-            labels=["model_name", "layers"],
-        )
-        gauge.add_metric([self._model, "average"], experts.imbalance)
-        gauge.add_metric([self._model, "worst"], experts.worst_imbalance)
-        yield gauge
+    def _engine(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yield the metrics of an engine that vLLM has not."""
+        yield self._total("steps", "Engine steps", stats.num_steps)
+        kv = stats.kv
+        blocks = {"free": kv.num_empty, "cached": kv.num_cached, "used": kv.num_used}
+        yield self._labelled("gauge", "kv_blocks", "KV blocks, by state", "state", blocks)
+        if kv.groups:
+            text = "Used KV blocks by what the layers of a group keep, and blocks of cached snapshots"
+            yield self._labelled("gauge", "kv_group_blocks", text, "group", kv.groups)
+        experts = stats.experts
+        if experts is not None:  # there are as many labels as experts in a layer
+            tokens = {str(expert): count for expert, count in enumerate(experts.tokens)}
+            yield self._counter("expert_tokens", "Tokens of each expert, over all layers", "expert", tokens)
+            text = "Tokens of a layer's busiest expert divided by the average (1 means balanced)"
+            imbalance = {"average": experts.imbalance, "worst": experts.worst_imbalance}
+            yield self._labelled("gauge", "expert_imbalance", text, "layers", imbalance)
 
     def _key_families(self, callers: list[Caller]) -> Iterator[Metric]:
         """Yield the counters of named keys, whose number is that of the keys file: no request can add a label."""
         named = [caller for caller in callers if caller.name]
         for name, text, attribute in _KEY_COUNTERS if named else ():
-            metric = CounterMetricFamily(f"inflight:{name}", text, labels=["model_name", "key"])
-            for caller in named:
-                metric.add_metric([self._model, caller.name], getattr(caller.usage, attribute))
-            yield metric
+            counts = {caller.name: getattr(caller.usage, attribute) for caller in named}
+            yield self._labelled("counter", name, text, "key", counts)
 
     def _total(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, text, labels=["model_name"])
-        metric.add_metric([self._model], value)
-        return metric
+        return _family("counter", f"inflight:{name}", text, ("model_name",), [((self._model,), value)])
 
-    def _counter(
-        self, name: str, text: str, label: str, counts: Counter[str], labels: Mapping[str, str] | None = None
+    def _counter(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+        return self._labelled("counter", name, text, label, dict(sorted(counts.items())))
+
+    def _labelled(
+        self, kind: MetricKind, name: str, text: str, label: str, values: Mapping[str, float]
     ) -> Metric:
-        labels = {"model_name": self._model} if labels is None else labels
-        metric = CounterMetricFamily(name, text, labels=[*labels, label])
-        for value, count in sorted(counts.items()):
-            metric.add_metric([*labels.values(), value], count)
-        return metric
+        """Return a metric of the model with a value for each value of a label."""
+        samples = [((self._model, item), value) for item, value in values.items()]
+        return _family(kind, f"inflight:{name}", text, ("model_name", label), samples)
 
 
-_LABELS = ("model_name", "replica")
+def _family(
+    kind: MetricKind,
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric with a value for each combination of its labels' values."""
+    family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
 
 
 def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric]:
     """Yield the `inflight:replica_...` metrics, labelled by replica. Counters restart with the replica's engine."""
+
+    def family(kind: MetricKind, name: str, text: str, values: Iterable[tuple[Replica, float]]) -> Metric:
+        samples = [((model, replica.replica_id), value) for replica, value in values]
+        return _family(kind, f"inflight:replica_{name}", text, ("model_name", "replica"), samples)
+
     if not replicas:
         return
-    up = GaugeMetricFamily("inflight:replica_up", "1 if the replica accepts requests", labels=_LABELS)
-    queued = GaugeMetricFamily(
-        "inflight:replica_queued_tokens", "Prompt tokens waiting to be computed", labels=_LABELS
-    )
-    restarts = CounterMetricFamily(
-        "inflight:replica_restarts", "Engine restarts after a crash", labels=_LABELS
-    )
-    for replica in replicas:
-        labels = [model, replica.replica_id]
-        up.add_metric(labels, float(replica.available))
-        queued.add_metric(labels, replica.num_queued_tokens)
-        restarts.add_metric(labels, replica.health.num_restarts)
-    yield from (up, queued, restarts)
-    known = [(replica.replica_id, replica.stats) for replica in replicas if replica.stats is not None]
+    text = "1 if the replica accepts requests"
+    yield family("gauge", "up", text, ((replica, float(replica.available)) for replica in replicas))
+    text = "Prompt tokens waiting to be computed"
+    yield family("gauge", "queued_tokens", text, ((item, item.num_queued_tokens) for item in replicas))
+    text = "Engine restarts after a crash"
+    yield family("counter", "restarts", text, ((item, item.health.num_restarts) for item in replicas))
+    known = [(replica, replica.stats) for replica in replicas if replica.stats is not None]
     for item in ENGINE_METRICS:
-        family = GaugeMetricFamily if item.kind == "gauge" else CounterMetricFamily
-        metric = family(f"inflight:replica_{item.name}", f"{item.text}, by replica", labels=_LABELS)
-        for replica_id, stats in known:
-            metric.add_metric([model, replica_id], item.read(stats))
-        yield metric
+        values = [(replica, item.read(stats)) for replica, stats in known]
+        yield family(item.kind, item.name, f"{item.text}, by replica", values)
 
 
 def exposition(families: list[Metric]) -> bytes:
@@ -416,13 +377,8 @@ def with_counts(
     metrics: Metrics, callers: list[Caller], others: Iterable[MetricCounts]
 ) -> tuple[Metrics, list[Caller]]:
     """Return copies of both that include the counts of other processes."""
-    total, copies = metrics.empty_copy(), [_without_usage(caller) for caller in dict.fromkeys(callers)]
+    total = metrics.empty_copy()
+    copies = [replace(caller, usage=KeyUsage()) for caller in dict.fromkeys(callers)]
     for counts in (counts_of(metrics, callers), *others):
         add_counts(total, copies, counts)
     return total, copies
-
-
-def _without_usage(caller: Caller) -> Caller:
-    fresh = copy(caller)
-    fresh.usage = KeyUsage()
-    return fresh

@@ -14,7 +14,7 @@ from inflight import __version__
 from inflight.engine.client import Command
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError, shown
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.observability.metrics import CONTENT_TYPE, exposition, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import PAGES, application_page
@@ -123,7 +123,10 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Return the version and the engine's options, without keys. Needs the admin key."""
     state = state_of(request)
-    config = {name: _serializable(value) for name, value in state.options.engine.options().items()}
+    config: dict[str, Any] = {
+        name: value if isinstance(value, str | int | float | bool | None) else shown(value, 1000)
+        for name, value in state.options.engine.options().items()
+    }
     return respond(ServerInfo(version=__version__, config=config, models=list(state.model.names)))
 
 
@@ -138,8 +141,9 @@ async def sleep(request: Request) -> Response:
     """Free the KV cache and move the weights to host memory until `/wake_up`. Needs the admin key."""
     level = request.query_params.get("level", "1")
     if level != "1":
-        message = f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
-        raise ApiError(400, message, code="invalid_value", param="level")
+        raise invalid(
+            "level", f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
+        )
     return await _command(request, "sleep")
 
 
@@ -168,7 +172,3 @@ async def _command(request: Request, command: Command) -> Response:
             raise ApiError(400, str(error), code="cannot_sleep") from None
         raise ApiError(409, str(error), code="engine_busy") from None
     return respond(Done())
-
-
-def _serializable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else shown(value, 1000)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from inflight.engine.client import Health
 from inflight.engine.stats import EngineStats
 from inflight.errors import CheckpointChangedError, ConfigError, EngineError, shown
-from inflight.router.replica import Replica
+from inflight.router.replica import ReplicaState
 from inflight.router.replicas import Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
@@ -111,45 +111,35 @@ async def _change(
 
 async def _list(state: ServerState) -> Response:
     if state.model.replicas is None:
-        return respond(ReplicaReports(routing=None, data=[await _only_engine(state)]))
-    data = [_report(replica) for replica in state.model.replicas.members]
+        health = await state.model.client.health()
+        stats = await state.model.client.stats() if health.healthy else None
+        return respond(ReplicaReports(routing=None, data=[_report("0", health, health.state, stats)]))
+    data = [
+        _report(item.replica_id, item.health, item.state, item.stats, item.num_queued_tokens)
+        for item in state.model.replicas.members
+    ]
     data += [ReplicaReport(id=name, state="starting") for name in state.model.replicas.starting]
     return respond(ReplicaReports(routing=state.options.router.routing, data=data))
 
 
-async def _only_engine(state: ServerState) -> ReplicaReport:
-    health = await state.model.client.health()
-    report = ReplicaReport(id="0", **_health_fields(health, health.state))
-    if not health.healthy:
-        return report
-    stats = await state.model.client.stats()
-    return report.model_copy(update=_stats_fields(stats))
-
-
-def _report(replica: Replica) -> ReplicaReport:
-    figures = {} if replica.stats is None else _stats_fields(replica.stats)
+def _report(
+    name: str, health: Health, state: ReplicaState, stats: EngineStats | None, num_queued_tokens: int = 0
+) -> ReplicaReport:
+    figures: dict[str, Any] = {}
+    if stats is not None:
+        figures = {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "kv_usage": stats.kv.num_used / max(1, stats.kv.num_blocks),
+            "num_cached_blocks": stats.kv.num_cached,
+            "prefix_hit_rate": stats.num_prefix_hits / max(1, stats.num_prefix_queries),
+            "num_output_tokens": stats.num_output_tokens,
+        }
     return ReplicaReport(
-        id=replica.replica_id,
-        num_queued_tokens=replica.num_queued_tokens,
-        **_health_fields(replica.health, replica.state),
+        id=name,
+        state=state,
+        num_queued_tokens=num_queued_tokens,
+        num_restarts=health.num_restarts,
+        seconds_since_step=health.seconds_since_step,
         **figures,
     )
-
-
-def _health_fields(health: Health, state: str) -> dict[str, Any]:
-    return {
-        "state": state,
-        "num_restarts": health.num_restarts,
-        "seconds_since_step": health.seconds_since_step,
-    }
-
-
-def _stats_fields(stats: EngineStats) -> dict[str, Any]:
-    return {
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "kv_usage": stats.kv.num_used / max(1, stats.kv.num_blocks),
-        "num_cached_blocks": stats.kv.num_cached,
-        "prefix_hit_rate": stats.num_prefix_hits / max(1, stats.num_prefix_queries),
-        "num_output_tokens": stats.num_output_tokens,
-    }

@@ -19,7 +19,7 @@ from inflight.engine.client import RequestState
 from inflight.errors import EngineError, shown
 from inflight.events import RequestRecord
 from inflight.server.access.keys import Caller, counted
-from inflight.server.errors import ApiError
+from inflight.server.errors import invalid
 from inflight.server.observability.request_log import LoggedRequest, RequestKey, Selection, latest_first
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openapi import documented, query_parameters, respond
@@ -77,8 +77,7 @@ async def list_requests(request: Request) -> Response:
     state, caller, query = state_of(request), caller_of(request), request.query_params
     status, after = query.get("status"), query.get("after")
     if status not in (None, *_SELECTED):
-        message = f"status is {shown(status)}: it must be waiting, running or finished"
-        raise ApiError(400, message, code="invalid_value", param="status")
+        raise invalid("status", f"status is {shown(status)}: it must be waiting, running or finished")
     limit = _integer(request, "limit", 1, MAX_LISTED, 100)
     source = state.requests_of_workers or OwnRequests(state)
     async with _turn(state, caller):
@@ -138,8 +137,7 @@ def _integer(request: Request, name: str, lowest: int, highest: int, default: in
     if text is None:
         return default
     if not (text.isascii() and text.isdigit()) or not lowest <= int(text[:9]) <= highest:
-        message = f"{name} is {shown(text)}: it must be from {lowest} to {highest}"
-        raise ApiError(400, message, code="invalid_value", param=name)
+        raise invalid(name, f"{name} is {shown(text)}: it must be from {lowest} to {highest}")
     return int(text)
 
 
@@ -148,8 +146,7 @@ def _index(keys: Sequence[RequestKey], request_id: str) -> int:
     for index, key in enumerate(keys):
         if key[1] == request_id:
             return index
-    message = f"after is {shown(request_id, 200)}: there is no such request in this list"
-    raise ApiError(400, message, code="invalid_value", param="after")
+    raise invalid("after", f"after is {shown(request_id, 200)}: there is no such request in this list")
 
 
 # ---- pages ----

@@ -25,7 +25,7 @@ from inflight.engine.client import MemoryState
 from inflight.entrypoints.offline import paused_collection
 from inflight.errors import RequestError, shown
 from inflight.server.access.keys import Caller, counted
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.http.bodies import ENGINE_RESPONSE
 from inflight.server.openapi import documented, query_parameters, respond
 from inflight.server.state import ServerState, caller_of, state_of
@@ -308,11 +308,10 @@ async def trace(request: Request) -> Response:
     assert seconds is not None
     if not 0 < seconds <= MAX_TRACE_SECONDS:
         message = f"seconds is {seconds:g}: it must be above 0 and at most {MAX_TRACE_SECONDS:g}"
-        raise ApiError(400, message, code="invalid_value", param="seconds")
+        raise invalid("seconds", message)
     form = request.query_params.get("format", "trace")
     if form not in ("trace", "recording"):
-        message = f"format is {shown(form)}: it must be trace or recording"
-        raise ApiError(400, message, code="invalid_value", param="format")
+        raise invalid("format", f"format is {shown(form)}: it must be trace or recording")
     converter = _converter(state, caller)
     stream = _stream(state, converter, request)
     headers = {
@@ -364,5 +363,4 @@ def _number(request: Request, name: str, default: float | None) -> float | None:
             return value
     except ValueError:
         pass
-    message = f"{name} is {shown(text)}: it must be a number"
-    raise ApiError(400, message, code="invalid_value", param=name)
+    raise invalid(name, f"{name} is {shown(text)}: it must be a number")

@@ -18,7 +18,7 @@ from inflight.events import RequestRecord
 from inflight.request import RequestOrigin
 from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import MAX_TEXT_RECORDS
 from inflight.server.openapi import documented
@@ -253,15 +253,13 @@ def _text_of(number: int, document: str | Mapping[str, Any]) -> str:
         return document
     text = document.get("text")
     if not isinstance(text, str):
-        message = f"documents[{number}] has no text: an object must have it under 'text'"
-        raise ApiError(400, message, code="invalid_value", param="documents")
+        raise invalid("documents", f"documents[{number}] has no text: an object must have it under 'text'")
     return text
 
 
 def _check_items(name: str, items: list[Any], limit: int, kinds: tuple[type, ...], allowed: str) -> None:
     if not items:
-        message = f"{name} is an empty list: it must be {allowed}"
-        raise ApiError(400, message, code="invalid_value", param=name)
+        raise invalid(name, f"{name} is an empty list: it must be {allowed}")
     if len(items) > limit:
         message = f"{name} has {len(items)} items: at most {limit} are allowed in one request"
         raise ApiError(400, message, code="too_many_documents", param=name)
@@ -273,4 +271,4 @@ def _check_items(name: str, items: list[Any], limit: int, kinds: tuple[type, ...
 def _wrong(name: str, value: Any, allowed: str, number: int | None = None) -> ApiError:
     path = name if number is None else f"{name}[{number}]"
     actual = _NAMES.get(type(value), "a number")
-    return ApiError(400, f"{path} is {actual}: {name} must be {allowed}", code="invalid_value", param=name)
+    return invalid(name, f"{path} is {actual}: {name} must be {allowed}")

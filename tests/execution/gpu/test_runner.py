@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from inflight import LLM, SamplingParams
+from inflight.config import EngineConfig
 from inflight.errors import DeviceLostError
 from inflight.execution import platforms
 from inflight.execution.gpu import device
@@ -19,10 +20,11 @@ from inflight.execution.platforms import platform
 from inflight.layers.attention.triton import rope_write
 from inflight.layers.attention.triton.decode import decode_attention
 from inflight.layers.attention.triton.tuning import Tuning, choose
+from inflight.loading.evaluation import evaluate
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling.batch import Batch
 from tests.execution.gpu.interpreted import InterpretedPlatform
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_tokenizer
 
 # Padding is computed from whatever was in memory, and its results are dropped.
 pytestmark = [
@@ -216,6 +218,21 @@ def test_prompt_logprobs_match_the_cpu(
     assert interpreted.runners
     monkeypatch.setattr(platforms, "platform", platform)
     assert actual == pytest.approx(scores(device="cpu"), abs=1e-4)
+
+
+def test_evaluation_reads_the_distributions_of_its_runner(
+    interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = EngineConfig.create(write_checkpoint(tmp_path, "qwen3", **SHAPE | {"vocab_size": 320}))
+    write_tokenizer(tmp_path)
+    actual = evaluate(config, "The dog does not mind. ", config, window=9)
+    assert len(interpreted.runners) == 2
+    assert actual.agreement is not None
+    assert (actual.agreement.divergence, actual.agreement.top_1) == (0, 1)
+    monkeypatch.setattr(platforms, "platform", platform)
+    expected = evaluate(config, "The dog does not mind. ", window=9)
+    assert actual.num_tokens == expected.num_tokens
+    assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-4)
 
 
 def test_warm_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:

@@ -22,7 +22,7 @@ from inflight.frontend.frontend import Frontend
 from inflight.router import start as start_module
 from inflight.router.router import Router
 from inflight.router.start import start_router
-from inflight.server.access.keys import AdminKey, Caller, Keys
+from inflight.server.access.keys import Caller, Keys
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import Script, process_id
 from tests.server.chat_page import look
@@ -248,9 +248,9 @@ class _OneEngine(Backend):
 @pytest.mark.parametrize("key", ["", " x", "ä"])
 def test_admin_key_that_cannot_be_sent_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="admin_key"):
-        AdminKey(key)
+        Keys().set_admin(key)
     with pytest.raises(ConfigError, match="also an API key"):
-        AdminKey("same", Keys([("same", Caller("of the keys file"))]))
+        Keys([("same", Caller("of the keys file"))]).set_admin("same")
 
 
 def test_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBackend) -> None:

@@ -13,7 +13,7 @@ from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import RequestContext
 from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.formatters import encode
 from inflight.server.openai.responses.schemas import (
     InputItem,
@@ -62,7 +62,7 @@ def check_repeated(body: ResponsesBody) -> None:
             f"tools, tool_choice, text and prompt_cache_key have {size} characters: together they may have at most "
             f"{MAX_REPEATED_CHARACTERS}"
         )
-        raise ApiError(400, message, code="invalid_value", param="tools")
+        raise invalid("tools", message)
 
 
 def input_items(body: ResponseConversationBody) -> list[InputItem]:

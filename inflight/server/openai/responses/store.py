@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.errors import shown
 from inflight.server.access.keys import Caller
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.http.bodies import MAX_PARTS
 from inflight.server.openai.responses.schemas import (
     CallOutput,
@@ -177,10 +177,10 @@ class PageQuery(msgspec.Struct, frozen=True):
         """Read the query of a request. Raise ApiError if it is not valid."""
         limit = query.get("limit", str(DEFAULT_LIMIT))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
-            raise _wrong("limit", f"limit is {shown(limit)}: it must be an integer from 1 to {MAX_LIMIT}")
+            raise invalid("limit", f"limit is {shown(limit)}: it must be an integer from 1 to {MAX_LIMIT}")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise _wrong("order", f"order is {shown(order)}: allowed are asc and desc")
+            raise invalid("order", f"order is {shown(order)}: allowed are asc and desc")
         return cls(int(limit), order, query.get("after"))
 
 
@@ -219,11 +219,7 @@ def _index(items: Sequence[StoredItem], item_id: str) -> int:
     for index, item in enumerate(items):
         if item.item_id == item_id:
             return index
-    raise _wrong("after", f"after is {shown(item_id, 200)}: there is no such item in this response's input")
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param=param)
+    raise invalid("after", f"after is {shown(item_id, 200)}: there is no such item in this response's input")
 
 
 OVERHEAD = 1024  # bytes of a response in addition to its content and items
@@ -280,8 +276,26 @@ class _CallerResponses:
         return stored
 
 
+class Responses(Protocol):
+    """A store that may be in another process: each method transfers no more than it needs."""
+
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
+
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None: ...
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None: ...
+
+    async def find_items(
+        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]: ...
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
+
+    async def remove(self, caller: Caller, response_id: str) -> None: ...
+
+
 class ResponseStore:
-    """Responses in memory. Callers see only their own.
+    """Implements `Responses` in memory. Callers see only their own.
 
     When the store is full, the caller with the most loses its oldest: nobody can evict the responses of others.
     """
@@ -301,7 +315,19 @@ class ResponseStore:
         """The size of all responses in bytes."""
         return self._size
 
-    def add(self, caller: Caller, stored: StoredResponse) -> None:
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else stored.content
+
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else stored.items
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
+        stored = self.find(caller, response_id)
+        return None if stored is None else InputPage.from_items(stored.inputs, query)
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None:
         if self.find(caller, stored.response_id) is not None:  # clients may choose their ids
             self._remove(caller.name, stored.response_id)
         if stored.size > self._max_bytes:
@@ -318,7 +344,7 @@ class ResponseStore:
         stored = self._by_caller.get(caller.name)
         return None if stored is None else stored.responses.get(response_id)
 
-    def find_items(
+    async def find_items(
         self, caller: Caller, item_ids: Iterable[str], max_bytes: int
     ) -> dict[str, StoredItem | None]:
         """Find output items by their ids. Raise ApiError if together they have more than `max_bytes`."""
@@ -329,7 +355,7 @@ class ResponseStore:
             raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", "input")
         return items
 
-    def remove(self, caller: Caller, response_id: str) -> None:
+    async def remove(self, caller: Caller, response_id: str) -> None:
         """Remove a response. Raise ApiError 404 if there is none."""
         if self.find(caller, response_id) is None:
             raise not_stored(response_id)
@@ -344,54 +370,6 @@ class ResponseStore:
         self._num_responses -= 1
         if not stored.responses:
             del self._by_caller[name]
-
-
-class Responses(Protocol):
-    """A store that may be in another process: each method transfers no more than it needs."""
-
-    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
-
-    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None: ...
-
-    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None: ...
-
-    async def find_items(
-        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
-    ) -> dict[str, StoredItem | None]: ...
-
-    async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
-
-    async def remove(self, caller: Caller, response_id: str) -> None: ...
-
-
-class LocalResponses:
-    """A store in this process."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-
-    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else stored.content
-
-    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else stored.items
-
-    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
-        stored = self._store.find(caller, response_id)
-        return None if stored is None else InputPage.from_items(stored.inputs, query)
-
-    async def find_items(
-        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
-    ) -> dict[str, StoredItem | None]:
-        return self._store.find_items(caller, item_ids, max_bytes)
-
-    async def add(self, caller: Caller, stored: StoredResponse) -> None:
-        self._store.add(caller, stored)
-
-    async def remove(self, caller: Caller, response_id: str) -> None:
-        self._store.remove(caller, response_id)
 
 
 def not_stored(response_id: str) -> ApiError:

@@ -16,7 +16,7 @@ from inflight.errors import clipped
 from inflight.frontend.agents.answer_grammar import NamedTool, ToolChoice
 from inflight.frontend.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
 from inflight.frontend.chat import checked_tools
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, invalid
 from inflight.server.openai.responses.schemas import (
     AllowedTools,
     ChosenTool,
@@ -128,7 +128,7 @@ def _choice(
 
 
 def _wrong_choice(problem: str, reason: str) -> ApiError:
-    return ApiError(400, f"tool_choice {problem}: {reason}", code="invalid_value", param="tool_choice")
+    return invalid("tool_choice", f"tool_choice {problem}: {reason}")
 
 
 _BEFORE_INPUT = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')

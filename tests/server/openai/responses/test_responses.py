@@ -14,7 +14,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from inflight.server.access.keys import Caller
-from inflight.server.openai.responses.store import LocalResponses, ResponseStore, StoredResponse
+from inflight.server.openai.responses.store import ResponseStore, StoredResponse
 from tests.server.calling import CALLS, CallingBackend, call
 from tests.server.live import Backend, Live, live_server
 
@@ -305,8 +305,8 @@ def test_item_references_are_resolved(client: openai.OpenAI, scripted: CallingBa
 
 
 def store_of(server: Live) -> ResponseStore:
-    assert isinstance(server.state.responses, LocalResponses)
-    return server.state.responses._store
+    assert isinstance(server.state.responses, ResponseStore)
+    return server.state.responses
 
 
 def find(server: Live, response_id: str) -> StoredResponse:
@@ -367,11 +367,11 @@ def test_stored_and_new_items_share_one_size_limit(scripted: CallingBackend) -> 
         live.wait_until_idle()
 
 
-class WatchedResponses(LocalResponses):
+class WatchedResponses(ResponseStore):
     """Records each look-up, and how many requests the caller has running at that time."""
 
-    def __init__(self, store: ResponseStore, caller: Caller) -> None:
-        super().__init__(store)
+    def __init__(self, caller: Caller) -> None:
+        super().__init__(10, 1 << 20)
         self.lookups: list[Any] = []
         self.num_running: list[int] = []
         self.held: asyncio.Event | None = None  # what look-ups wait for
@@ -394,7 +394,7 @@ class WatchedResponses(LocalResponses):
 
 @pytest.fixture
 def watched(server: Live, monkeypatch: pytest.MonkeyPatch) -> WatchedResponses:
-    responses = WatchedResponses(store_of(server), server.state.keys.named("alice"))
+    responses = WatchedResponses(server.state.keys.named("alice"))
     monkeypatch.setattr(server.state, "responses", responses)
     return responses
 

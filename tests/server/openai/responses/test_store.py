@@ -39,41 +39,41 @@ def kept(store: ResponseStore, caller: Caller, names: str) -> str:
     return "".join(name for name in names if store.find(caller, name))
 
 
-def test_callers_see_only_their_own_responses() -> None:
+async def test_callers_see_only_their_own_responses() -> None:
     store = ResponseStore(10, 1 << 20)
-    store.add(ALICE, stored("a"))
+    await store.add(ALICE, stored("a"))
     assert store.find(ALICE, "a") == stored("a")
-    assert store.find_items(ALICE, ["msg-a", "in"], LARGEST) == {"msg-a": item("msg-a"), "in": None}
+    assert await store.find_items(ALICE, ["msg-a", "in"], LARGEST) == {"msg-a": item("msg-a"), "in": None}
     assert store.find(BOB, "a") is None
-    assert store.find_items(BOB, ["msg-a"], LARGEST) == {"msg-a": None}
+    assert await store.find_items(BOB, ["msg-a"], LARGEST) == {"msg-a": None}
     with pytest.raises(ApiError) as refused:
-        store.remove(BOB, "a")
+        await store.remove(BOB, "a")
     assert refused.value.status == 404
-    store.remove(ALICE, "a")
+    await store.remove(ALICE, "a")
     assert store.find(ALICE, "a") is None
-    assert store.find_items(ALICE, ["msg-a"], LARGEST) == {"msg-a": None}
+    assert await store.find_items(ALICE, ["msg-a"], LARGEST) == {"msg-a": None}
     assert (len(store), store.size) == (0, 0)
 
 
-def test_full_store_evicts_from_the_caller_with_the_most() -> None:
+async def test_full_store_evicts_from_the_caller_with_the_most() -> None:
     store = ResponseStore(4, 1 << 20)
-    store.add(BOB, stored("b"))
+    await store.add(BOB, stored("b"))
     for name in "vwxyz":
-        store.add(ALICE, stored(name))
+        await store.add(ALICE, stored(name))
     assert kept(store, ALICE, "vwxyz") == "xyz"
     assert kept(store, BOB, "b") == "b"
     assert len(store) == 4
 
 
-def test_store_is_bounded_in_bytes() -> None:
+async def test_store_is_bounded_in_bytes() -> None:
     size = 3 * SMALLEST
     store = ResponseStore(100, 10 * SMALLEST)
-    store.add(BOB, stored("b"))
+    await store.add(BOB, stored("b"))
     for name in "xyz":
-        store.add(ALICE, stored(name, size))
+        await store.add(ALICE, stored(name, size))
     assert kept(store, ALICE, "xyz") == "yz"
     assert store.size == 9 * SMALLEST
-    store.add(BOB, stored("c", 10 * SMALLEST))
+    await store.add(BOB, stored("c", 10 * SMALLEST))
     assert kept(store, BOB, "bc") == "b"
 
 
@@ -85,27 +85,27 @@ def test_size_counts_content_and_items() -> None:
     assert [one.item_id for one in whole.outputs] == ["4"]
 
 
-def test_items_that_are_too_large_together_are_rejected() -> None:
+async def test_items_that_are_too_large_together_are_rejected() -> None:
     store = ResponseStore(10, 1 << 20)
     outputs = (item("a", 600), item("b", 600))
-    store.add(ALICE, StoredResponse("r", ResponseContent(b""), outputs, 2))
-    assert store.find_items(ALICE, ["a"], 1000) == {"a": outputs[0]}
+    await store.add(ALICE, StoredResponse("r", ResponseContent(b""), outputs, 2))
+    assert await store.find_items(ALICE, ["a"], 1000) == {"a": outputs[0]}
     with pytest.raises(ApiError, match="has 1200 bytes: at most 1000") as refused:
-        store.find_items(ALICE, ["a", "b"], 1000)
+        await store.find_items(ALICE, ["a", "b"], 1000)
     assert (refused.value.status, refused.value.code) == (400, "conversation_too_large")
 
 
-def test_reused_id_replaces_the_earlier_response() -> None:
+async def test_reused_id_replaces_the_earlier_response() -> None:
     store = ResponseStore(10, 1 << 20)
-    store.add(ALICE, stored("a", 5))
-    store.add(ALICE, stored("a", 7))
+    await store.add(ALICE, stored("a", 5))
+    await store.add(ALICE, stored("a", 7))
     assert store.find(ALICE, "a") == stored("a", 7)
     assert (len(store), store.size) == (1, 7 + SMALLEST)
 
 
-def test_store_of_size_0_stores_nothing() -> None:
+async def test_store_of_size_0_stores_nothing() -> None:
     store = ResponseStore(0, 1 << 20)
-    store.add(ALICE, stored("a"))
+    await store.add(ALICE, stored("a"))
     assert store.find(ALICE, "a") is None
 
 
