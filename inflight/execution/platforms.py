@@ -118,10 +118,7 @@ class CpuPlatform:
     device = torch.device("cpu")
     defaults = DEFAULTS["cpu"]
 
-    def kernels_and_attention(
-        self,
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
         kernels = cpu_kernels()
         return kernels, cpu_backend(kernels)
 
@@ -160,20 +157,11 @@ class CpuPlatform:
         max_rows = config.scheduler.max_num_seqs or self.defaults.max_num_seqs
         return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars, links)
 
-    def encoder_kernels(
-        self,
-        spec: EncoderSpec,  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> EncoderKernels:
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:  # noqa: ARG002
         kernels = cpu_kernels()
         return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
 
-    def encoder_runner(
-        self,
-        config: EngineConfig,  # noqa: ARG002
-        encoder: PoolingEncoder,
-        limits: Limits,  # noqa: ARG002
-    ) -> EncoderRunner:
+    def encoder_runner(self, config: EngineConfig, encoder: PoolingEncoder, limits: Limits) -> EncoderRunner:  # noqa: ARG002
         return EncoderRunner(encoder)
 
     def describe(self) -> str:

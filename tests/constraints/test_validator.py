@@ -312,7 +312,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputs:
 async def begun(own: GrammarValidator, num_trials: int = 1) -> None:
     """Wait until `num_trials` trials are running in a process."""
     await until(
-        lambda: sum(shared.trial._process is not None for shared in own._shared.values()) == num_trials
+        lambda: sum(shared._process is not None for shared in own._running.values()) == num_trials
     )
 
 
@@ -336,15 +336,15 @@ async def test_trial_continues_while_another_request_waits_for_it(endless: Struc
     with closing(GrammarValidator(vocabulary)) as own:
         first, second = (asyncio.create_task(own.validate_async(endless, "owner")) for _ in range(2))
         await begun(own)
-        (shared,) = own._shared.values()
+        (shared,) = own._running.values()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert not shared.trial.is_cancelled
+        assert not shared.is_cancelled
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
-        assert shared.trial.is_cancelled
+        assert shared.is_cancelled
 
 
 async def test_owner_with_slow_grammars_does_not_delay_others(endless: StructuredOutputs) -> None:
@@ -385,16 +385,15 @@ def test_interrupted_wait_of_a_thread_ends_its_trial(
 
         class InterruptedError(BaseException): ...
 
-        shared = own._join(endless, "")
-
         def interrupted() -> None:
             raise InterruptedError
 
-        monkeypatch.setattr(shared.trial.future, "exception", interrupted)
-        with pytest.raises(InterruptedError):
-            own.validate(endless)
-        assert not shared.trial.is_cancelled  # another request still waits
-        own._leave(shared)
+        with own._outcome(endless, "") as future:
+            (trial,) = own._running.values()
+            monkeypatch.setattr(future, "exception", interrupted)
+            with pytest.raises(InterruptedError):
+                own.validate(endless)
+            assert not trial.is_cancelled  # another request still waits
         began = threading.Event()
 
         def begin(_: object) -> bool:
