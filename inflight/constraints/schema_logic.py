@@ -42,6 +42,7 @@ REPLACED = {
     *("unevaluatedProperties", "uniqueItems"),
 }
 
+_NAME_KEYWORDS = ("minLength", "maxLength", "type", "$ref")  # in propertyNames, beside those that need cases
 MAX_SEQUENCES = 400  # of the distinct items of one array
 # RFC 3339 with the days of every month. llguidance's own formats know neither leap years nor leap seconds, which are
 # allowed in UTC only. The year 0000 is left out, as most parsers reject it.
@@ -276,12 +277,7 @@ class _Expansion:
             elif keyword == "not" and isinstance(value, dict) and value.keys() in ({"const"}, {"enum"}):
                 texts = [value["const"]] if "const" in value else value["enum"]
                 yield {"properties": {text: False for text in texts if isinstance(text, str)}}
-            elif keyword not in (
-                "minLength",
-                "maxLength",
-                "type",
-                "$ref",
-            ) and not is_annotation(keyword):
+            elif keyword not in _NAME_KEYWORDS and not is_annotation(keyword):
                 raise UnsupportedKeywordError("propertyNames", pointer, f" with {keyword!r}")
 
     def _exclusive(self, branches: list[Any], pointer: str) -> Any:

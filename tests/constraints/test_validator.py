@@ -311,9 +311,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputs:
 
 async def begun(own: GrammarValidator, num_trials: int = 1) -> None:
     """Wait until `num_trials` trials are running in a process."""
-    await until(
-        lambda: sum(shared._process is not None for shared in own._running.values()) == num_trials
-    )
+    await until(lambda: sum(shared._process is not None for shared in own._running.values()) == num_trials)
 
 
 async def test_cancelled_request_ends_its_trial(endless: StructuredOutputs) -> None:

@@ -171,8 +171,5 @@ def _named(share: RankShare, count: int) -> str:
 def _threads(library: Library, num_ranks: int) -> int:
     """Return the threads of each rank: OMP_NUM_THREADS if set, else an equal share of the machine's."""
     requested = os.environ.get("OMP_NUM_THREADS", "")
-    return (
-        library.threads
-        if requested.isdecimal() and int(requested) > 0
-        else max(1, library.threads // num_ranks)
-    )
+    is_set = requested.isdecimal() and int(requested) > 0
+    return library.threads if is_set else max(1, library.threads // num_ranks)
