@@ -51,7 +51,7 @@ class NativeSamplingRows:
     def set(self, row: int, request: RequestSpec) -> None:
         """Assign `request` to `row`."""
         params = request.params
-        self.clear(row)
+        self.num_logprobs.pop(row, None)
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
         bias = {i: value for i, value in (params.logit_bias or {}).items() if i < self.vocab_size}
@@ -78,11 +78,6 @@ class NativeSamplingRows:
         """Let these rows sample next what their masks in `host_masks` allow."""
         for row in rows:
             self._lists[row][0][:] = self.host_masks[row]
-
-    def clear(self, row: int) -> None:
-        """Free `row`."""
-        self._lists.pop(row, None)
-        self.num_logprobs.pop(row, None)
 
     def address(self, rows: Iterable[int]) -> int:
         """Return the address of the table, after checking that these rows hold requests."""

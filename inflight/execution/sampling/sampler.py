@@ -81,10 +81,6 @@ class SamplingRows:
         for row in rows:
             self[row].mask = self._unpacked(self.host_masks[row])
 
-    def clear(self, row: int) -> None:
-        """Free `row`."""
-        self._rows.pop(row, None)
-
     def __getitem__(self, row: int) -> SamplingRow:
         if row not in self._rows:
             raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")

@@ -239,11 +239,15 @@ def test_single_forbidden_token_does_not_fail_the_row() -> None:
 def test_reused_row_takes_the_new_parameters() -> None:
     bench = Bench([job(FALLING, temperature=0, allowed_token_ids=[4])])
     assert bench.sample().token_ids == [4]
-    bench.state.clear(bench.rows[0])
-    with pytest.raises(EngineError, match=f"row {bench.rows[0]} "):
-        bench.sample()
     bench.state.set(bench.rows[0], job(FALLING, temperature=0).request())
     assert bench.sample().token_ids == [0]
+
+
+def test_row_without_a_request_cannot_sample() -> None:
+    bench = Bench([job(FALLING)])
+    bench.rows = [0]
+    with pytest.raises(EngineError, match="row 0 "):
+        bench.sample()
 
 
 def test_empty_step_samples_nothing(each_sampler: str) -> None:
