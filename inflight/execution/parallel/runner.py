@@ -139,11 +139,6 @@ class PipelineRunner:
 # ---- ranks that follow rank 0 ----
 
 
-class _ExpectedTokens(NamedTuple):
-    rows: Tensor  # [S]
-    lengths: Tensor  # [S]
-
-
 class TokenRows(Protocol):
     tokens: Tensor  # [max_rows, max_len]
 
@@ -157,7 +152,7 @@ class PendingTokens:
 
     def __init__(self, rows: TokenRows) -> None:
         self._rows = rows
-        self._expected: dict[int, _ExpectedTokens] = {}  # by step
+        self._expected: dict[int, tuple[Tensor, Tensor]] = {}  # by step: rows and lengths, [S] each
         self._admitted = torch.full((len(rows.tokens),), -1)  # by row: the step that admitted its request
 
     def expect(self, batch: Batch, rows: Tensor, lengths: Tensor) -> None:
@@ -165,7 +160,7 @@ class PendingTokens:
         for row, _ in batch.admissions:
             self._admitted[row] = batch.step
         if len(rows):
-            self._expected[batch.step] = _ExpectedTokens(rows, lengths)
+            self._expected[batch.step] = rows, lengths
 
     def write(self, sampled: list[SampledIds]) -> None:
         """Write arrived tokens, before the next step's admissions. Rows that changed their request since are
