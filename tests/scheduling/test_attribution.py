@@ -12,8 +12,7 @@ from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
 from inflight.kv.prefix_cache import PrefixCache
 from inflight.request import Request
-from inflight.scheduling.policies.sequential import Sequential
-from inflight.scheduling.policies.static import Static
+from inflight.scheduling.policies.baselines import Sequential, Static
 from inflight.scheduling.policy import Policy, TokenBudget
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import Scheduler
