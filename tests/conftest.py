@@ -112,6 +112,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patient_trials() -> Iterator[None]:
+    """Trials of grammars are bounded by their CPU time alone, however busy this machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inflight.constraints.validator.WALL_SECONDS", 3600.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tab() -> Iterator[Page]:
     """The one browser of all tests of pages. Take `page` instead."""

@@ -16,18 +16,8 @@ from inflight.errors import ConfigError
 from inflight.kv.layout import KVLayout
 
 PLAN_OPTIONS = (
-    *(
-        "revision",
-        "dtype",
-        "quantization",
-        "quantize_head",
-        "max_model_len",
-        "block_size",
-        "kv_cache_memory",
-        "kv_cache_dtype",
-        "kv_cache_dtype_skip_layers",
-        "gpu_memory_utilization",
-    ),
+    *("revision", "dtype", "quantization", "quantize_head", "max_model_len", "block_size"),
+    *("kv_cache_memory", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "gpu_memory_utilization"),
     *("max_num_seqs", "max_num_batched_tokens"),
 )
 MAX_CPU_RANKS = 8  # shown in the table

@@ -40,9 +40,8 @@ class ArgumentReader:
         self._rules = rules
         self._command = command
         self._has_model = has_model  # whether the model is a positional argument
-        self._greedy_lists = (
-            greedy_lists  # lists take all words up to the next flag, even if the model is unknown
-        )
+        # Lists take all words up to the next flag, even if the model is unknown.
+        self._greedy_lists = greedy_lists
         self._words: list[str] = []  # the remaining words, the next one last
         self._is_model_known = False
         self.notes: list[str] = []  # notes for the user

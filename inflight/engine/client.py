@@ -100,8 +100,28 @@ class MemoryState:
     groups: dict[str, int]  # as in `KVUsage`
 
 
-# The operations of an engine besides requests.
-Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
+# ---- commands: the operations of an engine besides requests. Their fields are what they need. ----
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget all prefixes. Running requests keep their blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Free the KV memory and move the weights to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Undo `Sleep`."""
+
+
+Command = ResetPrefixCache | Sleep | WakeUp
+
+# ---- the interface ----
+
 CacheObserver = Callable[[CacheUpdate], None]
 TimelineObserver = Callable[[str, bytes], None]  # replica, encoded chunk
 

@@ -7,13 +7,21 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inflight.engine.client import MAX_NAMED, Command, MemoryState, RequestState
+from inflight.engine.client import (
+    MAX_NAMED,
+    Command,
+    MemoryState,
+    RequestState,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from inflight.engine.runner import (
     ExpertCounts,
     NoSleepSupport,
@@ -30,6 +38,7 @@ from inflight.request import Request, Status
 from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
 from inflight.scheduling.scheduler import Scheduler
 from inflight.timeline.chunks import RecordedTimes, TimelinePage, TimelineQuery
+from inflight.timeline.open_runs import StepOutcome
 from inflight.timeline.recorder import MAX_BYTES, NoRecorder, Recorder
 
 logger = logging.getLogger(__name__)
@@ -259,23 +268,14 @@ class EngineCore:
             self._expert_loads.update(now, not self.has_work)
             self._record(self.recorder.add_experts, batch.step, self._expert_loads.take())
         several = outputs.count(1) < num_outputs
-        self._record_step(launched.step, deltas, pool.take_ended(), num_outputs, several, times)
+        outcome = StepOutcome(deltas, pool.take_ended(), num_outputs, several, sampled.num_refused)
+        self._record_step(launched.step, outcome, times)
         if not self.has_work:
             pool.check_idle()
         return deltas
 
-    def _record_step(
-        self,
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        ended: Sequence[Request],
-        num_outputs: int,
-        several: bool,
-        times: RecordedTimes,
-        error: str | None = None,
-    ) -> None:
-        pool = self.scheduler.pool
-        self._record(self.recorder.step, step, deltas, ended, num_outputs, several, pool, times, error)
+    def _record_step(self, step: ScheduledStep, outcome: StepOutcome, times: RecordedTimes) -> None:
+        self._record(self.recorder.step, step, outcome, self.scheduler.pool, times)
 
     def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
         others_in_flight = list(self._in_flight)  # steps in flight with the failed one are void
@@ -301,10 +301,12 @@ class EngineCore:
         self._num_failed_steps += 1 + len(others_in_flight)
         ended = self.scheduler.pool.take_ended()
         for other in sorted((launched, *others_in_flight), key=lambda other: other.step.batch.step):
-            step_deltas, step_ended = (deltas, ended) if other is launched else ((), ())
+            outcome = StepOutcome(error=message)
+            if other is launched:
+                outcome = outcome._replace(deltas=deltas, ended=ended)
             device_began_at = self._device_began_at(other)
             times = RecordedTimes(other.scheduled_at, other.launched_at, device_began_at, now, self.clock())
-            self._record_step(other.step, step_deltas, step_ended, 0, False, times, message)
+            self._record_step(other.step, outcome, times)
         return deltas
 
     # ---- statistics ----
@@ -334,11 +336,11 @@ class EngineCore:
 
     def run_command(self, command: Command) -> None:
         match command:
-            case "reset_prefix_cache":
+            case ResetPrefixCache():
                 self.reset_prefix_cache()
-            case "sleep":
+            case Sleep():
                 self.sleep()
-            case "wake_up":
+            case WakeUp():
                 self.wake_up()
 
     def read_memory(self) -> MemoryState:

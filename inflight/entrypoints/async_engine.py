@@ -14,7 +14,15 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
-from inflight.engine.client import EngineClient, Health, ModelFacts, RequestState
+from inflight.engine.client import (
+    EngineClient,
+    Health,
+    ModelFacts,
+    RequestState,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from inflight.engine.inproc import InprocClient
 from inflight.engine.stats import EngineStats
 from inflight.entrypoints.scoring import AsyncScoringMethods, ScoringRun
@@ -276,14 +284,14 @@ class AsyncEngine(AsyncScoringMethods):
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
-        await self._own_client().command("reset_prefix_cache")
+        await self._own_client().command(ResetPrefixCache())
 
     async def sleep(self) -> None:
         """Free the KV memory and move the weights to host memory. Raises EngineError while there are requests."""
-        await self._own_client().command("sleep")
+        await self._own_client().command(Sleep())
 
     async def wake_up(self) -> None:
-        await self._own_client().command("wake_up")
+        await self._own_client().command(WakeUp())
 
     async def is_sleeping(self) -> bool:
         return (await self._own_client().stats()).is_sleeping

@@ -15,6 +15,7 @@ from weakref import finalize
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
+from inflight.engine.client import ResetPrefixCache, Sleep, WakeUp
 from inflight.engine.stats import EngineStats, MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
@@ -257,19 +258,19 @@ class LLM(ScoringMethods):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as vLLM does."""
-        self._offline.command("reset_prefix_cache")
+        self._offline.command(ResetPrefixCache())
         return True
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV memory and move the weights to host memory until `wake_up`."""
         if level != 1:
             raise ParameterError.of_value("level", level, "it must be 1 (weights are kept in host memory)")
-        self._offline.command("sleep")
+        self._offline.command(Sleep())
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
             raise ParameterError.of_value("tags", tags, "it must be None (everything wakes up at once)")
-        self._offline.command("wake_up")
+        self._offline.command(WakeUp())
 
     def is_sleeping(self) -> bool:
         return self.stats().is_sleeping

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from inflight.engine.client import Command, Health, ModelFacts, ReplicaClient, TimelineObserver, wait_while
+from inflight.engine.client import (
+    Command,
+    Health,
+    ModelFacts,
+    ReplicaClient,
+    Sleep,
+    TimelineObserver,
+    WakeUp,
+    wait_while,
+)
 from inflight.engine.stats import EngineStats
 from inflight.errors import (
     CheckpointChangedError,
@@ -160,15 +169,17 @@ class Replicas:
 
     def drain(self, replica_id: str) -> None:
         """Send a replica no new requests."""
-        self._check_not_last(replica_id)
-        self.find(replica_id).draining = True
+        replica = self.find(replica_id)
+        self._check_not_last(replica)
+        replica.draining = True
 
     async def remove(self, replica_id: str, seconds: float) -> None:
         """Drain a replica for at most `seconds` and stop it. Its remaining requests continue on other replicas."""
-        self._check_not_last(replica_id)
+        self._check_not_last(self.find(replica_id))
         async with self._changing:
-            self._check_not_last(replica_id)  # others may have been drained or removed meanwhile
-            await self._end(self.find(replica_id), seconds)
+            replica = self.find(replica_id)
+            self._check_not_last(replica)  # others may have been drained or removed meanwhile
+            await self._end(replica, seconds)
 
     async def restart(self, replica_id: str, seconds: float) -> None:
         """Replace the engine of a replica.
@@ -216,11 +227,14 @@ class Replicas:
     ) -> None:
         """Drain a replica, stop its engine and start the next one."""
         was_draining = replica.draining
+        consequence = (
+            f"it is not restarted, as there is no room to start another engine beside it ({no_room})"
+        )
         try:
-            self._check_not_alone(replica, no_room)
+            self._check_not_last(replica, consequence)
             replica.draining = True
             await wait_while(lambda: bool(replica.requests), seconds)
-            self._check_not_alone(replica, no_room)  # others may have died meanwhile
+            self._check_not_last(replica, consequence)  # others may have died meanwhile
         except BaseException:
             replica.draining = was_draining
             raise
@@ -232,15 +246,6 @@ class Replicas:
             replica.is_leaving = replica.draining = False
             await self.check_health(replica)
         self._update_facts()
-
-    def _check_not_alone(self, replica: Replica, no_room: ProcessNotStartedError) -> None:
-        if not any(other is not replica for other in self.available):
-            raise RequestError(
-                f"replica {replica.replica_id} is the only one that takes requests, so it is not restarted: there is "
-                f"no room to start another engine beside it ({no_room})",
-                param="replica",
-                code="last_replica",
-            )
 
     async def _check_others_run(self, replica: Replica) -> None:
         others = [other for other in self.members if other is not replica]
@@ -256,11 +261,10 @@ class Replicas:
                 code="replica_missing",
             )
 
-    def _check_not_last(self, replica_id: str) -> None:
-        self.find(replica_id)
-        if not any(replica.replica_id != replica_id for replica in self.available):
+    def _check_not_last(self, replica: Replica, consequence: str = "add another one first") -> None:
+        if not any(other is not replica for other in self.available):
             raise RequestError(
-                f"replica {replica_id} is the last one that takes requests: add another one first",
+                f"replica {replica.replica_id} is the last one that takes requests: {consequence}",
                 param="replica",
                 code="last_replica",
             )
@@ -314,7 +318,7 @@ class Replicas:
             with contextlib.suppress(EngineError):
                 replica.stats = await replica.client.stats()
                 if self.are_asleep and not replica.stats.is_sleeping:  # it started later
-                    await replica.client.command("sleep")
+                    await replica.client.command(Sleep())
         if replica.available and not was_available:
             self._on_change()
 
@@ -369,17 +373,17 @@ class Replicas:
         ]
         if not clients:
             raise EngineDeadError(self.trouble())
-        if command == "wake_up":
+        if isinstance(command, WakeUp):
             self.are_asleep = False
         results = await asyncio.gather(
             *(client.command(command) for client in clients), return_exceptions=True
         )
         errors = [error for error in results if isinstance(error, BaseException)]
         if not errors:
-            self.are_asleep = self.are_asleep or command == "sleep"
+            self.are_asleep = self.are_asleep or isinstance(command, Sleep)
             return
-        if command == "sleep":
-            await asyncio.gather(*(client.command("wake_up") for client in clients), return_exceptions=True)
+        if isinstance(command, Sleep):
+            await asyncio.gather(*(client.command(WakeUp()) for client in clients), return_exceptions=True)
         raise errors[0]
 
     # ---- the timeline ----

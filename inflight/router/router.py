@@ -172,9 +172,8 @@ class Router:
     def _known_tokens(self, request: Request) -> KnownTokens:
         size = self._hasher.block_size
         num_tokens = len(request.token_ids)
-        if (
-            not request.splittable or request.params.prompt_logprobs is not None
-        ):  # computed without the prefix cache
+        if not request.splittable or request.params.prompt_logprobs is not None:
+            # It is computed without the prefix cache.
             return KnownTokens(num_tokens, size, (), ())
         marks = self._marks.up_to((num_tokens - 1) // size)
         hashes = [block_hash[:CACHE_HASH_LENGTH] for block_hash in self._hasher.hashes_at(request, marks)]

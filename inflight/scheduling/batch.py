@@ -85,6 +85,8 @@ class Sampled:
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # For entries with several tokens: how many of the first ones have their KV written by this step (default: none).
     num_written: dict[int, int] = field(default_factory=dict)
+    # For entries with drafted tokens: how many of those the step refused.
+    num_refused: dict[int, int] = field(default_factory=dict)
     # For the prompt tokens starts[i] + 1 ... that the chunk of entry i predicts.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # The output of the model's head for the entries of kind "pool" that end here: raw float32.

@@ -67,9 +67,8 @@ class Choice:
 
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
-    firsts = {
-        id(choice.prompt): choice for choice in reversed(choices)
-    }.values()  # the first choice of each prompt
+    # The first choice of each prompt.
+    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
     num_prompt = sum(len(choice.prompt.prompt_token_ids) for choice in firsts)
     num_output = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.answer.record.num_cached_tokens for choice in firsts)

@@ -120,7 +120,7 @@ class ServerState:
         self.to_unix = time.time() - time.monotonic()
         self.unsent = UnsentBytes(options.max_unsent_bytes)
         self.request_log = RequestLog(options.request_history)
-        self.report_turns = Turns()  # to read reports of requests
+        self.report_turns = Turns()  # to read reports and lists of requests, one at a time
         self.exposing = asyncio.Lock()  # metrics: one at a time
         limits = options.max_stored_responses, options.max_stored_bytes
         self.responses: Responses = stored or ResponseStore(*limits)

@@ -24,7 +24,11 @@ def chunk_json(
     steps: dict[str, list[Any]] = {"step": list(range(chunk.first_step, chunk.end_step))}
     steps["at"] = [round(moment + to_unix, 6) for moment in chunk.times]
     steps |= {name: chunk.column(name).tolist() for name in COLUMNS[:-1]}
-    runs = [run for run in chunk.runs() if visible is None or run.request in visible]
+    runs = [
+        run._replace(counts=list(run.counts)) if run.counts else run
+        for run in chunk.runs()
+        if visible is None or run.request in visible
+    ]
     steps["others"] = [0] * chunk.num_steps if visible is None else _others(chunk, visible)
     requests = [info for info in chunk.requests if visible is None or info.number in visible]
     events = [event for event in chunk.events if visible is None or event.request in visible]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from inflight.events import ExpertUsage
 from inflight.request import RequestOrigin
@@ -59,8 +59,9 @@ class SlotRun(NamedTuple):
     """Consecutive steps in which a slot did the same for one request.
 
     A prefill that returns the request's next token ends its run. In a run of decodes every step returns a token, or
-    several: `counts` has the tokens of each of the first steps, and every later one returned one. `outputs` is their
-    sum, or 0 in a step that failed.
+    several if tokens were drafted and accepted. For each of the first steps, `counts` has two numbers: the tokens that
+    it returned, and the drafted ones that were refused. Every later step returned one and refused none. `outputs` is
+    the sum of what was returned, or 0 in a step that failed.
     """
 
     slot: int
@@ -73,6 +74,24 @@ class SlotRun(NamedTuple):
     outputs: int
     counts: Sequence[int] = ()
 
+    def token_at(self, step: int) -> int:
+        """Return the index of the token that the run has reached in `step`, which may be the step after its last."""
+        num_steps = step - self.first_step
+        returned = self.counts[: 2 * num_steps : 2]
+        return self.first_token + sum(returned) + (num_steps - len(returned)) * self.tokens_per_step
+
+    def counts_at(self, step: int) -> tuple[int, int]:
+        """Return the tokens that a step of decodes returned, and the drafted ones that were refused."""
+        index = 2 * (step - self.first_step)
+        if index < len(self.counts):
+            return self.counts[index], self.counts[index + 1]
+        return min(1, self.outputs), 0
+
+    def num_drafted(self) -> tuple[int, int]:
+        """Return how many drafted tokens were accepted and how many refused."""
+        counts = self.counts
+        return sum(counts[::2]) - len(counts) // 2, sum(counts[1::2])
+
     def after(self, step: int) -> SlotRun | None:
         """Return the part of the run from `step` on, or None if there is none."""
         skipped = step - self.first_step
@@ -80,36 +99,15 @@ class SlotRun(NamedTuple):
             return self
         if skipped >= self.num_steps:
             return None
-        first_token = token_at(self, step)
+        first_token = self.token_at(step)
         is_decode = self.kind == SlotKind.DECODE
         return self._replace(
             first_step=step,
             num_steps=self.num_steps - skipped,
             first_token=first_token,
             outputs=self.outputs - (first_token - self.first_token) if is_decode else self.outputs,
-            counts=self.counts[skipped:],
+            counts=self.counts[2 * skipped :],
         )
-
-
-class TokenRun(Protocol):
-    """The fields of a run that its positions depend on."""
-
-    @property
-    def first_step(self) -> int: ...
-    @property
-    def tokens_per_step(self) -> int: ...
-    @property
-    def first_token(self) -> int: ...
-    @property
-    def counts(self) -> Sequence[int]: ...
-
-
-def token_at(run: TokenRun, step: int) -> int:
-    """Return the index of the token that a run has reached in `step`, which may be the step after its last one."""
-    num_steps, counts = step - run.first_step, run.counts
-    if not counts:
-        return run.first_token + num_steps * run.tokens_per_step
-    return run.first_token + sum(counts[:num_steps]) + max(0, num_steps - len(counts))
 
 
 class RecordedRequest(NamedTuple):
@@ -156,7 +154,7 @@ class Chunk(NamedTuple):
     at: bytes  # float64: when each step was scheduled
     columns: bytes  # uint32: each of COLUMNS
     run_data: bytes  # int64: RUN_LENGTH for each run
-    run_counts: dict[int, Sequence[int]]  # the counts of runs that have some, by the index of the run
+    run_counts: dict[int, bytes]  # uint16: the counts of runs that have some, by the index of the run
     failed: dict[int, str]  # messages of failed steps
     requests: list[RecordedRequest]
     events: list[TimelineEvent]
@@ -191,7 +189,11 @@ class Chunk(NamedTuple):
     def runs(self) -> Iterator[SlotRun]:
         numbers = iter(array("q", self.run_data))
         rows = zip(*[numbers] * RUN_LENGTH, strict=True)
-        return (SlotRun._make((*row, self.run_counts.get(index, ()))) for index, row in enumerate(rows))
+        counts = self.run_counts
+        return (
+            SlotRun._make((*row, array("H", counts[index]) if index in counts else ()))
+            for index, row in enumerate(rows)
+        )
 
     def after(self, step: int, event: int) -> Chunk:
         """Return the part from a step and an event on; each may be beyond the chunk or before it."""
@@ -224,7 +226,7 @@ class PackedRuns:
 
     def __init__(self, runs: Iterable[SlotRun] = ()) -> None:
         self._numbers = array("q")
-        self.counts: dict[int, Sequence[int]] = {}  # as in `Chunk.run_counts`
+        self.counts: dict[int, bytes] = {}  # as in `Chunk.run_counts`
         for *numbers, counts in runs:
             self.append(numbers, counts)
 
@@ -234,7 +236,7 @@ class PackedRuns:
     def append(self, numbers: Sequence[int], counts: Sequence[int]) -> None:
         """Add a run: its numbers, and its counts."""
         if counts:
-            self.counts[len(self)] = counts
+            self.counts[len(self)] = array("H", counts).tobytes()
         self._numbers.extend(numbers)
 
     def copy(self) -> PackedRuns:

@@ -5,25 +5,41 @@ decodes mostly computes its next token in every step, so its run needs no attent
 
     the same requests as before      nothing changes: two lists and two sums are compared
     some join or leave               one set operation finds them, and only their entries are read
-    anything else                    every entry is read, for example if some returned several tokens
+    anything else                    every entry is read, for example if tokens were drafted
 
 Before entries are skipped, `_all_decode` checks that their requests do continue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
-from inflight.timeline.chunks import RecordedRequest, SlotKind, token_at
+from inflight.timeline.chunks import RecordedRequest, SlotKind
 
 DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)
 
 
-class OpenRun(NamedTuple):
+class StepOutcome(NamedTuple):
+    """What came of a step that was collected or failed."""
+
+    deltas: Sequence[Delta] = ()
+    ended: Sequence[Request] = ()  # the requests that ended with it
+    num_outputs: int = 0  # tokens in `deltas`
+    several: bool = False  # whether some deltas have more than one
+    refused: Mapping[int, int] = MappingProxyType({})  # as `Sampled.num_refused`
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class OpenRun:
     """A run that may continue in the next step."""
 
     slot: int
@@ -32,20 +48,41 @@ class OpenRun(NamedTuple):
     first_step: int
     tokens_per_step: int
     first_token: int
-    counts: list[int]
+    counts: array[int] = field(default_factory=partial(array, "H"))
+    num_ahead: int = 0  # tokens in `counts` that were returned in addition to one in each step
+
+    def next_token(self, step: int) -> int:
+        """Return the index of the token that it reaches in the next step."""
+        return self.first_token + (step - self.first_step) * self.tokens_per_step + self.num_ahead
+
+    def add_counts(self, step: int, outputs: int, refused: int) -> None:
+        """Note what a step returned and refused. For steps that are not noted, that is one and none."""
+        counts = self.counts
+        num_usual = step - self.first_step - len(counts) // 2
+        counts.extend((*(1, 0) * num_usual, outputs, refused))
+        self.num_ahead += outputs - 1
+
+    def begin_at(self, step: int) -> None:
+        """Forget the steps before this one."""
+        num_steps = step - self.first_step
+        if num_steps > 0:
+            returned = self.counts[: 2 * num_steps : 2]
+            num_ahead = sum(returned) - len(returned)
+            self.first_step = step
+            self.first_token += num_steps * self.tokens_per_step + num_ahead
+            self.num_ahead -= num_ahead
+            del self.counts[: 2 * num_steps]
 
     def numbers(self, end_step: int, outputs: int | None) -> tuple[int, ...]:
         """Return the numbers of a `SlotRun` that ends before a step.
 
         It returned `outputs` tokens; None stands for as many as its decodes advanced by.
         """
-        slot, info, slot_kind, first_step, tokens_per_step, first_token, counts = self
-        num_steps = end_step - first_step
+        num_steps = end_step - self.first_step
         if outputs is None:
-            outputs = (
-                0 if slot_kind != DECODE else token_at(self, end_step) - first_token if counts else num_steps
-            )
-        return slot, info.number, slot_kind, first_step, num_steps, tokens_per_step, first_token, outputs
+            outputs = num_steps + self.num_ahead if self.kind == DECODE else 0
+        first = self.slot, self.info.number, self.kind, self.first_step
+        return *first, num_steps, self.tokens_per_step, self.first_token, outputs
 
 
 class OpenRuns:
@@ -61,8 +98,8 @@ class OpenRuns:
         self._runs: dict[Request, OpenRun] = {}
         self._decoding: set[Request] = set()  # the requests whose open run is one of decodes
         self._others: set[Request] = set()  # those with an open run of another kind
-        # The sum of token_at(run, step) - step of all open runs of decodes, for the next step: adding their number
-        # times the step gives the sum of the positions that they should compute in it.
+        # The sum of next_token(step) - step of all open runs of decodes: adding their number times the step gives the
+        # sum of the positions that they should compute in it.
         self._sum_offsets = 0
         self._begun: set[Request] = set()  # those that have returned a token since they were admitted
         self._steady: list[Request] | None = None  # the last step's requests, if each is in a run of decodes
@@ -77,18 +114,12 @@ class OpenRuns:
         self,
         step: ScheduledStep,
         number: int,
-        deltas: Sequence[Delta],
-        num_outputs: int,
-        several: bool,
+        outcome: StepOutcome,
         lingering: Sequence[Request],
-        error: str | None,
     ) -> None:
-        """Continue, open and close runs with the next step.
-
-        `num_outputs` is the number of tokens in `deltas`, and `several` says whether some have more than one.
-        """
-        batch, requests = step.batch, step.requests
-        is_usual = error is None and not several
+        """Continue, open and close runs with the next step."""
+        batch, requests, num_outputs, error = step.batch, step.requests, outcome.num_outputs, outcome.error
+        is_usual = error is None and not outcome.several and not outcome.refused
         is_same = requests == self._steady and not batch.admissions and not lingering
         if is_usual and is_same and self._all_decode(step, (), number, num_outputs):
             return
@@ -104,9 +135,10 @@ class OpenRuns:
         if is_usual and self._all_decode(step, entries, number, num_outputs):
             outputs_of = None
         else:
-            entries, outputs_of = range(len(requests)), _outputs_of(() if error else deltas)
+            outputs_of = _outputs_of(() if error else outcome.deltas)
+            entries = self._continue_decodes(step, number, outputs_of, outcome.refused)
         for entry in entries:
-            self._record_entry(step, entry, number, outputs_of, error)
+            self._record_entry(step, entry, number, outputs_of, outcome)
         self._record_held(requests, number)
         self._held = {request: request.row for request in lingering}
         if self._ended:  # after a failure, nothing is in flight
@@ -114,13 +146,35 @@ class OpenRuns:
         is_steady = len(self._decoding) == len(requests) == len(self._runs) and not self._held
         self._steady = requests if is_steady else None
 
+    def _continue_decodes(
+        self, step: ScheduledStep, number: int, outputs_of: dict[str, int], refused: Mapping[int, int]
+    ) -> list[int]:
+        """Continue the runs of decodes that returned tokens. Return the other entries."""
+        rows, runs, others = step.batch.rows, self._runs, []
+        # Hot loop: where tokens are drafted, it runs for every entry of every step.
+        for entry, request in enumerate(step.requests):
+            run, outputs = runs.get(request), outputs_of.get(request.request_id, 0)
+            num_known = len(request.token_ids) - outputs
+            if (
+                not outputs
+                or run is None
+                or run.kind != DECODE
+                or run.slot != rows[entry]
+                or run.first_token + number - run.first_step + run.num_ahead != num_known - 1
+            ):
+                others.append(entry)
+            elif outputs > 1 or entry in refused:
+                run.add_counts(number, outputs, refused.get(entry, 0))
+                self._sum_offsets += outputs - 1
+        return others
+
     def _record_entry(
         self,
         step: ScheduledStep,
         entry: int,
         number: int,
         outputs_of: dict[str, int] | None,
-        error: str | None,
+        outcome: StepOutcome,
     ) -> None:
         """Record one entry of a step. `outputs_of` is None if each that samples returns one token."""
         batch, request = step.batch, step.requests[entry]
@@ -131,16 +185,19 @@ class OpenRuns:
             outputs = int(request not in self._ended)
         else:
             outputs = outputs_of.get(request.request_id, 0)
-        if samples and not outputs and error is None:
+        if samples and not outputs and outcome.error is None:
             slot_kind = HELD  # the request had ended: the token was dropped
         elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
-            # Tokens that were returned together with its last one, and have no KV yet, are computed before it.
-            slot_kind, start, count = DECODE, start + count - 1, 1
+            # Tokens that were returned together with its last one, and have no KV yet, are computed before it, and
+            # drafted ones after it.
+            num_known = len(request.token_ids) - outputs if outputs else start + count
+            slot_kind, start, count = DECODE, num_known - 1, 1
         else:
             slot_kind = PREFILL
         if outputs:
             self._begun.add(request)
-        self._extend(request, batch.rows[entry], slot_kind, number, count, start, outputs)
+        refused = outcome.refused.get(entry, 0)
+        self._extend(request, batch.rows[entry], slot_kind, number, count, start, outputs, refused)
 
     def _record_held(self, requests: Sequence[Request], number: int) -> None:
         """Record the slots that the policy keeps for finished requests, except for those still in the batch."""
@@ -182,15 +239,29 @@ class OpenRuns:
             and num_expected == num_outputs
         )
 
+    def forget_before(self, step: int) -> None:
+        """Forget what runs did before a step, which no chunk needs any more."""
+        for run in self._runs.values():
+            if run.counts:
+                run.begin_at(step)
+
     def _extend(
-        self, request: Request, slot: int, slot_kind: int, number: int, count: int, start: int, outputs: int
+        self,
+        request: Request,
+        slot: int,
+        slot_kind: int,
+        number: int,
+        count: int,
+        start: int,
+        outputs: int,
+        refused: int = 0,
     ) -> None:
         """Continue the run of a slot with a step, or open another one."""
         run = self._runs.get(request)
         if run is not None:
             continues = (
                 (run.slot, run.kind, run.tokens_per_step) == (slot, slot_kind, count)
-                and token_at(run, number) == start
+                and run.next_token(number) == start
                 and (slot_kind != DECODE or outputs > 0)
             )
             if not continues:
@@ -198,23 +269,22 @@ class OpenRuns:
                 run = None
         ends = (outputs > 0) if slot_kind == PREFILL else (slot_kind == DECODE and not outputs)
         if run is None:
-            run = OpenRun(slot, self._describe(request), slot_kind, number, count, start, [])
+            run = OpenRun(slot, self._describe(request), slot_kind, number, count, start)
             if ends:
                 self._close_run(run, number + 1, outputs)
             else:
                 self._open(request, run)
         elif ends:
             self._close(request, number + 1, outputs)
-        if slot_kind == DECODE and outputs > 1:
-            run.counts.extend([1] * (number - run.first_step - len(run.counts)))
-            run.counts.append(outputs)
+        if slot_kind == DECODE and outputs and (outputs > 1 or refused):
+            run.add_counts(number, outputs, refused)
             self._sum_offsets += outputs - 1
 
     def _open(self, request: Request, run: OpenRun) -> None:
         self._runs[request] = run
         if run.kind == DECODE:
             self._decoding.add(request)
-            self._sum_offsets += run.first_token - run.first_step
+            self._sum_offsets += run.next_token(run.first_step) - run.first_step
         else:
             self._others.add(request)
 
@@ -223,7 +293,7 @@ class OpenRuns:
         self._steady = None
         if run.kind == DECODE:
             self._decoding.remove(request)
-            self._sum_offsets -= token_at(run, end_step) - end_step
+            self._sum_offsets -= run.next_token(end_step) - end_step
         else:
             self._others.remove(request)
         self._close_run(run, end_step, outputs)

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from inflight.events import Delta, ExpertUsage
+from inflight.events import ExpertUsage
 from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.request_pool import Limits, RequestPool
@@ -25,7 +25,7 @@ from inflight.timeline.chunks import (
     TimelinePage,
     TimelineQuery,
 )
-from inflight.timeline.open_runs import OpenRun, OpenRuns
+from inflight.timeline.open_runs import OpenRun, OpenRuns, StepOutcome
 
 MAX_BYTES = 64 << 20  # of the ring
 CHUNK_OVERHEAD = 256  # bytes that Python needs for each chunk in the ring
@@ -55,15 +55,7 @@ class NoRecorder:
         pass
 
     def step(
-        self,
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        ended: Sequence[Request],
-        num_outputs: int,
-        several: bool,
-        pool: RequestPool,
-        times: RecordedTimes,
-        error: str | None = None,
+        self, step: ScheduledStep, outcome: StepOutcome, pool: RequestPool, times: RecordedTimes
     ) -> None:
         pass
 
@@ -151,32 +143,20 @@ class Recorder(NoRecorder):
     # ---- steps ----
 
     def step(
-        self,
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        ended: Sequence[Request],
-        num_outputs: int,
-        several: bool,
-        pool: RequestPool,
-        times: RecordedTimes,
-        error: str | None = None,
+        self, step: ScheduledStep, outcome: StepOutcome, pool: RequestPool, times: RecordedTimes
     ) -> None:
-        """Record a step that was collected or failed.
-
-        `num_outputs` is the number of tokens in `deltas`, `several` says whether some have more than one, and `ended`
-        are the requests that ended with the step.
-        """
+        """Record a step that was collected or failed."""
         batch, kv, number = step.batch, step.kv, self._base + step.batch.step
         if number != self._next_step:
             self._skip_to(number)
         self._next_step += 1
-        self._runs.record(step, number, deltas, num_outputs, several, pool.lingering, error)
-        if batch.admissions or step.preempted or ended:
-            self._record_events(step, ended, number, times, pool)
+        self._runs.record(step, number, outcome, pool.lingering)
+        if batch.admissions or step.preempted or outcome.ended:
+            self._record_events(step, outcome.ended, number, times, pool)
         row = (
             times,
             batch.num_tokens,
-            num_outputs,
+            outcome.num_outputs,
             len(pool.running),
             pool.num_waiting,
             kv.num_used,
@@ -185,8 +165,8 @@ class Recorder(NoRecorder):
         )
         for builder in self._builders:
             builder.steps.append(row)
-            if error is not None:
-                builder.failed[number] = error
+            if outcome.error is not None:
+                builder.failed[number] = outcome.error
         self._ended_at = max(self._ended_at, times.updated_at)
         self._close_full_chunks()
 
@@ -242,6 +222,7 @@ class Recorder(NoRecorder):
         for builder in self._builders:
             if builder.is_full(CHUNK if builder is self._builder else UNTAKEN):
                 self._overflow(builder)
+                self._runs.forget_before(min(builder.first_step for builder in self._builders))
 
     def _overflow(self, builder: ChunkBuilder) -> None:
         """Put a full chunk into the ring, or drop what viewers have not taken."""

@@ -17,7 +17,6 @@ from inflight.timeline.chunks import (
     TimelinePage,
     TimelineQuery,
     decode_chunk,
-    token_at,
 )
 
 
@@ -31,6 +30,7 @@ class RecordedSlot:
     start: int
     num_tokens: int
     num_outputs: int  # tokens that the answer got
+    num_refused: int = 0  # drafted tokens that it did not get
 
     @property
     def decodes(self) -> bool:
@@ -54,9 +54,8 @@ class RecordedStep:
     slots: list[RecordedSlot]  # by slot
     events: list[TimelineEvent]
     error: str | None = None  # the step failed, or was in flight with one that did
-    experts: ExpertUsage | None = (
-        None  # what they received since the last reading, in the steps that were read
-    )
+    # What they received since the last reading, in the steps that were read.
+    experts: ExpertUsage | None = None
 
     def all_decode(self, batch: int) -> bool:
         """Return whether `batch` requests decode, and nothing else is computed."""
@@ -116,9 +115,9 @@ def _steps(replica: str, chunk: Chunk, experts: dict[int, ExpertUsage]) -> Itera
 
 
 def _slot(run: SlotRun, step: int, info: RecordedRequest) -> RecordedSlot:
-    slot_kind, start = SlotKind(run.kind), token_at(run, step)
+    slot_kind, is_last = SlotKind(run.kind), step == run.first_step + run.num_steps - 1
     if slot_kind is SlotKind.DECODE:
-        outputs = min(token_at(run, step + 1) - start, run.outputs)  # none in a step that failed
+        outputs, refused = run.counts_at(step)
     else:
-        outputs = run.outputs if step == run.first_step + run.num_steps - 1 else 0
-    return RecordedSlot(run.slot, info, slot_kind, start, run.tokens_per_step, outputs)
+        outputs, refused = run.outputs if is_last else 0, 0
+    return RecordedSlot(run.slot, info, slot_kind, run.token_at(step), run.tokens_per_step, outputs, refused)

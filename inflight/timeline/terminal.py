@@ -200,6 +200,10 @@ class _Picture:
             f"{output / window.seconds:,.0f} tokens/s  KV {used:.0f}% used, {cached:.0f}% cached",
             style="not bold",
         )
+        drafted = [run.num_drafted() for run in window.runs if run.counts]
+        if num_drafted := sum(map(sum, drafted)):
+            share = sum(accepted for accepted, _ in drafted) / num_drafted
+            text.append(f"  drafts {share:.0%} accepted", style="not bold")
         if window.failed:
             text.append(f"  {len(window.failed)} failed steps", style="bold red")
         return text

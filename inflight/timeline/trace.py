@@ -27,7 +27,6 @@ from inflight.timeline.chunks import (
     TimelinePage,
     TimelineQuery,
     decode_chunk,
-    token_at,
 )
 from inflight.timeline.steps import read_chunks
 from inflight.web import recording_document
@@ -115,7 +114,8 @@ def _end_step(run: SlotRun) -> int:
 
 
 def _continues(run: SlotRun, later: SlotRun) -> bool:
-    end_step, end_token = _end_step(run), token_at(run, _end_step(run))
+    end_step = _end_step(run)
+    end_token = run.token_at(end_step)
     is_same = (run.request, run.kind, run.tokens_per_step) == (
         later.request,
         later.kind,
@@ -131,7 +131,7 @@ def _joined(run: SlotRun, later: SlotRun) -> SlotRun:
     """Return a run and the one that continues it as one."""
     counts: list[int] = []
     if run.counts or later.counts:
-        counts = [*run.counts, *[1] * (run.num_steps - len(run.counts)), *later.counts]
+        counts = [*run.counts, *[1, 0] * (run.num_steps - len(run.counts) // 2), *later.counts]
     num_steps, outputs = run.num_steps + later.num_steps, run.outputs + later.outputs
     return run._replace(num_steps=num_steps, outputs=outputs, counts=counts)
 
@@ -286,7 +286,9 @@ class ReplicaTrace:
 
     def _slot_slice(self, item: OpenSlice) -> dict[str, Any]:
         run = item.run
-        args: dict[str, Any] = {"request": run.request, **run._asdict()}
+        args: dict[str, Any] = run._asdict()
+        if args.pop("counts"):
+            args["accepted"], args["refused"] = run.num_drafted()
         info = self._requests.get(run.request, {})
         if "prompt_tokens" in info:
             args["first_output"] = first_output(run) - info["prompt_tokens"]

@@ -40,12 +40,6 @@ INTERSECTIONS = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"
 SPECIAL = vocabulary().pieces[vocabulary().eos_token_ids[0]].decode()
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials are bounded by their CPU time alone, however busy this machine is."""
-    monkeypatch.setattr(validator_module, "WALL_SECONDS", 3600.0)
-
-
 def nested(keyword: str, depth: int, leaf: Any = True) -> Any:
     other = {"then": {"minItems": 1}} if keyword == "if" else {"minContains": 2}
     for _ in range(depth):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.engine.client import ResetPrefixCache, Sleep, WakeUp
 from inflight.engine.stats import STEP_SIZES
 from inflight.errors import EngineAsleepError, EngineError
 from tests.support.fake_runner import FakeRunner
@@ -53,12 +54,12 @@ def test_woken_engine_has_the_same_outputs_and_an_empty_cache(engine: FakeEngine
     before = run(engine)
     assert num_cached(engine) > 0
     runner = engine.core.runner
-    engine.core.run_command("sleep")
+    engine.core.run_command(Sleep())
     assert engine.core.stats().is_sleeping
     assert engine.core.stats().kv.num_cached == 0
-    engine.core.run_command("sleep")  # again: nothing is left to do
-    engine.core.run_command("wake_up")
-    engine.core.run_command("wake_up")
+    engine.core.run_command(Sleep())  # again: nothing is left to do
+    engine.core.run_command(WakeUp())
+    engine.core.run_command(WakeUp())
     assert engine.core.runner is not runner
     assert not engine.core.stats().is_sleeping
     assert engine.core._sleep_support.calls == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
@@ -66,28 +67,28 @@ def test_woken_engine_has_the_same_outputs_and_an_empty_cache(engine: FakeEngine
 
 
 def test_sleeping_engine_rejects_requests_and_busy_engine_does_not_sleep(engine: FakeEngine) -> None:
-    engine.core.run_command("sleep")
+    engine.core.run_command(Sleep())
     with pytest.raises(EngineAsleepError):
         engine.core.add(make_request(PROMPT))
     assert not engine.core.has_work
-    engine.core.run_command("wake_up")
+    engine.core.run_command(WakeUp())
     engine.add(make_request(PROMPT))
     with pytest.raises(EngineError, match="has requests"):
-        engine.core.run_command("sleep")
+        engine.core.run_command(Sleep())
     engine.run()
 
 
 def test_engine_that_cannot_sleep_says_so_and_continues() -> None:
     engine = FakeEngine()
     with pytest.raises(EngineError, match="cannot sleep"):
-        engine.core.run_command("sleep")
+        engine.core.run_command(Sleep())
     assert run(engine)
 
 
 def test_prefix_cache_can_be_reset(engine: FakeEngine) -> None:
     run(engine)
     assert num_cached(engine) > 0
-    engine.core.run_command("reset_prefix_cache")
+    engine.core.run_command(ResetPrefixCache())
     assert num_cached(engine) == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from inflight.checkpoint.checkpoint import fingerprint_now
 from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine.client import Sleep, WakeUp
 from inflight.engine.inproc import InprocClient
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import (
@@ -67,17 +68,17 @@ async def test_all_or_no_replicas_sleep_including_later_ones() -> None:
     async with in_process(2) as (router, engines):
         engines[0].core._sleep_support = FakeSleepSupport(engines[0])
         with pytest.raises(EngineError, match="cannot sleep"):
-            await router.command("sleep")
+            await router.command(Sleep())
         assert engines[0].core._sleep_support.calls == ["check", "sleep", "wake"]
         engines[1].core._sleep_support = FakeSleepSupport(engines[1])
-        await router.command("sleep")
+        await router.command(Sleep())
         assert (await router.stats()).is_sleeping
         with pytest.raises(EngineAsleepError):
             await router.add(make_request([1, 2], 5))
         await router.replicas.add()
         engines[2].core._sleep_support = FakeSleepSupport(engines[2])
         await until(lambda: engines[2].core.is_sleeping)
-        await router.command("wake_up")
+        await router.command(WakeUp())
         assert not any(engine.core.is_sleeping for engine in engines)
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
@@ -316,13 +317,15 @@ async def test_failed_restart_leaves_the_old_engine_running(script: Script, faul
 async def test_last_replica_is_not_stopped_for_a_restart(script: Script) -> None:
     async with processes(1, model=script.model) as router:
         before = ids(router)
-        with pytest.raises(RequestError, match="replica 0 is the only one that takes requests") as refused:
+        with pytest.raises(
+            RequestError, match="replica 0 is the last one that takes requests: it is not"
+        ) as refused:
             await router.replicas.restart("0", 0.0)
         assert refused.value.code == "last_replica"
         assert (ids(router), router.replicas.find("0").available) == (before, True)
         await router.replicas.add()
         router.replicas.drain("0")
-        with pytest.raises(RequestError, match="replica 1 is the only one that takes requests"):
+        with pytest.raises(RequestError, match="replica 1 is the last one that takes requests"):
             await router.replicas.restart("1", 0.0)
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 

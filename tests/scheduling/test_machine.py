@@ -26,7 +26,7 @@ from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
-from tests.scheduling.several import SeveralRunner, VerifyingRunner
+from tests.scheduling.several import DraftingRunner, SeveralRunner, VerifyingRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
 from tests.support.fake_runner import FakeRunner, expected_scores, expected_tokens
@@ -69,7 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
-        several=st.sampled_from([None, None, SeveralRunner, VerifyingRunner]),
+        several=st.sampled_from([None, None, SeveralRunner, VerifyingRunner, DraftingRunner]),
         staged=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (None, 5, 5), (3, 8), (None, 2, 6)]),
         snapshot_blocks=st.sampled_from([0, 0, 1, 3]),

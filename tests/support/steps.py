@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight.engine.core import EngineCore
-from inflight.events import Delta, KVUsage, Preemption
-from inflight.request import Request
+from inflight.events import KVUsage, Preemption
 from inflight.scheduling.batch import ScheduledStep
 from inflight.timeline.chunks import RecordedTimes
+from inflight.timeline.open_runs import StepOutcome
 
 
 class SlotRecord(NamedTuple):
@@ -53,16 +53,8 @@ def observe(core: EngineCore, observer: StepObserver) -> Callable[[], None]:
     record_step, pool = core._record_step, core.scheduler.pool
     is_over = False
 
-    def observed(
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        ended: Sequence[Request],
-        num_outputs: int,
-        several: bool,
-        times: RecordedTimes,
-        error: str | None = None,
-    ) -> None:
-        record_step(step, deltas, ended, num_outputs, several, times, error)
+    def observed(step: ScheduledStep, outcome: StepOutcome, times: RecordedTimes) -> None:
+        record_step(step, outcome, times)
         if is_over:
             return
         batch = step.batch
@@ -78,12 +70,12 @@ def observe(core: EngineCore, observer: StepObserver) -> Callable[[], None]:
             slots,
             tuple(admission.request.request_id for admission in batch.admissions),
             tuple(step.preempted),
-            tuple(delta.request_id for delta in deltas if delta.finish_reason),
+            tuple(delta.request_id for delta in outcome.deltas if delta.finish_reason),
             tuple(request.row for request in pool.lingering),
             len(pool.running),
             pool.num_waiting,
             step.kv,
-            error,
+            outcome.error,
         )
         observer(record)
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from inflight.events import Delta
-from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.request_pool import RequestPool
 from inflight.timeline.chunks import (
@@ -19,8 +17,8 @@ from inflight.timeline.chunks import (
     TimelineQuery,
     decode_chunk,
     encode_chunk,
-    token_at,
 )
+from inflight.timeline.open_runs import StepOutcome
 from inflight.timeline.recorder import Recorder
 
 
@@ -32,6 +30,7 @@ class Cell(NamedTuple):
     num_tokens: int
     first_token: int
     outputs: int
+    refused: int = 0
 
 
 def cells_of(runs: Iterable[SlotRun | Sequence[int]]) -> list[Cell]:
@@ -40,12 +39,11 @@ def cells_of(runs: Iterable[SlotRun | Sequence[int]]) -> list[Cell]:
     for run in (SlotRun(*values) for values in runs):
         for index in range(run.num_steps):
             step = run.first_step + index
-            token = token_at(run, step)
+            counts = (run.outputs if index == run.num_steps - 1 else 0, 0)
             if run.kind == SlotKind.DECODE:
-                outputs = min(token_at(run, step + 1) - token, run.outputs)
-            else:
-                outputs = run.outputs if index == run.num_steps - 1 else 0
-            cells.append(Cell(step, run.slot, run.request, run.kind, run.tokens_per_step, token, outputs))
+                counts = run.counts_at(step)
+            fields = (run.slot, run.request, run.kind, run.tokens_per_step, run.token_at(step))
+            cells.append(Cell(step, *fields, *counts))
     return sorted(cells)
 
 
@@ -91,19 +89,12 @@ class NaiveRecorder(Recorder):
         self._naively_held: dict[int, tuple[int, int]] = {}  # request number: slot and tokens
 
     def step(
-        self,
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        ended: Sequence[Request],
-        num_outputs: int,
-        several: bool,
-        pool: RequestPool,
-        times: RecordedTimes,
-        error: str | None = None,
+        self, step: ScheduledStep, outcome: StepOutcome, pool: RequestPool, times: RecordedTimes
     ) -> None:
-        super().step(step, deltas, ended, num_outputs, several, pool, times, error)
+        super().step(step, outcome, pool, times)
+        deltas, error = outcome.deltas, outcome.error
         sizes = [0] if error else [len(delta.token_ids) for delta in deltas]
-        assert (num_outputs, several) == (sum(sizes), any(size > 1 for size in sizes))
+        assert (outcome.num_outputs, outcome.several) == (sum(sizes), any(size > 1 for size in sizes))
         batch = step.batch
         tokens: Counter[str] = Counter()
         for delta in () if error else deltas:
@@ -112,19 +103,20 @@ class NaiveRecorder(Recorder):
         self._begun -= {admission.request.request_id for admission in batch.admissions}
         for entry, request in enumerate(step.requests):
             returned = tokens[request.request_id] if batch.samples[entry] else 0
-            count, start = batch.counts[entry], batch.starts[entry]
+            count, start, refused = batch.counts[entry], batch.starts[entry], 0
             is_decode = count == 1 or request.request_id in self._begun
             if batch.samples[entry] and not returned and not error:
                 kind = SlotKind.HELD
             elif is_decode and start >= request.num_prompt_tokens:
                 kind, start, count = SlotKind.DECODE, start + count - 1, 1
+                refused = outcome.refused.get(entry, 0)
             else:
                 kind = SlotKind.PREFILL
             if returned:
                 self._begun.add(request.request_id)
             present.add(request.record.number)
             self.cells.append(
-                Cell(number, batch.rows[entry], request.record.number, kind, count, start, returned)
+                Cell(number, batch.rows[entry], request.record.number, kind, count, start, returned, refused)
             )
         for request_number, (row, token) in self._naively_held.items():
             if request_number not in present:

@@ -109,7 +109,7 @@ def _cells_of_others(chunk: Chunk, own: Sequence[SlotRun], rng: Random) -> list[
         taken = {run.slot for run in own if run.first_step <= step < run.first_step + run.num_steps}
         for slot in rng.sample([slot for slot in range(chunk.slots) if slot not in taken], count):
             values = (rng.randrange(3), step, 1, rng.randrange(99), rng.randrange(99), rng.randrange(3))
-            cells.append(SlotRun(slot, _number(rng), *values, rng.choice([(), (), (2,), (5,)])))
+            cells.append(SlotRun(slot, _number(rng), *values, rng.choice([(), (), (2, 0), (1, 3)])))
     return cells
 
 

@@ -10,13 +10,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
+from inflight.events import Delta
 from inflight.request import RequestOrigin
+from inflight.scheduling.batch import Batch, ScheduledStep
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
-from inflight.timeline.chunks import COLUMNS, SlotKind, TimelineQuery, decode_chunk, token_at
+from inflight.timeline.chunks import COLUMNS, RecordedRequest, SlotKind, TimelineQuery, decode_chunk
+from inflight.timeline.open_runs import OpenRuns, StepOutcome
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.steps import read_chunks, recorded_steps
-from tests.scheduling.several import SeveralRunner, VerifyingRunner
+from tests.scheduling.several import DraftingRunner, SeveralRunner, VerifyingRunner
 from tests.scheduling.test_machine import EngineMachine
 from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
@@ -105,7 +108,7 @@ def test_decodes_that_return_several_tokens_are_one_run(kind: type[SeveralRunner
     prefill, decodes = chunk.runs()
     assert (prefill.kind, prefill.num_steps, prefill.outputs) == (SlotKind.PREFILL, 1, 3)
     assert (decodes.kind, decodes.num_steps, decodes.outputs) == (SlotKind.DECODE, 3, 9)
-    assert (decodes.first_token, list(decodes.counts)) == (5, [3, 3, 3])
+    assert (decodes.first_token, list(decodes.counts)) == (5, [3, 0, 3, 0, 3, 0])
     steps = list(recorded_steps(read_chunks(engine.core.read_timeline, TimelineQuery(0.0))))
     assert [(step.slots[0].start, step.slots[0].num_outputs) for step in steps[1:]] == [
         (5, 3),
@@ -114,7 +117,7 @@ def test_decodes_that_return_several_tokens_are_one_run(kind: type[SeveralRunner
     ]
     part = decodes.after(chunk.first_step + 2)
     assert part is not None
-    assert (part.first_token, part.outputs, list(part.counts)) == (8, 6, [3, 3])
+    assert (part.first_token, part.outputs, list(part.counts)) == (8, 6, [3, 0, 3, 0])
 
 
 class SometimesSeveral(VerifyingRunner):
@@ -132,9 +135,68 @@ def test_steps_with_one_token_need_no_counts() -> None:
     (chunk,) = chunks_of(recorder)
     _, decodes = chunk.runs()
     assert decodes.outputs == 15
-    assert decodes.num_steps > len(decodes.counts)
-    assert set(decodes.counts) == {1, 3}
-    assert token_at(decodes, decodes.first_step + decodes.num_steps) == decodes.first_token + 15
+    assert 2 * decodes.num_steps > len(decodes.counts)
+    assert (set(decodes.counts[::2]), set(decodes.counts[1::2])) == ({1, 3}, {0})
+    assert decodes.token_at(decodes.first_step + decodes.num_steps) == decodes.first_token + 15
+
+
+def test_accepted_and_refused_drafts_are_recorded_by_entry_and_step() -> None:
+    engine = FakeEngine(num_blocks=200, make_runner=DraftingRunner)
+    recorder = NaiveRecorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
+    engine.core.recorder = recorder
+    for index in range(4):
+        engine.add(make_request([index, 1, 2], 40))
+    engine.run()
+    (chunk,) = chunks_of(recorder)
+    decodes = [run for run in chunk.runs() if run.kind == SlotKind.DECODE]
+    assert [(run.first_token + run.outputs, run.counts != ()) for run in decodes] == [(42, True)] * 4
+    cells = {(cell.step, cell.slot): cell for cell in recorder.cells}
+    assert {(cell.outputs, cell.refused) for cell in cells.values()} >= {(1, 0), (1, 3), (2, 1), (4, 0)}
+    for step in recorded_steps(read_chunks(engine.core.read_timeline, TimelineQuery(0.0))):
+        for slot in step.slots:
+            cell = cells[step.number, slot.slot]
+            assert (slot.num_outputs, slot.num_refused) == (cell.outputs, cell.refused)
+
+
+def test_drafts_among_the_tokens_of_an_entry_move_no_position() -> None:
+    runs: list[tuple[int, ...]] = []
+    request = make_request([1, 2, 3], 40)
+    info = RecordedRequest(0, "r", 3, 0, 0.0)
+    open_runs = OpenRuns(lambda _: info, lambda run, end, outputs: runs.append(run.numbers(end, outputs)))
+
+    def step(number: int, start: int, count: int, token_ids: list[int], refused: int = 0) -> None:
+        request.token_ids += token_ids
+        num_outputs = len(token_ids)
+        batch = Batch(number, rows=[0], starts=[start], counts=[count], samples=[True], num_tokens=count)
+        delta = Delta(request.request_id, token_ids)
+        outcome = StepOutcome([delta], (), num_outputs, num_outputs > 1, {0: refused} if refused else {})
+        open_runs.record(ScheduledStep(batch, [request]), number, outcome, ())
+
+    step(0, 0, 3, [4])
+    step(1, 3, 4, [5, 6], refused=2)  # three drafts: one is right
+    step(2, 5, 1, [7])
+    step(3, 6, 3, [8], refused=2)
+    step(4, 7, 3, [9, 10, 11])
+    (run,) = open_runs
+    assert (run.first_step, run.first_token, run.next_token(5)) == (1, 3, 10)
+    assert run.counts.tolist() == [2, 2, 1, 0, 1, 2, 3, 0]
+    assert runs == [(0, 0, SlotKind.PREFILL, 0, 1, 3, 0, 1)]
+
+
+def test_long_answers_keep_only_the_counts_of_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=8))
+    engine = FakeEngine(num_blocks=200, make_runner=DraftingRunner)
+    recorder = recording(engine)
+    engine.add(make_request([1, 2, 3], 300))
+    num_kept = []
+    while engine.core.has_work:
+        engine.step()
+        num_kept += [len(run.counts) for run in recorder._runs]
+    assert max(num_kept) < 2 * 8
+    runs = [run for chunk in chunks_of(recorder) for run in chunk.runs() if run.kind == SlotKind.DECODE]
+    for run, after in itertools.pairwise(runs):
+        assert run.token_at(after.first_step) == after.first_token
+    assert runs[-1].first_token + runs[-1].outputs == 302
 
 
 def test_steady_decoding_looks_at_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.terminal import TimelineWindow
+from tests.scheduling.several import DraftingRunner
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 
@@ -55,6 +56,16 @@ def test_slots_are_drawn_with_their_prefills_and_decodes() -> None:
     assert all("▒" in line and "█" in line for line in slots)
     lengths = [line.count("█") for line in slots]
     assert lengths == sorted(lengths), "requests with more tokens take longer"
+
+
+def test_share_of_accepted_drafts_is_shown() -> None:
+    window = TimelineWindow(10.0)
+    for chunk in chunks(3, make_runner=DraftingRunner):
+        window.add(chunk)
+    runs = window.replicas["0"].runs
+    accepted, refused = (sum(run.num_drafted()[index] for run in runs) for index in (0, 1))
+    (summary, *_) = drawn(window, window.replicas["0"].steps[-1].end, width=120)
+    assert summary.endswith(f"drafts {accepted / (accepted + refused):.0%} accepted")
 
 
 def test_slots_of_others_are_drawn_without_their_requests() -> None:

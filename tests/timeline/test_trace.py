@@ -16,6 +16,8 @@ from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.trace import recording_of, trace_of, write_recording
+from tests.scheduling.several import DraftingRunner
+from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 
@@ -30,10 +32,17 @@ def recording(recorder: Recorder, replica: str = "0") -> dict[str, Any]:
     return recording_of([chunk_json(chunk, replica, 1e9, known) for chunk in chunks_of(recorder)])
 
 
-def eventful_run(depth: int) -> tuple[FakeEngine, Recorder, list[Request]]:
+def eventful_run(
+    depth: int, make_runner: type[FakeRunner] = FakeRunner
+) -> tuple[FakeEngine, Recorder, list[Request]]:
     """A run with little memory, which makes preemptions, with aborts, two answers each and a failed step."""
     engine = FakeEngine(
-        num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=16, pipeline_depth=depth
+        num_blocks=14,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        pipeline_depth=depth,
+        make_runner=make_runner,
     )
     recorder = Recorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
     engine.core.recorder = recorder
@@ -65,12 +74,12 @@ def eventful_run(depth: int) -> tuple[FakeEngine, Recorder, list[Request]]:
     return engine, recorder, requests
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "kind"), [(1, FakeRunner), (2, FakeRunner), (1, DraftingRunner)])
 def test_trace_has_every_output_token_once_in_order_on_one_slot(
-    depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    depth: int, kind: type[FakeRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=16))
-    engine, recorder, requests = eventful_run(depth)
+    engine, recorder, requests = eventful_run(depth, kind)
     assert engine.scheduler.pool.num_preemptions > 2
     assert engine.core.stats().num_failed_steps
     path = tmp_path / "run.json.gz"

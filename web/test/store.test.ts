@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { eachPixel } from "../src/timeline/draw";
-import { Kind, Replica, Store, tokenAt, type Chunk } from "../src/timeline/store";
+import { draftedAt, Kind, Replica, Store, tokenAt, type Chunk } from "../src/timeline/store";
 
 /** A chunk of steps that take 1 ms each, one after the other. */
 export function chunk(first: number, number: number, runs: Chunk["runs"] = [], extra: Partial<Chunk> = {}): Chunk {
@@ -30,12 +30,25 @@ describe("Replica", () => {
 
   it("counts the tokens of decodes that return several", () => {
     const replica = new Replica("0"), tokens = () => Array.from({ length: 9 }, (_, step) => tokenAt(replica.runs[1]![0]!, step));
-    replica.add(chunk(0, 4, [[1, 7, Kind.Decode, 0, 4, 1, 30, 7, [1, 3, 2]]]));
+    replica.add(chunk(0, 4, [[1, 7, Kind.Decode, 0, 4, 1, 30, 7, [1, 0, 3, 0, 2, 1]]]));
     expect(tokens().slice(0, 5)).toEqual([30, 31, 34, 36, 37]);
-    replica.add(chunk(2, 4, [[1, 7, Kind.Decode, 2, 4, 1, 34, 5, [2]]]));  // a stream that was opened again
-    replica.add(chunk(6, 2, [[1, 7, Kind.Decode, 6, 2, 1, 39, 5, [1, 4]]]));
+    replica.add(chunk(2, 4, [[1, 7, Kind.Decode, 2, 4, 1, 34, 5, [2, 1]]]));  // a stream that was opened again
+    replica.add(chunk(6, 2, [[1, 7, Kind.Decode, 6, 2, 1, 39, 5, [1, 2, 4, 0]]]));
     expect(tokens()).toEqual([30, 31, 34, 36, 37, 38, 39, 40, 44]);
     expect(replica.runs[1]!.length).toBe(1);
+    expect([0, 1, 2, 3, 6, 7, 8].map((step) => draftedAt(replica.runs[1]![0]!, step))).toEqual([[0, 0], [2, 0], [1, 1], [0, 0], [0, 2], [3, 0], [0, 0]]);
+  });
+
+  it("forgets the counts of long runs, as it forgets runs", () => {
+    const replica = new Replica("0", 1024, 32), counts = [2, 1, 1, 3];
+    for (let step = 0; step < 1000; step += 2) replica.add(chunk(step, 2, [[0, 7, Kind.Decode, step, 2, 1, 30 + (step / 2) * 3, 3, counts]]));
+    const run = replica.runs[0]![0]!;
+    expect(replica.runs[0]!.length).toBe(1);
+    expect(run.counts.length).toBeLessThan(32 * 16);
+    expect(run.first).toBeGreaterThan(700);
+    expect(tokenAt(run, 1000)).toBe(30 + 500 * 3);
+    expect(draftedAt(run, 998)).toEqual([1, 1]);
+    expect(counts).toEqual([2, 1, 1, 3]);
   });
 
   it("shows as many of the lowest free slots in use as others have", () => {

@@ -54,9 +54,8 @@ class Recording:
     """What a run did. Times are seconds after the start."""
 
     steps: list[RecordedStep]
-    begins: list[
-        float
-    ]  # when each step began: at the end of the previous one, or when work arrived after a pause
+    # When each step began: at the end of the previous one, or when work arrived after a pause.
+    begins: list[float]
     ends: list[float]
     chunks: list[dict[str, Any]]  # as in the format of `GET /v1/steps`, see `recorded_chunks`
 

@@ -225,7 +225,7 @@ class StrategyComparison(ABC, Generic[F, R]):
     padded: ClassVar[tuple[str, ...]] = ()  # strategies that pad every text to the longest one of its step
     table: ClassVar[
         Sequence[tuple[str, Callable[[Any], str]]]
-    ]  # names of rows, and how a strategy's figure is written
+    ]  # its rows: names, and how figures are written
 
     @property
     @abstractmethod

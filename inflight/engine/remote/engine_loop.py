@@ -13,7 +13,7 @@ from inflight.engine.client import check_only_replica, merge
 from inflight.engine.core import EngineCore
 from inflight.engine.remote import wire
 from inflight.engine.stats import EngineStats
-from inflight.errors import EngineError, InflightError
+from inflight.errors import InflightError
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.processes.channel import RemoteError, Stop, Unreadable
@@ -115,7 +115,7 @@ class EngineLoop:
             case wire.RunCommand(call, command):
                 try:
                     self._core.run_command(command)
-                except EngineError as error:  # the engine continues unchanged
+                except InflightError as error:  # the engine continues unchanged
                     self._outbox.reply(wire.Reply(call, remote_error=RemoteError.from_exception(error)))
                 else:
                     self._outbox.reply(wire.Reply(call))

@@ -301,7 +301,7 @@ class ProcessClient:
         return self._history.get(request_id)
 
     async def command(self, command: Command) -> None:
-        await self._ask(lambda call: wire.RunCommand(call, command))
+        await self._ask(lambda call: wire.COMMAND_MESSAGES[type(command)](call, command))
 
     def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
         self._timeline_observers.append(observer)

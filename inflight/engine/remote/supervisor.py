@@ -208,9 +208,8 @@ class Supervisor:
             pause = min(max(FIRST_PAUSE, PAUSE_GROWTH * pause), LONGEST_PAUSE)
             try:
                 ready = await self.launch()
-            except (
-                ProcessNotStartedError
-            ) as error:  # not the engine's fault, so it does not count as a restart
+            except ProcessNotStartedError as error:
+                # It is not the engine's fault, so it does not count as a restart.
                 logger.error("%s; trying again in %g seconds", error, pause)
             except Exception as error:
                 expected = isinstance(error, InflightError)

@@ -1,6 +1,6 @@
 """Every message between a client and an engine process.
 
-    client ── Start, Add, Abort, Describe, RunCommand, Ack, Stop, Watch..., Read... ──►  engine
+    client ── Start, Add, Abort, Describe, Run..., Ack, Stop, Watch..., Read... ──►  engine
     client ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ───────────────  engine
 
 `processes/channel.py` has the frames that they travel in.
@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from inflight.engine.client import Command, MemoryState, ModelFacts, RequestState
+from inflight.engine.client import (
+    Command,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError
 from inflight.events import CacheUpdate, Delta
@@ -57,11 +65,33 @@ class Describe(Message, frozen=True):
     handle: int
 
 
-class RunCommand(Message, frozen=True):
-    """Runs a command, such as sleeping or resetting the prefix cache."""
+CommandT = TypeVar("CommandT")
+
+
+class RunCommand(Message, Generic[CommandT], frozen=True):
+    """Runs a command. There is a message for each, because dataclasses on the wire do not say which one they are."""
 
     call: int
-    command: Command
+    command: CommandT
+
+
+class RunResetPrefixCache(RunCommand[ResetPrefixCache], frozen=True):
+    pass
+
+
+class RunSleep(RunCommand[Sleep], frozen=True):
+    pass
+
+
+class RunWakeUp(RunCommand[WakeUp], frozen=True):
+    pass
+
+
+COMMAND_MESSAGES: dict[type[Command], type[RunCommand[Any]]] = {
+    ResetPrefixCache: RunResetPrefixCache,
+    Sleep: RunSleep,
+    WakeUp: RunWakeUp,
+}
 
 
 class Ack(Message, frozen=True):
@@ -162,7 +192,8 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ServiceCall = Abort | Describe | RunCommand | ReadTimeline | ReadMemory
+CommandMessage = RunResetPrefixCache | RunSleep | RunWakeUp
+ServiceCall = Abort | Describe | CommandMessage | ReadTimeline | ReadMemory
 ServiceMessage = Add | Ack | WatchTimeline | ServiceCall
 ToEngine = Start | ServiceMessage | WatchCache | Stop
 FromEngine = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped

@@ -111,9 +111,8 @@ def _add_block(conversation: Conversation, role: str, block: ContentBlock, path:
         case "user", TextBlock() | DocumentBlock() | SearchResultBlock():
             conversation.user(_text(block), joined=True)
         case "system", TextBlock() if conversation.has_begun:
-            conversation.user(
-                block.text, joined=True
-            )  # most templates allow system messages only at the start
+            # Most templates allow system messages only at the start.
+            conversation.user(block.text, joined=True)
         case "system", TextBlock():
             conversation.system(block.text)
         case "assistant", TextBlock():

@@ -23,9 +23,8 @@ MAX_SECONDS = 600  # the longest estimate
 _WEIGHT = 0.2  # of the latest interval between two ends in the moving average
 MAX_TEXT_RECORDS = 16  # texts of one request whose records are kept: there may be thousands
 Outcome = Literal["finished", "failed", "cancelled"]
-Reason = Literal[
-    "first_token", "request", "disconnect", "cancelled", "shutdown"
-]  # for ending a request early
+# Why a request is ended early.
+Reason = Literal["first_token", "request", "disconnect", "cancelled", "shutdown"]
 RequestKey = tuple[str, str]  # the caller's name and the request id, as the client sees it
 Selection = Literal["waiting", "running", "finished"]  # what a list of requests can be restricted to
 

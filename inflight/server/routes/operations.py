@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from inflight import __version__
-from inflight.engine.client import Command
+from inflight.engine.client import Command, ResetPrefixCache, Sleep, WakeUp
 from inflight.engine.stats import EngineStats
 from inflight.errors import EngineDeadError, EngineError, shown
 from inflight.server.errors import ApiError, invalid
@@ -133,7 +133,7 @@ async def server_info(request: Request) -> Response:
 @router.post("/reset_prefix_cache", **documented(None, Done, 503))
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache. Needs the admin key."""
-    return await _command(request, "reset_prefix_cache")
+    return await _command(request, ResetPrefixCache())
 
 
 @router.post("/sleep", **documented(None, Done, 400, 409, 503))
@@ -144,13 +144,13 @@ async def sleep(request: Request) -> Response:
         raise invalid(
             "level", f"level is {shown(level)}: it must be 1, which keeps the weights in host memory"
         )
-    return await _command(request, "sleep")
+    return await _command(request, Sleep())
 
 
 @router.post("/wake_up", **documented(None, Done, 503))
 async def wake_up(request: Request) -> Response:
     """Wake the engine after `/sleep`. Needs the admin key."""
-    return await _command(request, "wake_up")
+    return await _command(request, WakeUp())
 
 
 @router.get("/is_sleeping", **documented(None, Sleeping, 503))

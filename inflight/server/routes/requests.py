@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Reversible, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Reversible, Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -25,7 +23,6 @@ from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openapi import documented, query_parameters, respond
 from inflight.server.routes.schemas import (
     AnswerReport,
-    Breakdown,
     Cancelled,
     NeighbourReport,
     RequestList,
@@ -80,7 +77,7 @@ async def list_requests(request: Request) -> Response:
         raise invalid("status", f"status is {shown(status)}: it must be waiting, running or finished")
     limit = _integer(request, "limit", 1, MAX_LISTED, 100)
     source = state.requests_of_workers or OwnRequests(state)
-    async with _turn(state, caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         keys = latest_first(source.keys(), caller)
         if after is not None:
             keys = keys[_index(keys, after) + 1 :]
@@ -94,7 +91,7 @@ async def request_report(request: Request) -> Response:
     """Report what happened to a request of yours and why it took so long. The admin key sees everyone's."""
     state, caller = state_of(request), caller_of(request)
     limit = _integer(request, "limit", 1, MAX_ANSWERS, DEFAULT_ANSWERS)
-    async with _turn(state, caller):
+    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
         logged = state.request_log.find(caller, request.path_params["request_id"])
         num_known = len(logged.engine_ids)
         after = _integer(request, "after", 0, max(0, num_known - 1), -1)
@@ -123,13 +120,6 @@ async def cancel_request(request: Request) -> Response:
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
     freed = await state.request_log.cancel(logged)
     return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))
-
-
-@asynccontextmanager
-async def _turn(state: ServerState, caller: Caller) -> AsyncGenerator[None]:
-    """Count against the caller's limits, and wait until it reads no other report or list."""
-    async with counted(state.admission, caller), state.report_turns.lock_of(caller):
-        yield
 
 
 def _integer(request: Request, name: str, lowest: int, highest: int, default: int) -> int:
@@ -364,7 +354,7 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
-        breakdown=Breakdown(**asdict(record.breakdown)),
+        breakdown=record.breakdown,
     )
 
 

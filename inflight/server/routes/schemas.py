@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from inflight.events import TimeBreakdown
+from inflight.router.replica import ReplicaState
 from inflight.scoring import Scale, Task
 from inflight.server.openai.schemas import Messages, TemplateArguments, Tools
 from inflight.server.schemas import Body, Items, Unset, missing
@@ -117,18 +119,6 @@ class Done(BaseModel):
     success: bool = True
 
 
-class Breakdown(BaseModel):
-    """Where an answer's time in the engine went, in seconds. The parts add up to the total."""
-
-    queue: dict[str, float]  # by cause: step, memory, slots, budget, policy
-    prefill: float
-    prefill_of_others: float
-    decode: float
-    preempted: float
-    held: float
-    lost: float  # on engines that died, and until another one took over
-
-
 class AnswerReport(BaseModel):
     """The progress of one answer of a request. Times are in seconds, and null if not reached yet."""
 
@@ -147,7 +137,7 @@ class AnswerReport(BaseModel):
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
-    breakdown: Breakdown
+    breakdown: TimeBreakdown
 
 
 class Waited(BaseModel):
@@ -221,7 +211,7 @@ class ReplicaReport(BaseModel):
 
     id: str
     object: Literal["replica"] = "replica"
-    state: Literal["starting", "running", "draining", "stalled", "restarting", "dead", "closing", "closed"]
+    state: ReplicaState
     num_running: int = 0
     num_waiting: int = 0
     num_queued_tokens: int = 0  # prompt tokens still to be computed

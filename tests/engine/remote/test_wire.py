@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight import errors
-from inflight.engine.client import ModelFacts, RequestState
+from inflight.engine.client import Command, ModelFacts, RequestState
 from inflight.engine.remote.wire import (
+    COMMAND_MESSAGES,
     LARGEST,
     Abort,
     Ack,
+    CommandMessage,
     FromEngine,
     Heartbeat,
     Ready,
     Reply,
+    RunCommand,
     Start,
     StepOutputs,
     ToEngine,
@@ -36,7 +39,7 @@ from inflight.events import (
     TokenLogprob,
     pack_logprobs,
 )
-from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
+from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop, Unreadable
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.requests import make_request
@@ -174,10 +177,44 @@ def test_model_facts_survive_the_wire(
 
 @pytest.mark.parametrize(
     "message",
-    [Start("model", {"a": [1, None]}, 0.5), Abort(None, 1, "stop"), Abort(2, 1, "x"), Ack(3), Stop()],
+    [
+        Start("model", {"a": [1, None]}, 0.5),
+        Abort(None, 1, "stop"),
+        Abort(2, 1, "x"),
+        *(kind(7, command()) for command, kind in COMMAND_MESSAGES.items()),
+        Ack(3),
+        Stop(),
+    ],
 )
 def test_small_messages_survive_the_wire(message: Any) -> None:
     assert round_trip(TO_ENGINE, message) == message
+
+
+def test_every_command_has_a_message() -> None:
+    assert COMMAND_MESSAGES.keys() == set(get_args(Command))
+    assert set(COMMAND_MESSAGES.values()) == set(get_args(CommandMessage))
+
+
+@dataclass(frozen=True, slots=True)
+class TakeNumbers:
+    """A command with fields."""
+
+    name: str
+    numbers: list[float]
+
+
+class RunTakeNumbers(RunCommand[TakeNumbers], frozen=True):
+    pass
+
+
+def test_fields_of_a_command_survive_the_wire_and_are_checked() -> None:
+    codec: Codec[Any] = Codec(SECRET, RunTakeNumbers | CommandMessage)
+    message = RunTakeNumbers(7, TakeNumbers("weights", [0.5, 1.0]))
+    frame = bytes(codec.encode(message))
+    assert codec.decode(frame) == message
+    answer = codec.decode_call(frame.replace(b"numbers", b"letters"))
+    assert isinstance(answer, Unreadable)
+    assert answer.call == 7
 
 
 # ---- what does not fit ----

@@ -4,7 +4,7 @@
 // of a frame depends on the pixels and the runs in view, not on the number of steps.
 
 import { short } from "../format";
-import { firstEndingAfter, Kind, tokenAt, type Replica, type Run } from "./store";
+import { draftedAt, firstEndingAfter, Kind, tokenAt, type Replica, type Run } from "./store";
 
 export interface View { from: number; seconds: number }
 export interface Focus { request: number | null; replica: string | null; key: string | null; slot: number | null; step: number | null }
@@ -97,6 +97,7 @@ export class Painter {
           const faint = isFaint(replica, run.request, focus), share = replica.filledShare(run);
           if (share < 1) this.paintRun(data, slot * pixels, pixels, left, right, { ...run, kind: Kind.Held }, faint);
           this.paintRun(data, slot * pixels, pixels, left, left + share * (right - left), run, faint);
+          if (run.counts.length && last - first <= pixels / 5) this.paintRefused(data, slot * pixels, pixels, replica, first, last, x, run, faint);
         }
       }
       if (replica.mostShared) this.paintOthers(data, replica, first, last, x, pixels, slots, back);
@@ -123,6 +124,18 @@ export class Painter {
         }
       }
     });
+  }
+
+  /** At the end of each cell, the share of its tokens that was drafted and refused. */
+  private paintRefused(data: Uint32Array, offset: number, pixels: number, replica: Replica, first: number, last: number, x: (moment: number) => number, run: Run, faint: boolean) {
+    for (let row = Math.max(first, replica.rowOf(run.first)); row < last; row++) {
+      const step = replica.get("step", row);
+      if (step >= run.end) break;
+      const [accepted, refused] = draftedAt(run, step), left = x(replica.beganAt(row)), right = x(replica.endedAt(row));
+      if (!refused) continue;
+      const share = refused / (1 + accepted + refused);
+      this.paintRun(data, offset, pixels, right - share * (right - left), right, { ...run, kind: Kind.Held }, faint);
+    }
   }
 
   private paintRun(data: Uint32Array, offset: number, pixels: number, left: number, right: number, run: Run, faint: boolean) {
@@ -205,7 +218,10 @@ export class Painter {
     }
   }
 
-  /** The number of prompt tokens in each cell that computes some; in a decode the index of its token, and how many it returned if several. */
+  /**
+   * The number of prompt tokens in each cell that computes some; in a decode the index of its token. If tokens were drafted, it is followed by how many were accepted
+   * and how many refused.
+   */
   private paintLabels(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number) {
     const context = this.context;
     context.font = `${Math.min(11, lanes.slotHeight - 2)}px ui-monospace, monospace`;
@@ -220,8 +236,8 @@ export class Painter {
         context.fillStyle = "#fff";
         context.strokeStyle = "rgba(0,0,0,.65)";
         context.lineWidth = 2.5;
-        const token = tokenAt(run, step), returned = tokenAt(run, step + 1) - token;
-        const text = run.kind === Kind.Prefill ? `${short(run.tokens)} P` : returned > 1 ? `${token} +${returned}` : String(token);
+        const [accepted, refused] = draftedAt(run, step), drafted = accepted || refused ? ` +${accepted}${refused ? ` −${refused}` : ""}` : "";
+        const text = run.kind === Kind.Prefill ? `${short(run.tokens)} P` : tokenAt(run, step) + drafted;
         const y = lanes.top + (slot + 0.5) * lanes.slotHeight + 4;
         context.strokeText(text, middle, y);
         context.fillText(text, middle, y);

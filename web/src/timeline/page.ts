@@ -7,7 +7,7 @@ import { access } from "../api";
 import { layOut, Painter, type Focus, type Lanes, type Theme, type View } from "./draw";
 import { Feed } from "./feed";
 import type { Recording } from "./recording";
-import { Kind, Replica, Store, tokenAt, type Run } from "./store";
+import { draftedAt, Kind, Replica, Store, tokenAt, type Run } from "./store";
 
 const DEFAULT_SECONDS = 10, MAX_SECONDS = 600, MIN_SECONDS = 20e-6;
 const LIVE_DELAY = 0.15;  // seconds that the live view lags behind, so that it moves smoothly
@@ -391,7 +391,7 @@ export class TimelinePage implements Page {
     const info = replica.requests.get(number), name = info?.id ? `${info.id}${info.answer ? ` (answer ${info.answer + 1})` : ""}` : `request ${number}`;
     const cached = replica.eventsOf(number).find((event) => event.type === "admit")?.cached;
     const what = kind === Kind.Prefill ? `prompt tokens ${count(token)} to ${count(next - 1)}`
-      : kind === Kind.Decode ? `decode, token ${count(token)}${next > token + 1 ? `, returned ${next - token}` : ""}` : KINDS[kind];
+      : kind === Kind.Decode ? `decode, token ${count(token)}${describeDrafts(...draftedAt(run, step))}` : KINDS[kind];
     const prompt = info?.prompt_tokens === undefined ? "" : `; its prompt has ${count(info.prompt_tokens)} tokens${cached ? `, ${count(cached)} of them from the prefix cache` : ""}`;
     return `${name}: ${what}${prompt}${info?.text ? ` — “${info.text}”` : ""} `;
   }
@@ -417,6 +417,10 @@ export class TimelinePage implements Page {
     link.click();
     URL.revokeObjectURL(link.href);
   }
+}
+
+function describeDrafts(accepted: number, refused: number): string {
+  return accepted > 0 || refused > 0 ? `; of ${accepted + refused} drafted tokens ${accepted} ${accepted === 1 ? "was" : "were"} accepted` : "";
 }
 
 function describeStep(replica: Replica, row: number, slot: number, moment: string): string {

@@ -31,18 +31,29 @@ export interface Summary { slowest: number; longest: number; output: number; run
 
 const BLOCK_BITS = 5;  // steps are summarized in blocks of 32, so that a long time can be drawn without looking at each
 
-/** Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step; in decodes, the first steps returned `counts`. */
+/**
+ * Consecutive steps of one request in one slot, doing the same: `tokens` tokens in each step. In decodes, `counts` has two numbers for each of the first steps: the
+ * tokens that it returned, and the drafted ones that were refused. Every later step returned one.
+ */
 export interface Run { slot: number; request: number; kind: Kind; first: number; end: number; tokens: number; firstToken: number; counts: number[] }
 
 /** The index of the token that a run has reached in a step. */
 export function tokenAt(run: Run, step: number): number {
-  const number = step - run.first, { length } = run.counts;
-  if (!length) return run.firstToken + number * run.tokens;
-  return run.counts.slice(0, number).reduce((sum, count) => sum + count, run.firstToken) + Math.max(0, number - length);
+  const { counts } = run, number = step - run.first, known = Math.min(number, counts.length / 2);
+  let token = run.firstToken + (number - known) * run.tokens;
+  for (let index = 0; index < known; index++) token += counts[2 * index]!;
+  return token;
+}
+
+/** How many drafted tokens a step of decodes accepted, and how many it refused. */
+export function draftedAt(run: Run, step: number): [accepted: number, refused: number] {
+  const index = 2 * (step - run.first);
+  return [(run.counts[index] ?? 1) - 1, run.counts[index + 1] ?? 0];
 }
 
 const MAX_STEPS = 1 << 20;  // ten minutes at 1,000 steps/s fit
 const MAX_RUNS = 1 << 18;
+const COUNTS_PER_RUN = 16;  // that take as much memory as a run
 const MAX_EVENTS = 1 << 17;
 
 /** A column of numbers that grows to a limit and then forgets its beginning. Indices are counted from the first value ever. */
@@ -89,7 +100,7 @@ export class Replica {
   private readonly began: Column;
   private readonly ended: Column;
   private readonly blocks = new Map<number, Summary>();  // by row >> BLOCK_BITS; complete ones only
-  private numRuns = 0;
+  private numRuns = 0;  // with their counts
 
   /** `maxSteps` is a power of two. */
   constructor(readonly id: string, private readonly maxSteps = MAX_STEPS, private readonly maxRuns = MAX_RUNS) {
@@ -186,7 +197,7 @@ export class Replica {
     }
     for (const [step, message] of Object.entries(chunk.failed ?? {})) this.failed.set(Number(step), message);
     for (const [slot, request, kind, first, number, tokens, firstToken, , counts] of chunk.runs)
-      if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken, counts: counts ?? [] });
+      if (first + number > known + 1) this.addRun({ slot, request, kind, first, end: first + number, tokens, firstToken, counts: [...(counts ?? [])] });
     this.countShared(chunk);
     this.addEvents(chunk.events ?? []);
     this.begin = Math.max(this.begin, this.end - this.maxSteps + 1);
@@ -197,13 +208,17 @@ export class Replica {
     const runs = (this.runs[run.slot] ??= []), last = runs.at(-1);
     if (last && last.end >= run.first && last.request === run.request && last.kind === run.kind && last.tokens === run.tokens) {
       if (run.counts.length && run.end > last.end) {
-        const known = last.counts.slice(0, run.first - last.first);
-        last.counts = [...known, ...Array<number>(run.first - last.first - known.length).fill(1), ...run.counts];
+        const { counts } = last, numBefore = 2 * (run.first - last.first);
+        this.numRuns -= sizeOf(last);
+        if (counts.length > numBefore) counts.length = numBefore;
+        while (counts.length < numBefore) counts.push(1, 0);
+        for (const count of run.counts) counts.push(count);
+        this.numRuns += sizeOf(last);
       }
       last.end = Math.max(last.end, run.end);
     } else {
       runs.push(run);
-      this.numRuns++;
+      this.numRuns += sizeOf(run);
     }
   }
 
@@ -229,8 +244,11 @@ export class Replica {
       if (!runs) continue;
       const kept = runs.filter((run) => run.end > step);
       this.runs[slot] = kept;
-      this.numRuns += kept.length;
-      for (const run of kept) inUse.add(run.request);
+      for (const run of kept) {
+        if (run.counts.length) beginAt(run, step);
+        this.numRuns += sizeOf(run);
+        inUse.add(run.request);
+      }
     }
     const since = this.beganAt(row);
     this.events = this.events.filter((event) => event.at >= since);
@@ -289,6 +307,18 @@ export class Replica {
     }
     return slowest;
   }
+}
+
+function sizeOf(run: Run): number {
+  return 1 + run.counts.length / COUNTS_PER_RUN;
+}
+
+/** Forget the steps of a run before this one. */
+function beginAt(run: Run, step: number) {
+  if (step <= run.first) return;
+  run.firstToken = tokenAt(run, step);
+  run.counts = run.counts.slice(2 * (step - run.first));
+  run.first = step;
 }
 
 function merge(summary: Summary, block: Summary) {
