@@ -58,7 +58,7 @@ def interpret_kernels() -> None:
 
 # Files with a test of half a minute, most of it waiting: no process should begin one last, when the others are done.
 # There are few of them, since nothing is computed while all processes wait.
-LONG = ("ray_cluster/", "server/test_soak")
+LONG = ("router/ray_cluster/", "server/test_soak")
 
 
 @pytest.hookimpl(trylast=True)

@@ -139,13 +139,8 @@ class Run:
             "total_token_throughput": (self.num_prompt_tokens + self.num_output_tokens) / self.seconds,
         }
         for name, spread in (("ttft", self.ttft), ("tpot", self.tpot), ("itl", self.itl), ("e2el", self.e2e)):
-            for key, field in (
-                ("mean", "mean"),
-                ("median", "p50"),
-                ("std", "std"),
-                ("p90", "p90"),
-                ("p99", "p99"),
-            ):
+            for field in ("mean", "p50", "std", "p90", "p99"):
+                key = "median" if field == "p50" else field
                 fields[f"{key}_{name}_ms"] = None if spread is None else getattr(spread, field) * 1e3
         return fields
 

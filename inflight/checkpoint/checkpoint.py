@@ -258,18 +258,17 @@ def _hub_reason(error: BaseException) -> str:
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # why the hub was not asked, or did not answer
     lines = str(error).strip().splitlines() or ["no reason given"]
-    if isinstance(error, GatedRepoError):
-        return "it is gated: accept its conditions on the hub's page, and set HF_TOKEN"
-    if isinstance(error, RepositoryNotFoundError):
-        return "the hub has no such model, or it is private: check the name, or set HF_TOKEN"
-    if isinstance(error, RevisionNotFoundError):
-        return "the hub has no such revision"
-    if isinstance(error, HFValidationError):
-        return f"it is not a valid hub id: it must be owner/name ({lines[0]})"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and the model is not in the cache"
-    if isinstance(error, HfHubHTTPError):
-        return f"the hub answered with an error: {lines[0]}"
+    reasons = {
+        GatedRepoError: "it is gated: accept its conditions on the hub's page, and set HF_TOKEN",
+        RepositoryNotFoundError: "the hub has no such model, or it is private: check the name, or set HF_TOKEN",
+        RevisionNotFoundError: "the hub has no such revision",
+        HFValidationError: f"it is not a valid hub id: it must be owner/name ({lines[0]})",
+        OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and the model is not in the cache",
+        HfHubHTTPError: f"the hub answered with an error: {lines[0]}",
+    }
+    for error_type, reason in reasons.items():  # derived classes first
+        if isinstance(error, error_type):
+            return reason
     if _is_network_error(error):
         return "the hub cannot be reached: check the network, or pass a folder"
     return f"{type(error).__name__}: {lines[0]}"

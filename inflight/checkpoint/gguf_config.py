@@ -6,11 +6,13 @@ are not in the metadata: whether layers have biases or experts, and the size of 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.checkpoint.fields import Fields
 from inflight.checkpoint.gguf_file import GgufFile
 from inflight.errors import ModelError, UnknownArchitectureError, shown
 
@@ -33,34 +35,28 @@ _FIXED = {
 }
 
 
-class Reader:
-    """The metadata of one architecture."""
+class Reader(Fields):
+    """The metadata of one architecture, and what follows from the tensors."""
 
-    def __init__(self, file: GgufFile, prefix: str) -> None:
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        prefix = f"{architecture}."
+        values = {
+            key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
+        }
+        super().__init__(values, str(file.path), prefix)
         self.file = file
-        self._prefix = prefix
 
-    def __contains__(self, key: str) -> bool:
-        return f"{self._prefix}.{key}" in self.file.metadata
-
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 0) -> int:
         """Return an integer. A list of one per layer will do if all are equal."""
-        name = f"{self._prefix}.{key}"
-        value = self.file.metadata.get(name)
+        value = self.values.get(name)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             (value,) = {type(item): item for item in value}.values()
             if type(value) is int:
                 return value
-        return self.file.integer(name, default)
+        return super().integer(name, default, least)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return self.file.number(f"{self._prefix}.{key}", default)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        return self.file.boolean(f"{self._prefix}.{key}", default)
-
-    def value(self, key: str) -> Any:
-        return self.file.metadata.get(f"{self._prefix}.{key}")
+    def number(self, name: str, default: float | None = None, above: float = -math.inf) -> float:
+        return super().number(name, default, above)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
@@ -69,13 +65,8 @@ class Reader:
         """Return one dimension of a tensor, counted from the rows."""
         tensor = self.file.tensors.get(name)
         if tensor is None or len(tensor.shape) <= dimension:
-            raise ModelError(f"{self.file.path} has no tensor {name} with {dimension + 1} dimensions or more")
+            raise ModelError(f"{self.where} has no tensor {name} with {dimension + 1} dimensions or more")
         return tensor.shape[dimension]
-
-    def error(self, key: str, allowed: str) -> ModelError:
-        return ModelError(
-            f"{self._prefix}.{key} in {self.file.path} is {shown(self.value(key))}: it must be {allowed}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +82,9 @@ class Architecture:
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the config of the model in a file."""
-    architecture, prefix = architecture_of(file), file.string("general.architecture")
+    architecture, prefix = architecture_of(file), file.fields.string("general.architecture")
     reader = Reader(file, prefix)
-    for key, allowed in _FIXED.items():
-        if key in reader and reader.value(key) not in allowed:
-            raise reader.error(key, " or ".join(map(repr, allowed)))
+    reader.check_supported({key: allowed for key, allowed in _FIXED.items() if key in reader})
     heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
     head_dim = reader.integer("attention.key_length", hidden // heads if heads > 0 else 0)
     if reader.integer("attention.value_length", head_dim) != head_dim:
@@ -130,7 +119,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
     """Return the tokens that end a generation, and the sampling parameters that the file recommends."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in _END_TOKENS]
-    ends = list(dict.fromkeys(file.integer(key) for key in keys if key in file.metadata))
+    ends = list(dict.fromkeys(file.fields.integer(key, least=0) for key in keys if key in file.metadata))
     recommended = {
         theirs: file.metadata[f"general.sampling.{ours}"]
         for ours, theirs in _SAMPLING.items()
@@ -140,7 +129,7 @@ def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    name = file.string("general.architecture")
+    name = file.fields.string("general.architecture")
     if name not in ARCHITECTURES:
         raise UnknownArchitectureError(
             f"cannot serve {file.path}: its architecture is {shown(name)}, supported are {', '.join(ARCHITECTURES)}"
@@ -175,7 +164,7 @@ def _rope_scaling(reader: Reader) -> dict[str, Any] | None:
             # Factors without a longer list are for any length.
             "original_max_position_embeddings": original if is_long else reader.integer("context_length"),
         }
-    rope_type = reader.value("rope.scaling.type")
+    rope_type = reader.values.get("rope.scaling.type")
     if rope_type in (None, "none"):
         return None
     if rope_type == "linear":
@@ -237,19 +226,22 @@ def _llama(reader: Reader) -> dict[str, Any]:
     return _experts(reader) if reader.integer("expert_count", 0) else bias
 
 
+def _attention_scalar(reader: Reader, layers_of_largest: int) -> int:
+    """Return the number by whose root a Gemma divides its scores: another one for the largest, as no key says."""
+    if reader.integer("block_count") == layers_of_largest:
+        return reader.integer("embedding_length") // max(1, reader.integer("attention.head_count"))
+    return reader.integer("attention.key_length")
+
+
 def _gemma3(reader: Reader) -> dict[str, Any]:
-    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
-    # The largest model divides its attention scores by something else than the others, which no key says.
-    is_largest = reader.integer("block_count") == 62
-    scalar = hidden // max(1, heads) if is_largest else reader.integer("attention.key_length")
-    pattern = reader.value("attention.sliding_window_pattern")
+    pattern = reader.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         windows: dict[str, Any] = {"layer_types": kinds}
     else:
         windows = {"sliding_window_pattern": reader.integer("attention.sliding_window_pattern", 6)}
     return {
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _attention_scalar(reader, 62),
         "sliding_window": reader.integer("attention.sliding_window"),
         **windows,
         "rope_local_base_freq": reader.number("rope.freq_base_swa", 10_000.0),
@@ -287,11 +279,8 @@ def _granite_moe(reader: Reader) -> dict[str, Any]:
 
 
 def _gemma2(reader: Reader) -> dict[str, Any]:
-    heads, hidden = reader.integer("attention.head_count"), reader.integer("embedding_length")
-    is_largest = reader.integer("block_count") == 46  # see _gemma3
-    scalar = hidden // max(1, heads) if is_largest else reader.integer("attention.key_length")
     return {
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _attention_scalar(reader, 46),
         "sliding_window": reader.integer("attention.sliding_window", 4096),
         "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": reader.number("final_logit_softcapping", 30.0),
@@ -299,7 +288,7 @@ def _gemma2(reader: Reader) -> dict[str, Any]:
 
 
 def _olmo(reader: Reader) -> dict[str, Any]:
-    pattern = reader.value("attention.sliding_window_pattern")
+    pattern = reader.values.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         return {}
     kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]

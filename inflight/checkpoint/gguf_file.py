@@ -17,14 +17,14 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from inflight.checkpoint.fields import Fields
 from inflight.checkpoint.files import inside
-from inflight.errors import ModelError, WeightsError, shown
+from inflight.errors import WeightsError, shown
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -149,6 +149,11 @@ class GgufFile:
         return cls(path, header.metadata, {tensor.name: tensor for tensor in header.tensors})
 
     @property
+    def fields(self) -> Fields:
+        """The metadata, for typed reading."""
+        return Fields(self.metadata, str(self.path))
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """All files, the first one first. Only the first has the metadata."""
         return (self.path, *sorted({tensor.file for tensor in self.tensors.values()} - {self.path}))
@@ -164,41 +169,6 @@ class GgufFile:
         if end > len(mapped):
             raise WeightsError(f"{tensor.file} has become shorter: it ends before {shown(tensor.name)} does")
         return memoryview(mapped)[tensor.offset : end]
-
-    # Metadata. Each raises if the value has another type; a missing one is an error unless there is a default.
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        return self._checked(key, default, "an integer", lambda value: type(value) is int)  # type: ignore[no-any-return]
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._checked(key, default, "a number", lambda value: type(value) in (int, float)))
-
-    def boolean(self, key: str, default: bool | None = None) -> bool:
-        return self._checked(key, default, "true or false", lambda value: type(value) is bool)  # type: ignore[no-any-return]
-
-    def string(self, key: str, default: str | None = None) -> str:
-        return self._checked(key, default, "a string", lambda value: type(value) is str)  # type: ignore[no-any-return]
-
-    def strings(self, key: str, default: list[str] | None = None) -> list[str]:
-        return self._checked(key, default, "a list of strings", _list_of(str))  # type: ignore[no-any-return]
-
-    def numbers(self, key: str, default: list[float] | None = None) -> list[float]:
-        return self._checked(key, default, "a list of numbers", _list_of(int, float))  # type: ignore[no-any-return]
-
-    def integers(self, key: str, default: list[int] | None = None) -> list[int]:
-        return self._checked(key, default, "a list of integers", _list_of(int))  # type: ignore[no-any-return]
-
-    def _checked(self, key: str, default: Any, allowed: str, is_valid: Callable[[Any], bool]) -> Any:
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.path} has no {key}, which is required")
-        if not is_valid(value):
-            raise ModelError(f"{key} in {self.path} is {shown(value)}: it must be {allowed}")
-        return value
-
-
-def _list_of(*types: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is list and all(type(item) in types for item in value)
 
 
 def is_gguf(name: str | Path) -> bool:

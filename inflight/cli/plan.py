@@ -22,17 +22,9 @@ PLAN_OPTIONS = (
 )
 MAX_CPU_RANKS = 8  # shown in the table
 GIB = 1 << 30
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": GIB,
-    "TI": 1 << 40,
-}
+_UNITS = {"": 1}
+for power, prefix in enumerate("KMGT", 1):
+    _UNITS |= {prefix: 1000**power, f"{prefix}I": 1024**power}
 _GPUS = typer.Option(metavar="NxSIZE", help="Number of GPUs and memory of each, such as 4x80GB.")
 _CPU = typer.Option(metavar="SIZE", help="Memory of a machine without GPUs, such as 64GB.")
 

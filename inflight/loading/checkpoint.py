@@ -12,13 +12,13 @@ import torch
 
 from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from inflight.checkpoint.fields import Fields
 from inflight.config import CacheConfig, EngineConfig, ModelConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.families import encoder_architecture
-from inflight.models.hf_config import Fields
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
 from inflight.sampling_params import SamplingParams
 

@@ -51,7 +51,10 @@ def quantize_checkpoint(config: EngineConfig, out: Path, name: str, progress: Pr
     matrices = _matrices(plan_model(config, checkpoint, lambda _: [0]).spec, stored)
     scheme = _scheme(name, matrices)
     out.mkdir(parents=True, exist_ok=True)
-    _copy_texts(checkpoint.folder, out)
+    # Beside the weights: tokenizer, chat template, defaults.
+    for path in {path for pattern in TEXT_FILES for path in checkpoint.folder.glob(pattern)}:
+        if path.name not in (CONFIG, INDEX) and path.is_file():
+            shutil.copyfile(path, out / path.name)
     done = 0
     weight_map: dict[str, str] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,10 +150,3 @@ def described_as(
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         },
     }
-
-
-def _copy_texts(folder: Path, out: Path) -> None:
-    """Copy the files beside the weights: tokenizer, chat template, defaults."""
-    for path in {path for pattern in TEXT_FILES for path in folder.glob(pattern)}:
-        if path.name not in (CONFIG, INDEX) and path.is_file():
-            shutil.copyfile(path, out / path.name)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from inflight.checkpoint.fields import Fields
 from inflight.checkpoint.files import inside, read_list, read_object
 from inflight.errors import ModelError, shown
 from inflight.models.heads import POOLINGS, DenseLayer, HeadLayer, NormLayer
-from inflight.models.hf_config import Fields
 from inflight.scoring import PoolingFacts, Scale
 
 MODULES = "modules.json"

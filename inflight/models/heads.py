@@ -169,26 +169,6 @@ def _lasts(sequences: Sequences) -> Tensor:
     return sequences.starts[1:].long() - 1
 
 
-def _cls(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return hidden[_firsts(sequences, len(hidden))].float()
-
-
-def _last(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return hidden[_lasts(sequences)].float()
-
-
-def _max(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return _reduced(hidden, sequences, "max")
-
-
-def _mean(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return _reduced(hidden, sequences, "sum") / _lengths(sequences)
-
-
-def _mean_sqrt(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return _reduced(hidden, sequences, "sum") / _lengths(sequences).sqrt()
-
-
 def _weighted_mean(hidden: Tensor, sequences: Sequences) -> Tensor:
     """Weight token i of a text, counted from 1, by i."""
     starts, lengths = sequences.starts, _lengths(sequences)
@@ -213,12 +193,14 @@ def _reduced(hidden: Tensor, sequences: Sequences, how: str) -> Tensor:
 
 
 _POOL: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
-    "cls": _cls,
-    "max": _max,
-    "mean": _mean,
-    "mean_sqrt_len_tokens": _mean_sqrt,
+    "cls": lambda hidden, sequences: hidden[_firsts(sequences, len(hidden))].float(),
+    "max": lambda hidden, sequences: _reduced(hidden, sequences, "max"),
+    "mean": lambda hidden, sequences: _reduced(hidden, sequences, "sum") / _lengths(sequences),
+    "mean_sqrt_len_tokens": lambda hidden, sequences: (
+        _reduced(hidden, sequences, "sum") / _lengths(sequences).sqrt()
+    ),
     "weightedmean": _weighted_mean,
-    "lasttoken": _last,
+    "lasttoken": lambda hidden, sequences: hidden[_lasts(sequences)].float(),
 }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ModelError, shown
 from inflight.layers.formats.gguf import block_format
 from inflight.layers.formats.packed import AwqFormat, GptqFormat, PackQuantizedFormat
@@ -25,7 +26,6 @@ from inflight.layers.formats.weight_format import (
     ScaledFormat,
     WeightFormat,
 )
-from inflight.models.hf_config import Fields
 from inflight.models.module_names import Matches, ModuleNames
 from inflight.models.tensors import StoredTensor
 
@@ -210,7 +210,7 @@ def _fp8(config: Fields) -> Rules:
         weights = ScaledFormat(scheme, rows, columns, "weight_scale_inv", exponents)
     else:
         weights = ScaledFormat(GroupScheme("fp8", inputs="fp8"), 0, 0)
-    names = [*_strings(config, "modules_to_not_convert"), *_strings(config, "ignored_layers")]
+    names = [*config.strings("modules_to_not_convert", []), *config.strings("ignored_layers", [])]
     excluded = ModuleNames(config.where).within(names)
     return Rules(((excluded, PLAIN), (_always, weights)), plain_head=True)
 
@@ -221,7 +221,7 @@ def _awq(config: Fields) -> Rules:
     if bits != 4:
         raise config.error("bits", "4")
     group = _group(config, "q_group_size" if "q_group_size" in config else "group_size")
-    names = _strings(config, "modules_to_not_convert")
+    names = config.strings("modules_to_not_convert", [])
     excluded = ModuleNames(config.where).some(names, lambda module, name: name in module)
     return Rules(((excluded, PLAIN), (_always, AwqFormat(4, group, True))), plain_head=True)
 
@@ -282,7 +282,7 @@ def _auto_round(config: Fields) -> Rules:
 
 
 def _mxfp4(config: Fields) -> Rules:
-    excluded = ModuleNames(config.where).within(_strings(config, "modules_to_not_convert"))
+    excluded = ModuleNames(config.where).within(config.strings("modules_to_not_convert", []))
     return Rules(((excluded, PLAIN), (lambda module: ".experts." in module, Mxfp4Format())))
 
 
@@ -294,7 +294,7 @@ def _compressed_tensors(config: Fields) -> Rules:
     sparsity.check_supported({"format": (None, "dense")})
     names = ModuleNames(config.where)
     groups = config.part("config_groups")
-    rules: list[Rule] = _target_rules(names, _strings(config, "ignore"), PLAIN)
+    rules: list[Rule] = _target_rules(names, config.strings("ignore", []), PLAIN)
     by_class: list[Rule] = []
     for name in groups.values:
         group = groups.part(name)
@@ -389,10 +389,6 @@ def _group(config: Fields, name: str) -> int:
     if size % 8 or size > MAX_GROUP:
         raise config.error(name, f"-1, or a multiple of 8 up to {MAX_GROUP}")
     return size
-
-
-def _strings(config: Fields, name: str) -> list[str]:
-    return config.strings(name) if name in config else []
 
 
 def _nested_strings(config: Fields, name: str) -> list[str]:

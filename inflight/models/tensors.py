@@ -228,17 +228,6 @@ class NormWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """A tensor that a model holds as it is in the checkpoint, and its value in dummy weights."""
-
-    tensor: Tensor
-    dummy: float
-
-    def placements(self, name: str, weights: WeightFormat = PLAIN) -> Iterator[Placement]:  # noqa: ARG002
-        yield Placement(name, tuple(self.tensor.shape), into_tensor(self.tensor), self.dummy)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorRows:
     """A tensor that holds some rows of a checkpoint's tensor, each of which has the same values in another shape."""
 
@@ -360,7 +349,12 @@ class ExpertBias:
 
 
 # The part of a model that a module of a checkpoint is loaded into.
-Target = LinearRows | NormWeight | PlainTensor | TensorRows | ExpertMatrix | ExpertBias
+Target = LinearRows | NormWeight | TensorRows | ExpertMatrix | ExpertBias
+
+
+def whole_tensor(tensor: Tensor, dummy: float) -> TensorRows:
+    """Return the target of a tensor that is held as the checkpoint has it."""
+    return TensorRows(tensor, tuple(tensor.shape), (RowRun(0, len(tensor), 0),), dummy)
 
 
 def whole_rows(linear: Linear, bias: bool) -> LinearRows:

@@ -191,13 +191,9 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
             return
         protocol: Any = self.config.http_protocol_class
-        arguments = {
-            "config": self.config,
-            "server_state": self.server_state,
-            "app_state": {},
-            "_loop": self._loop,
-        }
-        make_protocol = partial(protocol, **arguments)
+        make_protocol = partial(
+            protocol, config=self.config, server_state=self.server_state, app_state={}, _loop=self._loop
+        )
         self.servers: Any = [TlsListener(listener, self._tls, make_protocol) for listener in sockets]
         self.started = True
 

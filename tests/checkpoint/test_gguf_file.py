@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from pathlib import Path
@@ -49,12 +50,19 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize("alignment", [None, 64])
 def test_header_is_read_as_the_package_wrote_it(tmp_path: Path, alignment: int | None) -> None:
     file = GgufFile.open(make_file(tmp_path / "model.gguf", alignment))
-    assert file.string("general.architecture") == "llama"
-    assert file.integer("llama.block_count") == 3
-    assert (file.number("a.float"), file.boolean("a.flag"), file.integer("a.negative")) == (0.5, True, -7)
-    assert (file.string("a.text"), file.strings("an.array.of.text")) == ("naïve", ["x", "", "yz"])
+    assert file.fields.string("general.architecture") == "llama"
+    assert file.fields.integer("llama.block_count") == 3
+    assert (file.fields.number("a.float"), file.metadata["a.flag"], file.metadata["a.negative"]) == (
+        0.5,
+        True,
+        -7,
+    )
+    assert (file.fields.string("a.text"), file.fields.strings("an.array.of.text")) == (
+        "naïve",
+        ["x", "", "yz"],
+    )
     assert file.metadata["an.array.of.flags"] == [True, False]
-    assert file.numbers("an.array.of.numbers") == [1.5, -2.5]
+    assert file.fields.numbers("an.array.of.numbers", above=-math.inf) == [1.5, -2.5]
     shapes = {name: (tensor.shape, tensor.type.name) for name, tensor in file.tensors.items()}
     assert shapes == {
         "first.weight": ((2, 64), "F32"),
@@ -77,11 +85,11 @@ def test_types_and_sizes_are_the_packages() -> None:
 def test_metadata_of_the_wrong_type_is_rejected(tmp_path: Path) -> None:
     file = GgufFile.open(make_file(tmp_path / "model.gguf"))
     with pytest.raises(ModelError, match=r"a\.flag in .* is True: it must be an integer"):
-        file.integer("a.flag")
-    with pytest.raises(ModelError, match=r"has no b\.missing, which is required"):
-        file.string("b.missing")
+        file.fields.integer("a.flag")
+    with pytest.raises(ModelError, match=r"has no 'b\.missing', which is required"):
+        file.fields.string("b.missing")
     with pytest.raises(ModelError, match=r"an\.array\.of\.text in .*: it must be a list of integers"):
-        file.integers("an.array.of.text")
+        file.fields.integers("an.array.of.text")
 
 
 # ---- split models ----
@@ -99,7 +107,7 @@ def test_any_file_of_a_split_model_stands_for_all(tmp_path: Path) -> None:
     for path in files:
         model = GgufFile.open(path)
         assert model.files == tuple(files)
-        assert model.integer("llama.block_count") == 3
+        assert model.fields.integer("llama.block_count") == 3
         for name, tensor in whole.tensors.items():
             assert bytes(model.data(model.tensors[name])) == bytes(whole.data(tensor))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ModelError, WeightsError
 from inflight.layers.formats.weight_format import PlainFormat
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization
 from tests.models.running import load, logprobs, prompt
 from tests.models.test_quantization import keeping, split_experts

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inflight.checkpoint.checkpoint import open_checkpoint
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ConfigError, ModelError, WeightsError
 from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.formats.packed import AwqFormat, GptqFormat
@@ -27,7 +28,6 @@ from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder, num_bytes
 from inflight.models.decoders.spec import shard_of
 from inflight.models.decoders.weights import load_decoder, placements
-from inflight.models.hf_config import Fields
 from inflight.models.quantization import read_quantization
 from inflight.models.tensors import tensors_of
 from tests.models.running import CPU, load, logprobs, prompt

@@ -6,6 +6,7 @@ tokenizer that cannot be rebuilt exactly is rejected by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -108,15 +109,15 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
-    model = file.string("tokenizer.ggml.model")
+    model = file.fields.string("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
     if model not in builders:
         raise ModelError(
             f"{file.path} has a tokenizer of the kind {shown(model)}: it must be one of {', '.join(builders)}; "
             "or set --tokenizer to a folder with a tokenizer.json"
         )
-    tokens = file.strings("tokenizer.ggml.tokens")
-    types = file.integers("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    tokens = file.fields.strings("tokenizer.ggml.tokens")
+    types = file.fields.integers("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types")
     vocabulary = _GgufVocabulary(tokens, types)
@@ -129,8 +130,8 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     return GgufTokenizer(
         backend,
         specials,
-        file.boolean("tokenizer.ggml.add_bos_token", adds_bos),
-        file.boolean("tokenizer.ggml.add_eos_token", False),
+        file.fields.boolean("tokenizer.ggml.add_bos_token", adds_bos),
+        file.fields.boolean("tokenizer.ggml.add_eos_token", False),
         _templates(file),
     )
 
@@ -152,14 +153,14 @@ class _GgufVocabulary:
 
 def _byte_level_bpe(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bool]:
     """Return the tokenizer, and whether texts begin with BOS by default."""
-    name = file.string("tokenizer.ggml.pre", "")
+    name = file.fields.string("tokenizer.ggml.pre", "")
     split = _PRE_TOKENIZERS.get(name)
     if split is None:
         raise ModelError(
             f"tokenizer.ggml.pre in {file.path} is {shown(name)}: it must be one of {', '.join(_PRE_TOKENIZERS)}; "
             "or set --tokenizer to a folder with a tokenizer.json"
         )
-    merges = [_pair(file, merge) for merge in file.strings("tokenizer.ggml.merges")]
+    merges = [_pair(file, merge) for merge in file.fields.strings("tokenizer.ggml.merges")]
     ids = vocabulary.ids
     for left, right in merges:
         if left not in ids or right not in ids or left + right not in ids:
@@ -187,7 +188,7 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
 def _sentencepiece(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bool]:
     """Return a BPE tokenizer whose merges follow from the scores of the pieces, and that BOS comes first."""
     ids = vocabulary.ids
-    scores = file.numbers("tokenizer.ggml.scores")
+    scores = file.fields.numbers("tokenizer.ggml.scores", above=-math.inf)
     if len(scores) <= max(ids.values(), default=-1):
         raise ModelError(f"{file.path} has {len(scores)} scores for {max(ids.values()) + 1} tokens")
     pieces = vocabulary.of_type(NORMAL)
@@ -209,7 +210,7 @@ def _sentencepiece(file: GgufFile, vocabulary: _GgufVocabulary) -> tuple[Any, bo
     )
     spaces = normalizers.Replace(" ", _SPACE)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.boolean("tokenizer.ggml.add_space_prefix", True):
+    if file.fields.boolean("tokenizer.ggml.add_space_prefix", True):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -232,7 +233,7 @@ def _special(file: GgufFile, tokens: list[str], key: str) -> str | None:
     name = f"tokenizer.ggml.{key}_token_id"
     if name not in file.metadata:
         return None
-    index = file.integer(name)
+    index = file.fields.integer(name, least=0)
     if not 0 <= index < len(tokens):
         raise ModelError(f"{name} in {file.path} is {index}: there are {len(tokens)} tokens")
     return tokens[index]
@@ -241,7 +242,7 @@ def _special(file: GgufFile, tokens: list[str], key: str) -> str | None:
 def _templates(file: GgufFile) -> dict[str, str]:
     templates = {}
     if "tokenizer.chat_template" in file.metadata:
-        templates["default"] = file.string("tokenizer.chat_template")
-    for name in file.strings("tokenizer.chat_templates", []):
-        templates[name] = file.string(f"tokenizer.chat_template.{name}")
+        templates["default"] = file.fields.string("tokenizer.chat_template")
+    for name in file.fields.strings("tokenizer.chat_templates", []):
+        templates[name] = file.fields.string(f"tokenizer.chat_template.{name}")
     return templates

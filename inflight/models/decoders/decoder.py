@@ -26,7 +26,7 @@ from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp
 from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
 from inflight.models.decoders.sublayers import LayerBuilder, Mixer, MixerStep, Mlp
 from inflight.models.heads import Head
-from inflight.models.tensors import PlainTensor, Target
+from inflight.models.tensors import Target, whole_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Layer:
         if first in targets:
             targets["in_norm"] = targets[first]
         if self.scale is not None:
-            targets["scale"] = PlainTensor(self.scale, dummy=1.0)
+            targets["scale"] = whole_tensor(self.scale, dummy=1.0)
         return targets
 
 

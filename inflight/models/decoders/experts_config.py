@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+from inflight.checkpoint.fields import Fields
 from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting
 from inflight.models.decoders.mixer_config import num_sharing
 from inflight.models.decoders.mlps import DenseMlpSpec, ExpertsMlpSpec
 from inflight.models.decoders.spec import MlpSpec
-from inflight.models.hf_config import Fields
 
 # (fields of the config, number of layers, activation) -> the MLP of each layer
 ReadMlps = Callable[[Fields, int, str], Iterator[MlpSpec]]
@@ -121,15 +121,12 @@ def _routing(
     num_experts: int,
     scores: Literal["softmax", "sigmoid", "chosen"],
     *,
-    normalise: bool = False,
-    scale: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
-    has_bias: bool = False,
-    has_correction: bool = False,
-    has_scales: bool = False,
     top_k_field: str = "num_experts_per_tok",
+    **features: Any,
 ) -> ExpertRouting:
+    """Return the routing that the config describes. `features` are further fields of it."""
     top_k = fields.integer(top_k_field)
     if top_k > num_experts:
         raise fields.error(top_k_field, f"at most the number of experts, {num_experts}")
@@ -142,15 +139,5 @@ def _routing(
         raise fields.error(
             "topk_group", f"at most n_group, {num_groups}, and leave {top_k} experts to choose from"
         )
-    return ExpertRouting(
-        num_experts,
-        top_k,
-        scores,
-        normalise=normalise,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        has_bias=has_bias,
-        has_correction=has_correction,
-        has_scales=has_scales,
-    )
+    features |= {"num_groups": num_groups, "top_groups": top_groups}
+    return ExpertRouting(num_experts, top_k, scores, **features)

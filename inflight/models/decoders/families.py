@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from inflight.checkpoint.fields import Fields
 from inflight.checkpoint.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.errors import UnknownArchitectureError
 from inflight.models.decoders import experts_config, mixer_config, weight_names
@@ -25,8 +26,8 @@ from inflight.models.decoders.spec import (
 )
 from inflight.models.encoders.families import ENCODERS
 from inflight.models.head_config import read_labels
-from inflight.models.hf_config import Fields, default_context
 from inflight.models.quantization import read_quantization
+from inflight.models.rope_config import default_context
 
 _MAX_EXTRA_LAYERS = 16
 

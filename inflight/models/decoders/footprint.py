@@ -25,9 +25,8 @@ from inflight.models.decoders.spec import DecoderSpec, Shard, shard_of, whole_sh
 from inflight.models.tensors import tensors_of
 
 META = torch.device("meta")
-_MAX_STATES = (
-    256  # requests that run at once unless configured, if each has recurrent states of some megabytes
-)
+# Requests that run at once unless configured, if each has recurrent states of some megabytes.
+_MAX_STATES = 256
 
 
 def default_rows(spec: DecoderSpec, max_num_seqs: int) -> int:

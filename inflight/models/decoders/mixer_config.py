@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ModelError
 from inflight.layers.recurrent import DeltaNetShape
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.attention import AttentionSpec, QKNorm
 from inflight.models.decoders.delta_net import DeltaNetSpec
 from inflight.models.decoders.spec import MixerSpec
-from inflight.models.hf_config import Fields, read_rope
+from inflight.models.rope_config import read_rope
 
 # (fields of the config, number of layers) -> the mixer of each layer
 ReadMixers = Callable[[Fields, int], Sequence[MixerSpec]]

@@ -13,11 +13,11 @@ from inflight.models.decoders.sublayers import LayerBuilder, Mlp, norm_targets
 from inflight.models.tensors import (
     ExpertBias,
     ExpertMatrix,
-    PlainTensor,
     Target,
     packed_rows,
     summed_columns,
     whole_rows,
+    whole_tensor,
 )
 
 
@@ -155,9 +155,9 @@ class ExpertsMlp:
         experts, has_bias = self.experts, self._mlp.routing.has_bias
         targets: dict[str, Target] = {"mlp.router": whole_rows(experts.router, has_bias)}
         if experts.correction is not None:
-            targets["mlp.correction"] = PlainTensor(experts.correction, dummy=0.0)
+            targets["mlp.correction"] = whole_tensor(experts.correction, dummy=0.0)
         if experts.scales is not None:
-            targets["mlp.expert_scales"] = PlainTensor(experts.scales, dummy=1.0)
+            targets["mlp.expert_scales"] = whole_tensor(experts.scales, dummy=1.0)
         targets |= {f"mlp.experts.{name}": target for name, target in self._matrices().items()}
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_gate_up, self.shared_down, self._shard, self._mlp.shared_inner, False
@@ -232,7 +232,7 @@ class NormedExpertsMlp(ExpertsMlp):
             dense_out_norm=self.dense_out_norm,
             out_norm=self.out_norm,
         )
-        return {**super().targets(), **norms, "mlp.router_norm": PlainTensor(self.router_norm, dummy=1.0)}
+        return {**super().targets(), **norms, "mlp.router_norm": whole_tensor(self.router_norm, dummy=1.0)}
 
 
 def _dense_targets(

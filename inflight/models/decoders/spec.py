@@ -157,9 +157,8 @@ class DecoderSpec:
     has_lm_head: bool = True
     num_labels: int = 0  # of its classification head; 0: it has none
     logit_divisor: float = 1.0
-    has_layer_scales: bool = (
-        False  # whether each layer multiplies the residual by a learned number at its end
-    )
+    # Whether each layer multiplies the residual by a learned number at its end.
+    has_layer_scales: bool = False
     layer_inputs: LayerInputsSpec | None = None
     # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
     expert_parallel: bool = False

@@ -132,12 +132,6 @@ def load_decoder(
     return decoder
 
 
-def _variant(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> int:
-    names = spec.names
-    present = (i for i, prefix in enumerate(names.prefixes) if prefix + names.embedding in stored)
-    return next(present, 0)
-
-
 def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> int:
     """Return the layout of experts with which most of the stored tensors agree."""
 
@@ -156,7 +150,9 @@ def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int
     This runs before any memory is allocated: a config may claim anything, but the headers show what is there.
     """
     spec = shard.whole
-    names, variant = spec.names, _variant(spec, stored)
+    names = spec.names
+    present = (i for i, prefix in enumerate(names.prefixes) if prefix + names.embedding in stored)
+    variant = next(present, 0)
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
     copies = set(names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))

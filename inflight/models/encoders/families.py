@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.checkpoint.fields import Fields
 from inflight.errors import ModelError
 from inflight.layers.kernels import ACTIVATIONS, GATES
 from inflight.models.encoders.spec import EncoderNames, EncoderSpec
 from inflight.models.head_config import SentenceFiles, classifier_facts, embedding_facts, read_labels
 from inflight.models.heads import DenseLayer, HeadLayer, NormLayer, head_size
-from inflight.models.hf_config import Fields, read_rope
+from inflight.models.rope_config import read_rope
 from inflight.scoring import PoolingFacts
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -30,6 +31,9 @@ _ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
+
+# (fields of the config, hidden size, number of labels) -> the layers of a head
+ReadHead = Callable[[Fields, int, int], tuple[HeadLayer, ...]]
 
 _BERT_LAYER = {
     "attention.self.query": "qkv.q",
@@ -61,19 +65,13 @@ _MODERNBERT_LAYER = {
 }
 
 
-def _bert_head(fields: Fields, hidden: int, num_labels: int) -> tuple[HeadLayer, ...]:  # noqa: ARG001
-    pooler = DenseLayer("bert.pooler.dense", hidden, hidden, activation="tanh")
-    return pooler, DenseLayer("classifier", hidden, num_labels)
+def _dense_head(first: str, last: str, activation: str) -> ReadHead:
+    """Return a head of two dense layers, named as in the checkpoint."""
 
+    def read(fields: Fields, hidden: int, num_labels: int) -> tuple[HeadLayer, ...]:  # noqa: ARG001
+        return DenseLayer(first, hidden, hidden, activation=activation), DenseLayer(last, hidden, num_labels)
 
-def _roberta_head(fields: Fields, hidden: int, num_labels: int) -> tuple[HeadLayer, ...]:  # noqa: ARG001
-    dense = DenseLayer("classifier.dense", hidden, hidden, activation="tanh")
-    return dense, DenseLayer("classifier.out_proj", hidden, num_labels)
-
-
-def _distilbert_head(fields: Fields, hidden: int, num_labels: int) -> tuple[HeadLayer, ...]:  # noqa: ARG001
-    dense = DenseLayer("pre_classifier", hidden, hidden, activation="relu")
-    return dense, DenseLayer("classifier", hidden, num_labels)
+    return read
 
 
 def _modernbert_head(fields: Fields, hidden: int, num_labels: int) -> tuple[HeadLayer, ...]:
@@ -90,7 +88,7 @@ class EncoderFamily:
     """The properties of a family."""
 
     names: EncoderNames
-    head: Callable[[Fields, int, int], tuple[HeadLayer, ...]]  # the classification head
+    head: ReadHead  # of classification
     model_type: str  # for configs that name no architecture
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any]
@@ -116,7 +114,7 @@ _ROBERTA_NAMES = EncoderNames(
     ignored=(r"embeddings\.position_ids$", r"^(roberta\.)?pooler\."),
 )
 _ROBERTA: dict[str, Any] = {
-    "head": _roberta_head,
+    "head": _dense_head("classifier.dense", "classifier.out_proj", "tanh"),
     "defaults": _BERT_DEFAULTS | {"pad_token_id": 1},
     "after_padding": True,
     "fixed": _BERT_FIXED,
@@ -130,7 +128,7 @@ ENCODERS: Mapping[str, EncoderFamily] = {
             ("bert.", ""),
             heads=(r"^(bert\.)?pooler\.", r"^classifier\.", r"^cls\."),
         ),
-        _bert_head,
+        _dense_head("bert.pooler.dense", "classifier", "tanh"),
         "bert",
         _BERT_DEFAULTS,
         fixed=_BERT_FIXED,
@@ -144,7 +142,7 @@ ENCODERS: Mapping[str, EncoderFamily] = {
             ("distilbert.", ""),
             heads=(r"^(pre_)?classifier\.", r"^vocab_(transform|layer_norm|projector)\."),
         ),
-        _distilbert_head,
+        _dense_head("pre_classifier", "classifier", "relu"),
         "distilbert",
         {"activation": "gelu", "type_vocab_size": 0, "layer_norm_eps": 1e-12},
         renamed={

@@ -45,11 +45,8 @@ class MessageBlocks(PartWriter):
 
     def _delta(self, part_kind: PartKind, text: str) -> bytes:
         if part_kind == "reasoning":
-            return (
-                self._block_delta({"type": "thinking_delta", "thinking": text})
-                if self._shows_thinking
-                else b""
-            )
+            delta = {"type": "thinking_delta", "thinking": text}
+            return self._block_delta(delta) if self._shows_thinking else b""
         if part_kind == "text":
             return self._block_delta({"type": "text_delta", "text": text})
         return self._block_delta({"type": "input_json_delta", "partial_json": text})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -174,15 +173,16 @@ def test_bad_weights_are_rejected_in_one_line(case: str, tmp_path: Path) -> None
     assert "\n" not in str(rejected.value)
 
 
-def test_config_with_more_experts_than_there_are_is_rejected_quickly(tmp_path: Path) -> None:
+def test_config_with_more_experts_than_there_are_is_rejected_after_a_bounded_number(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3-moe")
     config = json.loads((tmp_path / "config.json").read_text())
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     edit_config(tmp_path, num_hidden_layers=4000, **{name: 4096})
-    start = time.perf_counter()
-    with pytest.raises(WeightsError, match=r"the weights lack .* \(num_hidden_layers is 4000"):
+    message = (
+        r"the weights lack .* and \d{1,5} more, .* \(num_hidden_layers is 4000"  # not all of fifty million
+    )
+    with pytest.raises(WeightsError, match=message):
         load(tmp_path)
-    assert time.perf_counter() - start < 30
     edit_config(tmp_path, **{name: 1 << 20})
     with pytest.raises(ModelError, match=f"{name} in config.json"):
         load(tmp_path)
