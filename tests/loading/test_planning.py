@@ -108,7 +108,7 @@ def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch, kv_cac
     runner = llm._engine.core.runner
     assert isinstance(runner, ModelRunner)
     num_blocks = llm._engine.facts.num_blocks
-    assert sum(slot.nbytes for slot in runner.forward.cache.slots) == fit.shares[0].kv(num_blocks)
+    assert sum(slot.nbytes for slot in runner.cache.slots) == fit.shares[0].kv(num_blocks)
     llm.close()
 
 
