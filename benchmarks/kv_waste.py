@@ -17,7 +17,7 @@ from benchmarks.report import show
 from benchmarks.workloads import Workload, ragged
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import NoPrefixCache
+from inflight.kv.prefix_cache import PrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Sampled
@@ -28,7 +28,7 @@ from inflight.scheduling.scheduler import Scheduler
 
 def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[str, object]:
     blocks = BlockManager(
-        options.kv_tokens // options.block_size, KVLayout(options.block_size), NoPrefixCache()
+        options.kv_tokens // options.block_size, KVLayout(options.block_size), PrefixCache()
     )
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, options.kv_tokens)
     scheduler = Scheduler(limits, make_policy(policy), blocks)

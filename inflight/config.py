@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -286,6 +287,9 @@ class EngineConfig:
         return asdict(self.model) | asdict(self.parallel) | asdict(self.cache) | asdict(self.scheduler)
 
 
+_seconds = partial(option, unit="seconds", above=0, at_most=math.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
     """Supervision of an engine in its own process."""
@@ -293,44 +297,24 @@ class ProcessConfig:
     max_restarts: int = option(
         3, SCHEDULING, "Maximum number of restarts of a dead engine within ten minutes.", at_least=0
     )
-    restart_window: float = option(
-        600.0, PYTHON, "Seconds over which max_restarts counts.", unit="seconds", above=0, at_most=math.inf
+    restart_window: float = _seconds(600.0, PYTHON, "Seconds over which max_restarts counts.")
+    heartbeat: float = _seconds(1.0, PYTHON, "Seconds between heartbeats.")
+    silent_after: float = _seconds(
+        15.0, PYTHON, "Seconds without a heartbeat after which the engine is unhealthy."
     )
-    heartbeat: float = option(
-        1.0, PYTHON, "Seconds between heartbeats.", unit="seconds", above=0, at_most=math.inf
+    stalled_after: float = _seconds(
+        60.0, PYTHON, "Seconds without a step, despite pending work, after which the engine is unhealthy."
     )
-    silent_after: float = option(
-        15.0,
-        PYTHON,
-        "Seconds without a heartbeat after which the engine is unhealthy.",
-        unit="seconds",
-        above=0,
-        at_most=math.inf,
-    )
-    stalled_after: float = option(
-        60.0,
-        PYTHON,
-        "Seconds without a step, despite pending work, after which the engine is unhealthy.",
-        unit="seconds",
-        above=0,
-        at_most=math.inf,
-    )
-    kill_silent_after: float | None = option(
+    kill_silent_after: float | None = _seconds(
         60.0,
         PYTHON,
         "Seconds without a heartbeat after which the engine is killed and restarted; None: never.",
-        unit="seconds",
-        above=0,
-        at_most=math.inf,
     )
-    kill_stalled_after: float | None = option(
+    kill_stalled_after: float | None = _seconds(
         # Longer than the longest step: thousands of prompt tokens of a large model on a slow CPU take minutes.
         900.0,
         SCHEDULING,
         "Seconds without a step, despite pending work, after which the engine is killed and restarted.",
-        unit="seconds",
-        above=0,
-        at_most=math.inf,
     )
     log_format: str = option(
         "text", WATCHING, "text, or json with one object per line.", choices=("text", "json")

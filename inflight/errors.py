@@ -25,6 +25,8 @@ Messages say what was wrong, what was given and what is allowed. Programs should
 
 from __future__ import annotations
 
+from typing import Self
+
 
 def clipped(text: str, limit: int) -> str:
     """Return a text that is short enough for a message. A text that was cut ends with an ellipsis."""
@@ -56,6 +58,11 @@ class InflightError(Exception):
             self.param = param
         if code is not None:
             self.code = code
+
+    @classmethod
+    def of_value(cls, param: str, value: object, reason: str) -> Self:
+        """Return the error for a value that a parameter must not have."""
+        return cls(f"{param} is {shown(value)}: {reason}", param=param)
 
 
 class ConfigError(InflightError, ValueError):

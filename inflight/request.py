@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from inflight.errors import ParameterError, RequestError, shown
+from inflight.errors import ParameterError, RequestError
 from inflight.events import PositionLogprobs, RequestRecord
 from inflight.sampling_params import SamplingParams
 
@@ -79,19 +79,15 @@ class RequestContext:
     def __post_init__(self) -> None:
         priority, (low, high) = self.priority, PRIORITY_RANGE
         if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
-            raise ParameterError(
-                f"priority is {shown(priority)}: it must be an integer from {low} to {high}", param="priority"
-            )
+            raise ParameterError.of_value("priority", priority, f"it must be an integer from {low} to {high}")
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LENGTH:
-            raise ParameterError(
-                f"tenant is {shown(self.tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters",
-                param="tenant",
+            raise ParameterError.of_value(
+                "tenant", self.tenant, f"it must be a string of at most {MAX_TENANT_LENGTH} characters"
             )
         salt = self.cache_salt
         if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
-            raise ParameterError(
-                f"cache_salt is {shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters",
-                param="cache_salt",
+            raise ParameterError.of_value(
+                "cache_salt", salt, f"it must be valid Unicode of at most {MAX_SALT_LENGTH} characters"
             )
 
     @classmethod

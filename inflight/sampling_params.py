@@ -44,7 +44,7 @@ def _items(name: str, value: Any, item_type: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {item_type}", param=name)
+        raise ParameterError.of_value(name, value, f"it must be a list of {item_type}")
     return tuple(value)
 
 
@@ -76,10 +76,6 @@ def _structured(fields: Mapping[str, Any]) -> StructuredOutputs:
             param=STRUCTURED_OUTPUTS,
         )
     return StructuredOutputs(**fields)
-
-
-def _in_bias_range(token_id: int, value: float) -> bool:
-    return token_id >= 0 and -100 <= value <= 100
 
 
 def _takes_foreign_fields(cls: type[T]) -> type[T]:
@@ -168,9 +164,8 @@ class SamplingParams:
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, STRUCTURED_OUTPUTS, _structured(self.structured_outputs))
         elif not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise ParameterError(
-                f"structured_outputs is {shown(self.structured_outputs)}: it must be StructuredOutputs",
-                param=STRUCTURED_OUTPUTS,
+            raise ParameterError.of_value(
+                STRUCTURED_OUTPUTS, self.structured_outputs, "it must be StructuredOutputs"
             )
 
     def _normalise_stops(self) -> None:
@@ -208,14 +203,14 @@ class SamplingParams:
                 )
         bias: dict[int, float] = {}
         if not isinstance(self.logit_bias, Mapping | None):
-            raise ParameterError(
-                f"logit_bias is {shown(self.logit_bias)}: it must map token ids to numbers",
-                param="logit_bias",
-            )
+            raise ParameterError.of_value("logit_bias", self.logit_bias, "it must map token ids to numbers")
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
             token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
-            if type(token_id) is not int or type(value) is not float or not _in_bias_range(token_id, value):
+            is_usual = (
+                type(token_id) is int and type(value) is float and token_id >= 0 and -100 <= value <= 100
+            )
+            if not is_usual:
                 _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
                 _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
             bias[token_id] = float(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Annotated, Literal, TypedDict, get_args, get_type_hints
 
 Scale = Literal["logit", "sigmoid", "softmax", "cosine"]
 Task = Literal["generate", "embed", "classify", "score", "rerank"]
@@ -52,11 +52,6 @@ def parameter_help(params: type) -> dict[str, str]:
     """Return the description of each parameter of a task, by name."""
     hints = get_type_hints(params, include_extras=True)
     return {name: get_args(hint)[1] for name, hint in hints.items()}
-
-
-def parameter_types(params: type) -> dict[str, Any]:
-    """Return the type of each parameter of a task, by name."""
-    return get_type_hints(params)
 
 
 @dataclass(frozen=True, slots=True)

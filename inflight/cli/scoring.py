@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -18,7 +18,7 @@ from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
 from inflight.option import Option, option_type
 from inflight.outputs import RerankResult
-from inflight.scoring import EmbedParams, Scale, ScoreParams, parameter_help, parameter_types
+from inflight.scoring import EmbedParams, Scale, ScoreParams, parameter_help
 
 if TYPE_CHECKING:
     from inflight.entrypoints.llm import LLM
@@ -37,7 +37,7 @@ _TEXTS = typer.Argument(help="Texts; - is standard input, one text per line.")
 
 def _flags(params: type, truncate: bool) -> list[Option]:
     """Return a flag for each parameter of a task, then flags for the engine's options."""
-    descriptions, types = parameter_help(params), parameter_types(params)
+    descriptions, types = parameter_help(params), get_type_hints(params)
     defaults, choices = {"truncate": truncate}, {"scale": get_args(Scale)}
     task_options = [
         Option(

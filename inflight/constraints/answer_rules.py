@@ -7,11 +7,12 @@ strict schema that cannot be used is rejected by name; any other is loosened, an
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from inflight.constraints.schema import check_schema, rewritten
+from inflight.constraints.schema import check_schema
+from inflight.constraints.schema_document import rewritten
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 
@@ -28,10 +29,6 @@ class RuleSchema:
     loose: Any = True  # replaces a schema that cannot be used
     function: str = ""
     key: str = ""
-
-    def check(self) -> None:
-        """Raise ParameterError if the schema has a keyword that is not supported."""
-        check_schema(self.schema, self.param, self.param)
 
     def whole(self, loosened: bool) -> Any:
         """Return the schema of all the JSON, including the call around the arguments."""
@@ -90,18 +87,12 @@ class AnswerRules:
         names = set()
         for name, schema in self.schemas.items():
             try:
-                schema.check()
+                check_schema(schema.schema, schema.param, schema.param)
             except ParameterError:
                 if schema.strict:
                     raise
                 names.add(name)
         return frozenset(names)
-
-    def token_rules(self) -> list[str]:
-        return [f"{name}: <[{token_id}]>" for name, token_id in self.tokens.items()]
-
-    def whole_schemas(self, loosened: Collection[str]) -> dict[str, Any]:
-        return {name: schema.whole(name in loosened) for name, schema in self.schemas.items()}
 
 
 def _moved(schema: Any, pointer: str) -> Any:

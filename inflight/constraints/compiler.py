@@ -135,11 +135,6 @@ class GrammarCompiler:
         """Whether `compile` would return at once."""
         return self._cache.outcome(constraint) is not None
 
-    @property
-    def is_native(self) -> bool:
-        """Whether its matchers need no GIL, except those of grammars that only Python can pass on."""
-        return self._native_tokenizer is not None
-
     def warm_up(self) -> None:
         """Prepare what the first constraint would wait for, if constraints are available at all.
 

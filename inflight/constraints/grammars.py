@@ -62,10 +62,10 @@ def answer_lark(
     answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str], one_of: bool = False
 ) -> str:
     """Return the grammar of a whole answer."""
-    rules = [*answer.rules, *answer.token_rules()]
-    for name, schema in answer.whole_schemas(loosened).items():
+    rules = [*answer.rules, *(f"{name}: <[{token_id}]>" for name, token_id in answer.tokens.items())]
+    for name, schema in answer.schemas.items():
         whitespace = _WHITESPACE if name == CONTENT else _SPACE
-        rules.append(f"{name}: {json_rule(schema, whitespace, one_of=one_of)}")
+        rules.append(f"{name}: {json_rule(schema.whole(name in loosened), whitespace, one_of=one_of)}")
     grammar = "\n".join([*rules, _OPTIONS])
     parts = {name: with_options(lark) for name, (_, lark) in answer.grammars.items()}
     if answer.content is not None:

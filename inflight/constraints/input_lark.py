@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inflight.constraints.schema_rewriting import end_of_class
 from inflight.errors import clipped
 
 # Characters that JSON writes as a backslash and a letter. Other control characters are never generated.
@@ -197,7 +198,9 @@ def _quoted_parts(regex: str, matches_all: bool) -> Iterator[str]:
         if character == "\\":
             end, piece = _escape(regex, position)
         elif character == "[":
-            end = _end_of_class(regex, position)
+            end = end_of_class(regex, position)
+            if end == position + 1:
+                raise ValueError(f"the regex {regex[:100]!r} has a character class that is not closed")
             piece = _class(regex[position:end])
         elif character == ".":
             piece = _any(set(_ESCAPES) if groups[-1] else set(_ESCAPES) - {"\n"})
@@ -263,20 +266,3 @@ def _class(text: str) -> str:
             contains = re.compile(text.replace(r"\/", "/")).fullmatch
             escaped = {character for character in _ESCAPES if contains(character)}
     return _any(escaped, f"[{text}&&{_PLAIN}]")
-
-
-def _end_of_class(regex: str, start: int) -> int:
-    depth, position = 0, start
-    while position < len(regex):
-        if regex[position] == "\\":
-            position += 1
-        elif regex[position] == "[":
-            depth += 1
-            position += regex[position + 1 : position + 2] == "^"
-            position += regex[position + 1 : position + 2] == "]"  # a literal one
-        elif regex[position] == "]":
-            depth -= 1
-            if not depth:
-                return position + 1
-        position += 1
-    raise ValueError(f"the regex {regex[:100]!r} has a character class that is not closed")

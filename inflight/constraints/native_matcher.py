@@ -119,7 +119,7 @@ class NativeFunctions:
         limits = options.limits
         sizes = (
             limits.max_items_in_row,
-            limits.step_lexer_fuel,
+            limits.step_max_items,
             limits.max_lexer_states,
             limits.max_grammar_size,
         )
@@ -127,9 +127,8 @@ class NativeFunctions:
             options.tokenizer is None
             and not options.ff_tokens_ok
             and not options.backtrack_ok
-            and sizes == (2_000, 200_000, 250_000, 500_000)
-            and limits.initial_lexer_fuel == 1_000_000
-            and limits.step_max_items == 50_000
+            and sizes == (2_000, 50_000, 250_000, 500_000)
+            and (limits.initial_lexer_fuel, limits.step_lexer_fuel) == (1_000_000, 200_000)
             and limits.verbose_errors
             and set(bytes(options.unused)) == {0xAA}
         )

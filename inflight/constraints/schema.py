@@ -20,6 +20,8 @@ from inflight.constraints.schema_document import (
     SCHEMA_LISTS,
     UnsupportedKeywordError,
     has_no_effect,
+    is_annotation,
+    unescaped,
 )
 from inflight.constraints.schema_logic import REPLACED, expand
 from inflight.errors import ParameterError, clipped
@@ -34,20 +36,6 @@ _ASSERTIONS = {
 }
 _KEYWORDS = SCHEMA_KEYWORDS | SCHEMA_LISTS | NAMED_SCHEMAS | REPLACED | _ASSERTIONS
 _NEEDED = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-_ANNOTATIONS = {
-    *(
-        "$anchor",
-        "$comment",
-        "$dynamicAnchor",
-        "$id",
-        "$schema",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-    ),
-    *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
-    *("readOnly", "strict", "title", "writeOnly", "xml"),
-}
 # Control characters that need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # llguidance computes bounds in floats and 64-bit integers: values near the limits are inexact or crash the process.
@@ -56,12 +44,6 @@ OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximu
 # Patterns whose character classes have no intersections and the like, which not all regex dialects have.
 _CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
 _PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
-OMIT = object()
-
-
-def is_annotation(keyword: str) -> bool:
-    """Whether a keyword describes values without forbidding any."""
-    return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
 
 
 def read_schema(text: str) -> Any:
@@ -87,7 +69,7 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
             raise _invalid(f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t", param)
         for keyword, pointer, owner in _keywords(schema, "#"):
             _check_keyword(keyword, owner, name, param, pointer)
-        expanded = expanded_schema(schema)
+        expanded = expand(schema)
         has_references = any(keyword == "$ref" for keyword, _, _ in _keywords(expanded, "#"))
         endless = _endless_part(expanded) if has_references else None
     except UnsupportedKeywordError as error:
@@ -98,11 +80,6 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
         raise _invalid(
             f"{name}: {endless} refers back to itself, so that no finite value can match it", param
         )
-
-
-def expanded_schema(schema: Any, one_of: bool = False) -> Any:
-    """Return an equivalent schema without the keywords that llguidance lacks. Raises UnsupportedKeywordError."""
-    return expand(schema, is_annotation, one_of)
 
 
 def _check_keyword(keyword: str, owner: dict[str, Any], name: str, param: str, pointer: str) -> None:
@@ -224,35 +201,6 @@ def _keywords(schema: Any, pointer: str) -> Iterator[tuple[str, str, dict[str, A
             yield from _keywords(value, inner_pointer)
 
 
-def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of a schema with the value that `change` returns for every keyword, without it for OMIT.
-
-    Names of properties and the contents of constants are not keywords.
-    """
-    if isinstance(schema, list):
-        return [rewritten(item, change) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for keyword, value in schema.items():
-        value = change(keyword, value)
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            value = {name: rewritten(inner, change) for name, inner in value.items()}
-        elif keyword not in DATA_KEYWORDS:
-            value = rewritten(value, change)
-        if value is not OMIT:
-            copy[keyword] = value
-    return copy
-
-
-def without_annotations(schema: Any) -> Any:
-    """Return an equivalent copy without descriptions and the like, which grammars do not use."""
-    kept = ("$id", "$anchor", "$dynamicAnchor", "id")  # references may name them
-    return rewritten(
-        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
-    )
-
-
 # ---- endless schemas ----
 
 MAX_PASSES = 32  # over a schema; what is undecided then is left to llguidance
@@ -351,16 +299,12 @@ def _target(root: Any, reference: Any) -> Any:
             is_index = name.isdecimal() and len(name) < 10 and int(name) < len(value)
             value = value[int(name)] if is_index else None
         else:
-            value = value.get(_unescaped(name)) if isinstance(value, dict) else None
+            value = value.get(unescaped(name)) if isinstance(value, dict) else None
     return value
 
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-def _unescaped(name: str) -> str:
-    return name.replace("~1", "/").replace("~0", "~")
 
 
 def _items(value: Any) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from inflight.errors import clipped, shown
+
+T = TypeVar("T")
 
 # Keywords whose values are one schema, a list of schemas, or schemas by name.
 SCHEMA_KEYWORDS = {
@@ -17,22 +19,23 @@ SCHEMA_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {
     *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"),
 }
-DATA_KEYWORDS = {
-    "const",
-    "enum",
-    "default",
-    "example",
-    "examples",
-    "x-guidance",
-}  # no schemas in their values
+# Keywords without schemas in their values.
+DATA_KEYWORDS = {"const", "enum", "default", "example", "examples", "x-guidance"}
 
 # Limits on the schemas that replacing keywords may create: one each, and more for those with long texts.
 MAX_COST = 10_000
+_ANNOTATIONS = {
+    *("$anchor", "$comment", "$dynamicAnchor", "$id", "$schema", "contentEncoding", "contentMediaType"),
+    *("contentSchema", "default", "deprecated", "description", "discriminator", "example", "examples"),
+    *("externalDocs", "id", "readOnly", "strict", "title", "writeOnly", "xml"),
+}
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _INTEGER_KEYWORDS = {
     *("maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength"),
     "minProperties",
 }
+
+OMIT = object()  # instead of the value of a keyword
 
 
 class UnsupportedKeywordError(Exception):
@@ -41,6 +44,11 @@ class UnsupportedKeywordError(Exception):
     def __init__(self, keyword: str, pointer: str, reason: str = "") -> None:
         super().__init__(keyword, pointer, reason)
         self.keyword, self.pointer, self.reason = keyword, pointer, reason
+
+
+def is_annotation(keyword: str) -> bool:
+    """Whether a keyword describes values without forbidding any."""
+    return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
 
 
 def has_no_effect(keyword: str, value: Any) -> bool:
@@ -53,9 +61,8 @@ def has_no_effect(keyword: str, value: Any) -> bool:
 class SchemaDocument:
     """A schema whose keywords are being replaced by others."""
 
-    def __init__(self, root: Any, is_annotation: Callable[[str], bool]) -> None:
+    def __init__(self, root: Any) -> None:
         self.root = root
-        self.is_annotation = is_annotation
         self.keyword = ""  # being replaced
         self.parts = list(_parts(root))
         self._budget = MAX_COST + sum(map(cost_of, self.parts))
@@ -73,23 +80,18 @@ class SchemaDocument:
         part = self.root
         if self._has_inner_ids:
             raise UnsupportedKeywordError("$ref", pointer, " here, in a schema with several $id")
-        if (
-            not isinstance(reference, str)
-            or not reference.startswith(("#/", "#"))
-            or reference[1:2] not in "/"
-        ):
+        if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
             raise UnsupportedKeywordError("$ref", pointer, f" here: {shown(reference)} is not a JSON pointer")
         for name in unquote(reference).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
             try:
-                part = part[int(name)] if isinstance(part, list) else part[name]
+                part = part[int(name)] if isinstance(part, list) else part[unescaped(name)]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise UnsupportedKeywordError(
                     "$ref", pointer, f": {shown(reference)} does not exist"
                 ) from None
         return part
 
-    def follow(self, reference: Any, pointer: str, use: Callable[[Any], Any]) -> Any:
+    def follow(self, reference: Any, pointer: str, use: Callable[[Any], T]) -> T:
         """Call `use` with the part that a reference points to, which must not lead back to itself."""
         part = self._resolve(reference, pointer)
         if reference in self._references:
@@ -99,6 +101,11 @@ class SchemaDocument:
             return use(part)
         finally:
             self._references.pop()
+
+
+def unescaped(name: str) -> str:
+    """Return the name that a JSON pointer writes like this."""
+    return name.replace("~1", "/").replace("~0", "~")
 
 
 def cost_of(schema: dict[str, Any]) -> int:
@@ -122,6 +129,35 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(schema, list):
         for item in schema:
             yield from _parts(item)
+
+
+def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of a schema with the value that `change` returns for every keyword, without it for OMIT.
+
+    Names of properties and the contents of constants are not keywords.
+    """
+    if isinstance(schema, list):
+        return [rewritten(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for keyword, value in schema.items():
+        value = change(keyword, value)
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            value = {name: rewritten(inner, change) for name, inner in value.items()}
+        elif keyword not in DATA_KEYWORDS:
+            value = rewritten(value, change)
+        if value is not OMIT:
+            copy[keyword] = value
+    return copy
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return an equivalent copy without descriptions and the like, which grammars do not use."""
+    kept = ("$id", "$anchor", "$dynamicAnchor", "id")  # references may name them
+    return rewritten(
+        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
+    )
 
 
 def any_of(schemas: list[Any]) -> Any:

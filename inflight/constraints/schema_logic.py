@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -28,6 +28,7 @@ from inflight.constraints.schema_document import (
     cost_of,
     has_no_effect,
     integral,
+    is_annotation,
     other_types,
     type_of,
 )
@@ -41,6 +42,7 @@ REPLACED = {
     *("unevaluatedProperties", "uniqueItems"),
 }
 
+_NAME_KEYWORDS = ("minLength", "maxLength", "type", "$ref")  # in propertyNames, beside those that need cases
 MAX_SEQUENCES = 400  # of the distinct items of one array
 # RFC 3339 with the days of every month. llguidance's own formats know neither leap years nor leap seconds, which are
 # allowed in UTC only. The year 0000 is left out, as most parsers reject it.
@@ -56,13 +58,13 @@ _TIME = f"(?:{_CLOCK}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_CLOCK})|23:59:60{_FRACT
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 
 
-def expand(root: Any, is_annotation: Callable[[str], bool], one_of: bool = False) -> Any:
-    """Return a copy of a schema without the keywords that llguidance lacks.
+def expand(root: Any, one_of: bool = False) -> Any:
+    """Return an equivalent copy of a schema without the keywords that llguidance lacks.
 
     With `one_of`, alternatives of oneOf that may overlap are made exclusive too, where that is possible. Raises
     UnsupportedKeywordError.
     """
-    return _Expansion(SchemaDocument(root, is_annotation), one_of).expand(root, "#")
+    return _Expansion(SchemaDocument(root), one_of).expand(root, "#")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +233,8 @@ class _Expansion:
         if not isinstance(schema, dict):
             return None
         if "$ref" in schema and len(schema) == 1:
-            values: list[Any] | None = self._document.follow(schema["$ref"], "", self._finite_values)
-            return values
-        keywords = {keyword for keyword in schema if not self._document.is_annotation(keyword)}
+            return self._document.follow(schema["$ref"], "", self._finite_values)
+        keywords = {keyword for keyword in schema if not is_annotation(keyword)}
         if keywords == {"const"}:
             return [schema["const"]]
         if keywords == {"type"} and schema["type"] == "boolean":
@@ -276,12 +277,7 @@ class _Expansion:
             elif keyword == "not" and isinstance(value, dict) and value.keys() in ({"const"}, {"enum"}):
                 texts = [value["const"]] if "const" in value else value["enum"]
                 yield {"properties": {text: False for text in texts if isinstance(text, str)}}
-            elif keyword not in (
-                "minLength",
-                "maxLength",
-                "type",
-                "$ref",
-            ) and not self._document.is_annotation(keyword):
+            elif keyword not in _NAME_KEYWORDS and not is_annotation(keyword):
                 raise UnsupportedKeywordError("propertyNames", pointer, f" with {keyword!r}")
 
     def _exclusive(self, branches: list[Any], pointer: str) -> Any:

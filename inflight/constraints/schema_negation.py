@@ -15,6 +15,7 @@ from inflight.constraints.schema_document import (
     any_of,
     has_no_effect,
     integral,
+    is_annotation,
     type_of,
 )
 
@@ -69,13 +70,13 @@ class Negation:
         Values that other keywords exclude may be missing.
         """
         negate = self.cases
-        if (
-            self._document.is_annotation(keyword)
-            or keyword in ("$defs", "definitions")
-            or has_no_effect(keyword, value)
-        ):
+        if is_annotation(keyword) or has_no_effect(keyword, value):
             return []
         match keyword:
+            case "$defs" | "definitions" | "minContains" | "maxContains" | "then" | "else":
+                return []  # they do nothing by themselves
+            case "additionalProperties" if value in (True, {}):
+                return []
             case "type":
                 return _outside_types([value] if isinstance(value, str) else value)
             case "const":
@@ -104,26 +105,21 @@ class Negation:
                 return [item for i in range(MAX_POSITIONS) for item in _with_item(first + i, negated)]
             case "contains":
                 if schema.get("minContains", 1) != 1 or "maxContains" in schema:
-                    raise UnsupportedKeywordError(
-                        "contains", pointer, " with minContains or maxContains here"
-                    )
-                return [{"type": "array", "items": any_of(negate(value, pointer))}]
+                    raise UnsupportedKeywordError(keyword, pointer, " with minContains or maxContains here")
+                return [{"type": "array", "items": self.negated(value, pointer)}]
             case "allOf":
                 return itertools.chain.from_iterable(negate(inner, pointer) for inner in value)
             case "anyOf":
-                return [all_of([any_of(negate(inner, pointer)) for inner in value])]
+                return [all_of([self.negated(inner, pointer) for inner in value])]
             case "oneOf":
-                none = all_of([any_of(negate(inner, pointer)) for inner in value])
+                none = all_of([self.negated(inner, pointer) for inner in value])
                 pairs = itertools.combinations(value, 2)
                 return itertools.chain([none], (all_of(list(pair)) for pair in pairs))
             case "not":
                 return [value]
             case "if":
-                met = [value, any_of(negate(schema.get("then", True), pointer))]
-                unmet = [
-                    any_of(negate(value, pointer)),
-                    any_of(negate(schema.get("else", True), pointer)),
-                ]
+                met = [value, self.negated(schema.get("then", True), pointer)]
+                unmet = [self.negated(value, pointer), self.negated(schema.get("else", True), pointer)]
                 return [all_of(met), all_of(unmet)]
             case "dependentRequired":
                 return (
@@ -132,25 +128,8 @@ class Negation:
                     for needed in names
                 )
             case "$ref":
-                negations: list[Any] = self._document.follow(
-                    value, pointer, lambda part: negate(part, pointer)
-                )
-                return negations
-            case "additionalProperties" | "unevaluatedProperties" | "unevaluatedItems" | "items" if value in (
-                True,
-                {},
-            ):
-                return []
-            case "minContains" | "maxContains" | "then" | "else":
-                return []
-        if keyword in _OPPOSITES and isinstance(value, int | float) and not isinstance(value, bool):
-            type_name, opposite, step = _OPPOSITES[keyword]
-            bound = value + step
-            if type_name != "number" and bound < 0:
-                return []
-            if opposite != "minProperties" or bound <= 1:  # more than one could be repeated names
-                return [{"type": type_name, opposite: bound}]
-        raise UnsupportedKeywordError(keyword, pointer, " here")
+                return self._document.follow(value, pointer, lambda part: negate(part, pointer))
+        return _outside_bound(keyword, value, pointer)
 
     def _outside_values(self, values: list[Any], pointer: str) -> list[Any]:
         """Return schemas for everything but some values."""
@@ -189,6 +168,18 @@ def _outside_types(types: list[str]) -> list[Any]:
     excluded = {"number" if type_name == "integer" else type_name for type_name in types}
     others = [type_name for type_name in TYPES if type_name not in excluded]
     return [{"type": others}] if others else []
+
+
+def _outside_bound(keyword: str, value: Any, pointer: str) -> list[Any]:
+    """Return a schema of the values beyond a bound. Raises UnsupportedKeywordError for all other keywords."""
+    if keyword in _OPPOSITES and isinstance(value, int | float) and not isinstance(value, bool):
+        type_name, opposite, step = _OPPOSITES[keyword]
+        bound = value + step
+        if type_name != "number" and bound < 0:
+            return []
+        if opposite != "minProperties" or bound <= 1:  # more than one could be repeated names
+            return [{"type": type_name, opposite: bound}]
+    raise UnsupportedKeywordError(keyword, pointer, " here")
 
 
 def _with_item(index: int, schemas: list[Any]) -> list[Any]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from inflight.constraints.schema import FAR, OMIT, OUTWARD, expanded_schema, rewritten
-from inflight.constraints.schema_document import has_no_effect
+from inflight.constraints.schema import FAR, OUTWARD
+from inflight.constraints.schema_document import OMIT, has_no_effect, rewritten
+from inflight.constraints.schema_logic import expand
 
 # Removes the control characters without their own escape (\b, \t, \n, \f, \r) from a class.
 _EXCEPT_CONTROL = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
@@ -35,7 +36,7 @@ def exact_schema(schema: Any, one_of: bool = False) -> Any:
 
     With `one_of`, alternatives of oneOf that may overlap are made exclusive too, where that is possible.
     """
-    return rewritten(expanded_schema(schema, one_of), _exact)
+    return rewritten(expand(schema, one_of), _exact)
 
 
 def _exact(keyword: str, value: Any) -> Any:
@@ -59,7 +60,7 @@ def safe_pattern(pattern: str) -> str:
     while position < len(pattern):
         end = position + 1
         if pattern[position] == "[":
-            end = _end_of_class(pattern, position)
+            end = end_of_class(pattern, position)
         elif pattern[position] == "\\":
             match = _PROPERTY.match(pattern, position)
             end = match.end() if match else position + 2
@@ -82,7 +83,7 @@ def as_written(text: str) -> str:
     return _SAFE_CLASS.sub(r"\1", text)
 
 
-def _end_of_class(pattern: str, start: int) -> int:
+def end_of_class(pattern: str, start: int) -> int:
     """Return the index after the bracket that closes the one at `start`, or start + 1 if none does."""
     depth, position = 0, start
     while position < len(pattern):

@@ -21,9 +21,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -56,15 +56,6 @@ MAX_PER_OWNER = 1  # workers
 MAX_WAITING = 256  # trials of one owner
 
 
-@dataclass(eq=False, slots=True)
-class _SharedTrial:
-    """A trial that all requests of one owner with the same constraint wait for."""
-
-    key: tuple[str, str, str]  # owner, kind and text
-    trial: Trial
-    num_waiting: int = 0
-
-
 class GrammarValidator:
     """Validates constraints for one vocabulary. Any thread may use it.
 
@@ -79,21 +70,16 @@ class GrammarValidator:
         self._trials = GrammarTrials(make_vocabulary)
         self._cache: OutcomeCache[bool] = OutcomeCache(MAX_CACHED)
         self._lock = threading.Lock()
-        self._shared: dict[tuple[str, str, str], _SharedTrial] = {}  # with at least one waiting request
+        # Those that requests wait for, by owner, kind and text.
+        self._running: dict[tuple[str, str, str], Trial] = {}
 
     def validate(self, constraint: StructuredOutputs, owner: str = "") -> None:
         """Raise ParameterError if the constraint is invalid, not supported or too complex.
 
         Raises QueueFullError if too many trials of the owner are waiting.
         """
-        outcome = self._cache.outcome(constraint)
-        if outcome is None:
-            shared = self._join(constraint, owner)
-            try:
-                outcome = shared.trial.future
-                outcome.exception()  # waits for the outcome
-            finally:
-                self._leave(shared)
+        with self._outcome(constraint, owner) as outcome:
+            outcome.exception()  # waits for it
         result_of(outcome)
         if self.compiler is not None:
             self.compiler.begin(constraint, owner).result()
@@ -103,42 +89,38 @@ class GrammarValidator:
 
         Cancelling the task ends a trial that no other request waits for.
         """
-        outcome = self._cache.outcome(constraint)
-        if outcome is None:
-            shared = self._join(constraint, owner)
-            try:
-                outcome = shared.trial.future
+        with self._outcome(constraint, owner) as outcome:
+            if not outcome.done():
                 await _done(outcome)
-            finally:
-                self._leave(shared)
         result_of(outcome)
         if self.compiler is not None and not self.compiler.is_compiled(constraint):
             await asyncio.wrap_future(self.compiler.begin(constraint, owner))
 
-    def _join(self, constraint: StructuredOutputs, owner: str) -> _SharedTrial:
-        """Join or start the owner's trial. Other owners' trials of the same constraint may have to wait longer."""
+    @contextlib.contextmanager
+    def _outcome(self, constraint: StructuredOutputs, owner: str) -> Iterator[Future[bool]]:
+        """Return the outcome, of the owner's trial if none is cached: join or start it, and leave it at the end.
+
+        Other owners' trials of the same constraint may have to wait longer.
+        """
+        if (cached := self._cache.outcome(constraint)) is not None:
+            yield cached
+            return
         key = owner, constraint.kind, constraint.text
         with self._lock:
-            shared = self._shared.get(key)
-            if shared is None:
-                trial = self._trials.begin(owner, partial(self._try, constraint))
-                shared = self._shared[key] = _SharedTrial(key, trial)
-            shared.num_waiting += 1
-        return shared
-
-    def _leave(self, shared: _SharedTrial) -> None:
-        with self._lock:
-            shared.num_waiting -= 1
-            if shared.num_waiting:
-                return
-            del self._shared[shared.key]
-        shared.trial.cancel()
-
-    def is_validated(self, constraint: StructuredOutputs) -> bool:
-        """Whether `validate` would return at once."""
-        return self._cache.outcome(constraint) is not None and (
-            self.compiler is None or self.compiler.is_compiled(constraint)
-        )
+            trial = self._running.get(key)
+            if trial is None:
+                trial = self._running[key] = self._trials.begin(owner, partial(self._try, constraint))
+            trial.num_waiting += 1
+        try:
+            yield trial.future
+        finally:
+            with self._lock:
+                trial.num_waiting -= 1
+                is_abandoned = not trial.num_waiting
+                if is_abandoned:
+                    del self._running[key]
+            if is_abandoned:
+                trial.cancel()
 
     def warm_up(self) -> None:
         """Prepare what the first constraint would wait for, if constraints are available at all."""
@@ -265,6 +247,7 @@ class Trial:
         self._process: _TrialProcess | None = None  # while it works for this trial
         self.is_cancelled = False
         self.needs_replacement = False  # its process was lost
+        self.num_waiting = 0  # requests of one owner with the same constraint
 
     def attempt(self, process: _TrialProcess, draft: Draft, budget: TrialBudget) -> str:
         """Return why a grammar cannot be used, or an empty string if it can. Raises ParameterError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from inflight.errors import ParameterError, shown
+from inflight.errors import ParameterError
 from inflight.outputs import Logprobs, RequestOutput
 from inflight.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -33,11 +33,10 @@ class BeamSearchParams:
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             if not is_integer or value < 1 or (most is not None and value > most):
                 allowed = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
-                raise ParameterError(f"{name} is {shown(value)}: it must be {allowed}", param=name)
+                raise ParameterError.of_value(name, value, f"it must be {allowed}")
         if self.temperature:
-            raise ParameterError(
-                f"temperature is {shown(self.temperature)}: beam search does not sample, so it must be 0",
-                param="temperature",
+            raise ParameterError.of_value(
+                "temperature", self.temperature, "beam search does not sample, so it must be 0"
             )
 
 

@@ -27,8 +27,9 @@ from inflight.entrypoints.offline import (
     loading_bar,
 )
 from inflight.entrypoints.scoring import ScoringMethods
-from inflight.errors import ConfigError, EngineError, ParameterError, RequestError, shown
-from inflight.frontend.chat import ChatRequest, ToolChoice
+from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
+from inflight.frontend.agents.answer_grammar import ToolChoice
+from inflight.frontend.chat import ChatRequest
 from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.input_processor import Prompt, check_arguments, split_prompts
 from inflight.frontend.output_processor import OutputProcessor
@@ -263,16 +264,12 @@ class LLM(ScoringMethods):
     def sleep(self, level: int = 1) -> None:
         """Free the KV memory and move the weights to host memory until `wake_up`."""
         if level != 1:
-            raise ParameterError(
-                f"level is {shown(level)}: it must be 1 (weights are kept in host memory)", param="level"
-            )
+            raise ParameterError.of_value("level", level, "it must be 1 (weights are kept in host memory)")
         self._offline.command(Sleep())
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
-            raise ParameterError(
-                f"tags is {shown(tags)}: it must be None (everything wakes up at once)", param="tags"
-            )
+            raise ParameterError.of_value("tags", tags, "it must be None (everything wakes up at once)")
         self._offline.command(WakeUp())
 
     def is_sleeping(self) -> bool:

@@ -40,17 +40,20 @@ class EncoderKernels(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLimits:
-    """Facts about a kind of device, for machines without one."""
+class DeviceDefaults:
+    """Defaults of options on a kind of device, and the types that its KV cache may have: known where there is none."""
 
-    max_num_seqs: int  # default
-    max_num_batched_tokens: int  # default
-    kv_cache_dtypes: tuple[str, ...]  # allowed values of the option
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pipeline_depth: int
+    target_step_ms: float
+    max_text_tokens: int  # of a step of an encoder
+    kv_cache_dtypes: tuple[str, ...]
 
 
-LIMITS = {
-    "cpu": DeviceLimits(256, 512, ("auto", "int8")),
-    "cuda": DeviceLimits(1024, 8192, ("auto", "fp8")),
+DEFAULTS = {
+    "cpu": DeviceDefaults(256, 512, 1, 100.0, 1024, ("auto", "int8")),
+    "cuda": DeviceDefaults(1024, 8192, 2, 14.0, 16384, ("auto", "fp8")),
 }
 
 
@@ -58,12 +61,7 @@ class Platform(Protocol):
     """One device, with the implementations that run best on it."""
 
     device: torch.device
-    max_num_seqs: int  # default
-    max_num_batched_tokens: int  # default
-    pipeline_depth: int  # default
-    target_step_ms: float  # default
-    max_text_tokens: int  # default size of a step of an encoder
-    kv_cache_dtypes: tuple[str, ...]  # allowed values of the option
+    defaults: DeviceDefaults
 
     def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
         """Return kernels and attention for a model whose weights are held as `dtype`."""
@@ -118,17 +116,9 @@ class CpuPlatform:
     """Implements `Platform`."""
 
     device = torch.device("cpu")
-    max_num_seqs = LIMITS["cpu"].max_num_seqs
-    max_num_batched_tokens = LIMITS["cpu"].max_num_batched_tokens
-    pipeline_depth = 1
-    target_step_ms = 100.0
-    max_text_tokens = 1024
-    kv_cache_dtypes = LIMITS["cpu"].kv_cache_dtypes
+    defaults = DEFAULTS["cpu"]
 
-    def kernels_and_attention(
-        self,
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(self, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
         kernels = cpu_kernels()
         return kernels, cpu_backend(kernels)
 
@@ -144,21 +134,13 @@ class CpuPlatform:
                 f"{requested_memory(cache)}: that is {as_gib(requested)} of KV memory, but only "
                 f"{as_gib(available)} are free"
             )
-        return blocks_for_memory(
-            memory=requested
-            if requested is not None
-            else int(available * MEMORY_SHARE) // (1 + cache.num_neighbours),
-            bytes_per_block=bytes_per_block,
-            block_size=cache.block_size,
-            most=None
-            if requested is not None
-            else most_blocks(
-                kv_shape.layout,
-                options.max_num_seqs or self.max_num_seqs,
-                context,
-                options.max_num_batched_tokens or self.max_num_batched_tokens,
-            ),
-        )
+        if requested is not None:
+            return blocks_for_memory(requested, bytes_per_block, cache.block_size)
+        max_num_seqs = options.max_num_seqs or self.defaults.max_num_seqs
+        chunk = options.max_num_batched_tokens or self.defaults.max_num_batched_tokens
+        most = most_blocks(kv_shape.layout, max_num_seqs, context, chunk)
+        memory = int(available * MEMORY_SHARE) // (1 + cache.num_neighbours)
+        return blocks_for_memory(memory, bytes_per_block, cache.block_size, most)
 
     def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002
         return ()
@@ -172,23 +154,14 @@ class CpuPlatform:
         grammars: GrammarCompiler | None = None,
         links: StageLinks | None = None,
     ) -> ModelRunner:
-        max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
+        max_rows = config.scheduler.max_num_seqs or self.defaults.max_num_seqs
         return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars, links)
 
-    def encoder_kernels(
-        self,
-        spec: EncoderSpec,  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> EncoderKernels:
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:  # noqa: ARG002
         kernels = cpu_kernels()
         return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
 
-    def encoder_runner(
-        self,
-        config: EngineConfig,  # noqa: ARG002
-        encoder: PoolingEncoder,
-        limits: Limits,  # noqa: ARG002
-    ) -> EncoderRunner:
+    def encoder_runner(self, config: EngineConfig, encoder: PoolingEncoder, limits: Limits) -> EncoderRunner:  # noqa: ARG002
         return EncoderRunner(encoder)
 
     def describe(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,16 +13,14 @@ from torch import Tensor
 
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.events import RequestFailure
-from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.parallel.shared_memory import SharedCollective
-from inflight.execution.sampling.interface import LogprobTensors, SampledTensors
 from inflight.execution.sampling.native import cpu_sampler
 from inflight.execution.sampling.sampler import Sampler
 from inflight.execution.step import (
     HostStep,
     Ints,
     PooledRows,
-    PromptPiece,
     ScoredRows,
     StepVectors,
     failure,
@@ -120,15 +118,6 @@ def _long(array: Ints) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
-@dataclass(slots=True)
-class HiddenStates:
-    """The hidden states that a step needs after the last layer."""
-
-    samples: Tensor  # [S, hidden_size], for the entries that sample
-    pooled: Tensor  # [P, hidden_size], for the entries that end with a vector
-    scored: list[tuple[PromptPiece, Tensor]]  # [size, hidden_size] per piece of a prompt to score
-
-
 class StageLinks(Protocol):
     """Transfers hidden states between pipeline stages, each of which has some of the layers."""
 
@@ -139,116 +128,17 @@ class StageLinks(Protocol):
         """Send hidden states to the next stage."""
 
 
-class ForwardPass:
-    """Weights, KV memory and rows. Without `links`, this process has all layers."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        num_blocks: int,
-        block_size: int,
-        max_rows: int,
-        max_len: int,
-        links: StageLinks | None = None,
-    ) -> None:
-        self.decoder = decoder
-        self._links = links
-        self.block_size = block_size
-        kv_shape = decoder.kv_shape(block_size)
-        self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
-        self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
-        self.states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
-        self.scored = ScoredRows()
-        self._pooled = PooledRows()
-
-    def prepare(self, batch: Batch) -> StepInputs:
-        """Store the batch's admissions and blocks, and return the inputs of its forward pass."""
-        with torch_threads(1):
-            self.rows.apply(batch)
-            self.scored.admit(batch.admissions)
-            self._pooled.admit(batch.admissions)
-            for states in self.states:
-                for row, block_ids in batch.restores:
-                    states.restore(row, block_ids)
-                for row, block_ids in batch.saves:
-                    states.save(row, block_ids)
-            step = host_step(batch, self.rows.tables, self.block_size)
-            if pooled := self._pooled.ending(batch):
-                step.pool(pooled)
-            return to_tensors(step, self.rows, batch.captures if self.states else None)
-
-    def run(self, batch: Batch, inputs: StepInputs) -> HiddenStates:
-        """Run all layers, or those of the last stage."""
-        outputs, num_sampling = inputs.sample_tokens, len(inputs.sampling_rows)
-        scored: list[tuple[PromptPiece, Tensor]] = []
-        if self.scored.any_in(batch):
-            hidden = self._forward(inputs, None)
-            scored = [(piece, hidden[piece.predicting]) for piece in self.scored.pieces(batch)]
-            hidden = hidden[outputs]
-        else:
-            all_sample = num_sampling == len(inputs.token_ids)
-            hidden = self._forward(inputs, None if all_sample else outputs)
-        return HiddenStates(hidden[:num_sampling], hidden[num_sampling:], scored)
-
-    def run_stage(self, inputs: StepInputs) -> None:
-        """Run the layers of a stage that is not the last, and send the result to the next one."""
-        assert self._links is not None
-        self._links.hand_over(self._forward(inputs, None))
-
-    def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
-        decoder = self.decoder
-        if decoder.shard.is_first:
-            return decoder.forward(
-                inputs.token_ids, self.cache.layers, inputs.attention, outputs, self.states
-            )
-        assert self._links is not None
-        hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
-        self._links.receive(hidden)
-        return decoder.run_layers(hidden, self.cache.layers, inputs.attention, outputs, self.states)
-
-    def close(self) -> None:
-        self.cache.clear()
-        self.states.clear()
-
-
 # Elements from which torch's threads pay off on a CPU.
 WORTH_SHARING = 1 << 21
 # Extra seconds for another rank to compile a grammar, on a busy machine.
 GRAMMAR_PATIENCE = 30.0
 
 
-@dataclass(slots=True)
-class StepHandle:
-    """A launched step whose results have not been read."""
-
-    num_entries: int
-    sampling_entries: list[int]
-    sampled: SampledTensors | None  # None when no entry samples
-    prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
-    pooled: StepVectors | None = None  # None when no entry ends with a vector
-    # By sample, where the constraint failed.
-    failures: dict[int, RequestFailure] = field(default_factory=dict)
-
-    def read(self) -> Sampled:
-        """Return the results; waits for the device if the tensors are still there."""
-        result = Sampled([[] for _ in range(self.num_entries)])
-        if self.sampled is not None:
-            sample = self.sampled.to_host()
-            for index, entry in enumerate(self.sampling_entries):
-                result.token_ids[entry].append(sample.token_ids[index])
-                if sample.bad[index]:
-                    result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
-            for index, position in sample.logprobs.items():
-                result.logprobs.setdefault(self.sampling_entries[index], []).append(position)
-        for entry, parts in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
-        if self.pooled is not None:
-            self.pooled.read_into(result)
-        return result
-
-
 class ModelRunner:
-    """Implements `Runner` on a CPU: permanent rows, one forward pass and one sampling pass per step."""
+    """Implements `Runner` on a CPU: permanent rows, one forward pass and one sampling pass per step.
+
+    With `links` there are other stages: this process has some of the layers, and only the last stage samples.
+    """
 
     def __init__(
         self,
@@ -261,58 +151,112 @@ class ModelRunner:
         links: StageLinks | None = None,
     ) -> None:
         self.decoder = decoder
-        self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len, links)
-        self.rows, self.scored = self.forward.rows, self.forward.scored
+        self._links = links
+        self._block_size = block_size
+        kv_shape = decoder.kv_shape(block_size)
+        self.cache = decoder.attention.allocate(kv_shape, num_blocks, decoder.device)
+        self.rows = Rows(max_rows, max_len, block_size, len(kv_shape.windows))
+        self._states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
+        self.scored = ScoredRows()
+        self._pooled = PooledRows()
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
         # The compiled sampler has its own threads.
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepHandle:
-        inputs = self.forward.prepare(batch)
+    def launch(self, batch: Batch) -> Sampled:
+        """Compute the step: its handle is the results."""
+        inputs, result = self._prepare(batch), Sampled([[] for _ in range(len(batch))])
+        if not self.decoder.shard.is_last:
+            assert self._links is not None
+            self._links.hand_over(self._forward(inputs, None))
+            return result
         for row, request in batch.admissions:
             if request.max_tokens:  # else it never samples
                 self.sampler.state.set(row, request)
         self.constrained.admit(batch.admissions)
-        step = inputs.host
+        step, num_sampling = inputs.host, len(inputs.sampling_rows)
         rows = step.sampling_rows.tolist()
         masks = self.constrained.start(rows)
-        handle = StepHandle(len(batch), step.sampling_entries, None, {})
-        states = self.forward.run(batch, inputs)
-        for piece, hidden in states.scored:
-            targets = self.rows.tokens[piece.row, piece.targets].long()
-            logits = self.decoder.logits(hidden)
-            self.scored.read_logits(logits)
-            logprobs = self.sampler.score_prompt(logits, targets, piece.num_logprobs)
-            handle.prompt_logprobs.setdefault(piece.entry, []).append(logprobs)
+        if self.scored.any_in(batch):
+            hidden = self._forward(inputs, None)
+            self._score(batch, hidden, result)
+            hidden = hidden[inputs.sample_tokens]
+        else:
+            all_sample = num_sampling == len(inputs.token_ids)
+            hidden = self._forward(inputs, None if all_sample else inputs.sample_tokens)
         if rows and self.decoder.generates:
-            logits = self.decoder.logits(states.samples)
+            logits = self.decoder.logits(hidden[:num_sampling])
             if masks is not None:
                 self.constrained.finish(masks)
                 if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
                     self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
-            handle.sampled = self._sample(rows, inputs, logits).fetch()
-            if masks is not None:
-                handle.failures = masks.failures()
-                self.constrained.expect(masks, handle.sampled.token_ids.tolist)
+            self._sample(inputs, logits, masks, result)
         if step.pooled_entries and self.decoder.pooling_head is not None:
-            handle.pooled = StepVectors(step.pooled_entries, self.decoder.pooling_head(states.pooled))
-        return handle
+            vectors = self.decoder.pooling_head(hidden[num_sampling:])
+            StepVectors(step.pooled_entries, vectors).read_into(result)
+        return result
 
-    def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> SampledTensors:
+    def _prepare(self, batch: Batch) -> StepInputs:
+        """Store the batch's admissions and blocks, and return the inputs of its forward pass."""
+        with torch_threads(1):
+            self.rows.apply(batch)
+            self.scored.admit(batch.admissions)
+            self._pooled.admit(batch.admissions)
+            for states in self._states:
+                for row, block_ids in batch.restores:
+                    states.restore(row, block_ids)
+                for row, block_ids in batch.saves:
+                    states.save(row, block_ids)
+            step = host_step(batch, self.rows.tables, self._block_size)
+            if pooled := self._pooled.ending(batch):
+                step.pool(pooled)
+            return to_tensors(step, self.rows, batch.captures if self._states else None)
+
+    def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
+        """Run the layers that are here, and return the hidden states of these tokens, or of all."""
+        decoder, caches, states = self.decoder, self.cache.layers, self._states
+        if decoder.shard.is_first:
+            return decoder.forward(inputs.token_ids, caches, inputs.attention, outputs, states)
+        assert self._links is not None
+        hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
+        self._links.receive(hidden)
+        return decoder.run_layers(hidden, caches, inputs.attention, outputs, states)
+
+    def _score(self, batch: Batch, hidden: Tensor, result: Sampled) -> None:
+        """Score the tokens of prompts whose requests want that."""
+        for piece in self.scored.pieces(batch):
+            targets = self.rows.tokens[piece.row, piece.targets].long()
+            logits = self.decoder.logits(hidden[piece.predicting])
+            self.scored.read_logits(logits)
+            logprobs = self.sampler.score_prompt(logits, targets, piece.num_logprobs)
+            result.prompt_logprobs.setdefault(piece.entry, []).extend(logprobs)
+
+    def _sample(self, inputs: StepInputs, logits: Tensor, masks: StepMasks | None, result: Sampled) -> None:
         """Sample one token for every entry that has caught up, and write it to its row for the next step.
 
         logits [S, vocab_size].
         """
+        rows, lengths, entries = inputs.sampling_rows, inputs.sampling_lengths, inputs.host.sampling_entries
         with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
-            sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
-            self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
-        return sampled
+            samples = self.sampler.sample(logits, rows.tolist(), lengths, self.rows.tokens)
+            self.rows.append(rows, lengths, torch.tensor(samples.token_ids))
+        failures: dict[int, RequestFailure] = {}
+        if masks is not None:
+            failures = masks.failures()
+            self.constrained.expect(masks, lambda: samples.token_ids)
+        for index, entry in enumerate(entries):
+            result.token_ids[entry].append(samples.token_ids[index])
+            if samples.bad[index]:
+                result.errors[entry] = failures.get(index) or failure(samples.bad[index])
+        for index, position in samples.logprobs.items():
+            result.logprobs.setdefault(entries[index], []).append(position)
 
-    def collect(self, handle: StepHandle) -> Sampled:
-        return handle.read()
+    def collect(self, handle: Sampled) -> Sampled:
+        return handle
 
     def close(self) -> None:
         self.constrained.close()
-        self.forward.close()
+        self.cache.clear()
+        self._states.clear()

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from inflight.config import ModelConfig
 from inflight.errors import ParameterError, clipped, shown
+from inflight.frontend.agents.answer_grammar import NamedTool, ToolChoice
 from inflight.frontend.agents.detect import (
     CallStyle,
     call_marker_ids,
@@ -36,16 +37,6 @@ SHORT_ID_LENGTH = 9
 # Fields that clients (openai's helpers, litellm) add to an answer and send back with it. The model must not see them.
 CLIENT_FIELDS = frozenset({"parsed", "provider_specific_fields", "annotations", "refusal", "audio"})
 _TOOL_NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTool:
-    """The one tool that must be called."""
-
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ChatOptions(TypedDict, total=False):
@@ -81,15 +72,11 @@ class ChatRequest:
     def __post_init__(self) -> None:
         budget = self.max_reasoning_tokens
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-            raise ParameterError(
-                f"max_reasoning_tokens is {shown(budget)}: it must be an integer of at least 0",
-                param="max_reasoning_tokens",
+            raise ParameterError.of_value(
+                "max_reasoning_tokens", budget, "it must be an integer of at least 0"
             )
         if not isinstance(self.reasoning_effort, str | None):
-            raise ParameterError(
-                f"reasoning_effort is {shown(self.reasoning_effort)}: it must be a string",
-                param="reasoning_effort",
-            )
+            raise ParameterError.of_value("reasoning_effort", self.reasoning_effort, "it must be a string")
 
     @classmethod
     def from_messages(cls, messages: Sequence[Any], **options: Unpack[ChatOptions]) -> ChatRequest:

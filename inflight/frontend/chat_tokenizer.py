@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from inflight.errors import ParameterError, shown
+from inflight.errors import ParameterError
 from inflight.frontend.chat import ChatRequest
 from inflight.frontend.frontend import Frontend
 from inflight.frontend.text.tokenizer import Tokenizer
@@ -70,9 +70,8 @@ class ChatTokenizer:
         Special tokens spelled in messages are plain text.
         """
         if chat_template is not None:
-            raise ParameterError(
-                f"chat_template is {shown(chat_template)}: it must be None; templates come with the checkpoint",
-                param="chat_template",
+            raise ParameterError.of_value(
+                "chat_template", chat_template, "it must be None; templates come with the checkpoint"
             )
         if conversation and isinstance(conversation[0], Sequence):  # several conversations
             options: Any = {

@@ -14,12 +14,11 @@ from inflight.checkpoint.checkpoint import locate_checkpoint
 from inflight.config import EngineConfig, ModelConfig
 from inflight.engine.client import ModelFacts
 from inflight.errors import ConfigError, ParameterError, shown
-from inflight.frontend.agents.answer_grammar import answer_grammar
+from inflight.frontend.agents.answer_grammar import NamedTool, answer_grammar
 from inflight.frontend.agents.parser import MessageParser
 from inflight.frontend.chat import (
     ChatFormats,
     ChatRequest,
-    NamedTool,
     check_parsers,
     template_messages,
     template_tools,
@@ -159,27 +158,36 @@ class Frontend:
         self._check_tools(chat)
         text, token_ids = self.encode_chat(chat, self.input_processor.check_characters)
         self.input_processor.check_length(len(token_ids))  # before its tools become a grammar
-        tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
-        formats = self.chat_formats.tools if tools else None, reasoning
-        parsing: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
-        reasoning_format = self.chat_formats.reasoning_after(text)
+        formats, tools, content = self.chat_formats, chat.offered_tools, params.structured_outputs
+        tool_format, reasoning_format = formats.tools if tools else None, formats.reasoning_after(text)
         constraint = answer_grammar(
-            formats[0],
+            tool_format,
             reasoning_format,
-            **parsing,
+            tools=tools,
             tool_choice=chat.tool_choice,
             parallel=chat.parallel_tool_calls,
-            content=params.structured_outputs,
+            content=content,
+            prompt=text,
             max_reasoning_tokens=None if reasoning_format is None else self._reasoning_budget(chat),
+            tokenizer=self.tokenizer,
         )
-        forbidden_ids = self.chat_formats.forbidden_ids(chat, params)
-        parsing["shaped_content"] = params.structured_outputs is not None
-        if constraint is not params.structured_outputs:
+        forbidden_ids = formats.forbidden_ids(chat, params)
+        if constraint is not content:
             params = replace(params, structured_outputs=constraint)
         _, requests = self.input_processor.requests(
             request_id, token_ids, params, context, forbidden_ids=forbidden_ids
         )
-        make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **parsing)
+        make_parser = None
+        if tool_format is not None or formats.reasoning is not None:
+            make_parser = partial(
+                MessageParser,
+                tool_format,
+                formats.reasoning,
+                tools=tools,
+                tokenizer=self.tokenizer,
+                prompt=text,
+                shaped_content=content is not None,
+            )
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)
         return OutputProcessor(request_id, text, requests, self.tokenizer, answers)
 

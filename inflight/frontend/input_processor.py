@@ -235,9 +235,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         """Check that every token id is in the model's vocabulary."""
         if not isinstance(params, SamplingParams):
-            raise ParameterError(
-                f"sampling_params is {shown(params)}: it must be SamplingParams", param="sampling_params"
-            )
+            raise ParameterError.of_value("sampling_params", params, "it must be SamplingParams")
         named = (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids))
         for name, ids in (*named, ("logit_bias", params.logit_bias)):
             for token_id in ids or ():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.frontend.agents.parser import MessageParser
 from inflight.frontend.agents.source import (
     ArgumentsDelta,
+    ContentDelta,
     ParsedMessage,
     ParserEvent,
     ToolCallBegun,
@@ -35,36 +36,19 @@ from inflight.sampling_params import SamplingParams
 class MessageReader:
     """The parsed answer to a conversation as it grows: reasoning, content and tool calls."""
 
-    def __init__(
-        self,
-        parser: MessageParser,
-        output: CompletionOutput,
-        complete: Callable[[], None],
-        max_calls: int | None = None,
-    ) -> None:
-        """`complete` brings the answer up to date. Tool calls beyond `max_calls` are dropped."""
+    def __init__(self, parser: MessageParser, max_calls: int | None = None) -> None:
+        """Tool calls beyond `max_calls` are dropped."""
         self.message = ParsedMessage()  # so far
         self.num_reasoning_tokens = 0  # including the markers around the reasoning
-        self._parser, self._output, self._complete, self._max_calls = parser, output, complete, max_calls
+        self.marker_ids = parser.marker_ids  # special tokens that the parser needs to see
+        self._parser, self._max_calls = parser, max_calls
         self._events: list[ParserEvent] = []
         self._ended = False
 
-    @property
-    def marker_ids(self) -> frozenset[int]:
-        """Special tokens that the parser needs to see."""
-        return self._parser.marker_ids
-
     def take(self) -> list[ParserEvent]:
-        """Return the events since the last call; after the end of the answer, also the events that were held back."""
-        self._complete()
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events if len(events) < 2 else merge_deltas(events)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the answer ended. "tool_calls" only if the last call is complete."""
-        reason, calls = self._output.finish_reason, self.message.tool_calls
-        return "tool_calls" if reason == "stop" and calls and calls[-1].complete else reason
 
     def assistant_message(self) -> AssistantMessage:
         """The message so far."""
@@ -72,12 +56,6 @@ class MessageReader:
         calls = tuple(ToolCall(call.id or "", call.name, call.arguments) for call in message.tool_calls)
         content = None if calls and not message.content else message.content
         return AssistantMessage(content, message.reasoning or None, calls)
-
-    # ---- the answer's side ----
-
-    def pieces(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split token ids as `feed` needs them: one by one, so that reasoning tokens are counted exactly."""
-        return (token_ids[index : index + 1] for index in range(len(token_ids)))
 
     def feed(self, text: str, token_ids: Sequence[int]) -> None:
         """Parse the next tokens and the text that they complete."""
@@ -123,7 +101,7 @@ class Answer:
         self._tokenizer = tokenizer
         self.reader: MessageReader | None = None  # for chats whose answers may have more than plain content
         if chat is not None and chat.make_parser is not None and params.detokenize:
-            self.reader = MessageReader(chat.make_parser(), self.output, self.complete, chat.max_calls)
+            self.reader = MessageReader(chat.make_parser(), chat.max_calls)
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             prompt = request.token_ids[: request.num_prompt_tokens]
@@ -131,6 +109,7 @@ class Answer:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt, shown)
         self._stops = _stops_of(params)
         self._num_read = 0  # tokens that have been detokenized
+        self._text = ""  # since the last call of `take_text`
         self.positions: list[PositionLogprobs] = []  # candidates for each token, as the engine sends them
         self._num_summed = 0  # tokens whose logprobs are in the sum
         self._stop_ids = request.stop_ids
@@ -189,10 +168,11 @@ class Answer:
         if self._detokenizer is None or end <= self._num_read:
             return
         ids, self._num_read = self.output.token_ids[self._num_read : end], end
-        for piece in (ids,) if self.reader is None else self.reader.pieces(ids):
+        # One by one where there may be reasoning, so that its tokens are counted exactly.
+        for piece in (ids,) if self.reader is None else ([token_id] for token_id in ids):
             text = self._detokenizer.push(piece)
             text = self._pass(text) if end < self._params.min_tokens else self._stops.push(text)
-            self.output.text += text
+            self._text += text
             if self.reader is not None:
                 self.reader.feed(text, piece)
 
@@ -220,20 +200,43 @@ class Answer:
                 pending = self._stops.push(self._detokenizer.flush())
                 if self._stops.matched is None:
                     pending += self._stops.flush()
-                output.text += pending
+                self._text += pending
                 self._detokenizer = None
         if self.reader is not None and output.finished:
             self.reader.finish(pending)
 
+    def result(self) -> CompletionOutput:
+        """Return the output with all text so far, which `take_text` no longer returns."""
+        self.output.text += self.take_text()
+        return self.output
+
     def message(self) -> AssistantMessage:
-        """Return the answer to a conversation so far."""
+        """Return the answer to a conversation, as of the last `result`."""
         return AssistantMessage(self.output.text) if self.reader is None else self.reader.assistant_message()
 
     def take_text(self) -> str:
         """Return the text since the last call and forget it, so that a stream does not keep a growing copy."""
         self.complete()
-        text, self.output.text = self.output.text, ""
+        text, self._text = self._text, ""
         return text
+
+    def take_events(self) -> list[ParserEvent]:
+        """Return what is new since the last call, as the events of a parser also for plain text."""
+        if self.reader is None:
+            text = self.take_text()
+            return [ContentDelta(text)] if text else []
+        self.complete()
+        return self.reader.take()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self.reader is None else self.reader.num_reasoning_tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended. "tool_calls" only if the last call is complete."""
+        reason, calls = self.output.finish_reason, self.reader and self.reader.message.tool_calls
+        return "tool_calls" if reason == "stop" and calls and calls[-1].complete else reason
 
     def _sum_logprobs(self) -> None:
         output, num = self.output, len(self.positions)
@@ -329,16 +332,16 @@ class OutputProcessor:
     def output(self) -> RequestOutput:
         """Return all answers so far. Later deltas change the returned object."""
         answers = self.answers
-        for answer in answers:
-            answer.complete()
+        outputs = [answer.result() for answer in answers]
+        for answer, output in zip(answers, outputs, strict=True):
             if self._is_chat:
-                answer.output.message = answer.message()
+                output.message = answer.message()
         records = [answer.record for answer in answers]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[answer.output for answer in answers],
+            outputs=outputs,
             prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # reading it gives a list
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,

@@ -180,7 +180,7 @@ class ScoringProcessor:
         instruction = params.get("instruction")
         if instruction is not None and (facts.template is None or not isinstance(instruction, str)):
             reason = "it must be a string" if facts.template is not None else "this model does not take one"
-            raise ParameterError(f"instruction is {shown(instruction)}: {reason}", param="instruction")
+            raise ParameterError.of_value("instruction", instruction, reason)
         truncation = _truncation(params, "max_tokens_per_doc")
         pairs = _pairs(query, documents)
         if facts.scores == "cosine":
@@ -210,9 +210,8 @@ class ScoringProcessor:
             TextGroup(documents, "document", "documents", document_prompt, **truncation),
         )
         if scale not in (None, "cosine"):
-            raise ParameterError(
-                f"scale is {shown(scale)}: this model compares embeddings, so it must be cosine",
-                param="scale",
+            raise ParameterError.of_value(
+                "scale", scale, "this model compares embeddings, so it must be cosine"
             )
         count = len(queries)
         return ScoringJob(self, groups, lambda vectors: cosines(vectors[:count], vectors[count:]), "cosine")
@@ -231,14 +230,14 @@ class ScoringProcessor:
             raise ParameterError("prompt and prompt_name are both given: give only one", param="prompt")
         if text is not None:
             if not isinstance(text, str):
-                raise ParameterError(f"prompt is {shown(text)}: it must be a string", param="prompt")
+                raise ParameterError.of_value("prompt", text, "it must be a string")
             return text
         name = self.facts.default_prompt if name is None else name
         if name is None:
             return ""
         if name not in prompts:
             names = f"this model has {', '.join(prompts)}" if prompts else "this model has no prompts"
-            raise ParameterError(f"prompt_name is {shown(name)}: {names}", param="prompt_name")
+            raise ParameterError.of_value("prompt_name", name, names)
         return prompts[name]
 
     def _side_prompt(self, names: Sequence[str]) -> str:
@@ -252,15 +251,13 @@ class ScoringProcessor:
             reason = f"this model's embeddings have {size}, and its files do not say that they may be cut"
         else:
             reason = f"this model was trained for {', '.join(map(str, sorted({*trained, size})))}"
-        raise ParameterError(f"dimensions is {shown(dimensions)}: {reason}", param="dimensions")
+        raise ParameterError.of_value("dimensions", dimensions, reason)
 
     def _scale(self, scale: Scale | None, allowed: tuple[str, ...]) -> Scale:
         if scale is None:
             return self.facts.scale
         if scale not in allowed or scale not in get_args(Scale):
-            raise ParameterError(
-                f"scale is {shown(scale)}: this model's head allows {', '.join(allowed)}", param="scale"
-            )
+            raise ParameterError.of_value("scale", scale, f"this model's head allows {', '.join(allowed)}")
         return scale
 
 
@@ -315,9 +312,7 @@ def _truncation(params: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the fields of a `TextGroup` that bound the length of its texts. `name` is the parameter with a limit."""
     max_tokens = params.get(name)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise ParameterError(
-            f"{name} is {shown(max_tokens)}: it must be an integer of at least 1", param=name
-        )
+        raise ParameterError.of_value(name, max_tokens, "it must be an integer of at least 1")
     return {"truncate": params.get("truncate") or max_tokens is not None, "max_tokens": max_tokens}
 
 
@@ -384,7 +379,7 @@ def cosines(queries: Matrix, documents: Matrix) -> Matrix:
 
 def check_top_n(top_n: object) -> None:
     if top_n is not None and (not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1):
-        raise ParameterError(f"top_n is {shown(top_n)}: it must be an integer of at least 1", param="top_n")
+        raise ParameterError.of_value("top_n", top_n, "it must be an integer of at least 1")
 
 
 def ranked(

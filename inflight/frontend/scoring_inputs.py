@@ -19,9 +19,8 @@ Pair = tuple[str, str]  # read as one text; when scoring, a query and a document
 TextItem: TypeAlias = "str | array[int] | Pair"  # token ids are used unchanged
 
 CHARACTERS_COUNTED = 64  # per token that fits: longer texts are rejected without counting their tokens
-CHARACTERS_PER_TOKEN = (
-    6  # of the first prefix that is tried; most texts have fewer, so that one try is enough
-)
+# Of the first prefix that is tried. Most texts have fewer, so that one try is enough.
+CHARACTERS_PER_TOKEN = 6
 # The last tokens of a prefix may differ from those of the whole text, so this many are dropped. Words are tokenized
 # independently: a cut between words changes next to nothing. Inside a word it can change more: WordPiece does not read
 # words of over 100 letters at all.
@@ -36,9 +35,8 @@ class TextGroup:
     name: str  # of one text, in messages
     param: str  # the parameter they came from
     prompt: str = ""  # put before each text
-    truncate: bool = (
-        False  # cut texts that are too long (the second text of a pair) instead of rejecting them
-    )
+    # Cut texts that are too long (the second text of a pair) instead of rejecting them.
+    truncate: bool = False
     max_tokens: int | None = None  # left of a text that is cut
 
 

@@ -139,9 +139,7 @@ class KVPlace:
 
 def place_layers(layers: Sequence[LayerKV], width: int = 1) -> tuple[list[KVPlace], tuple[int | None, ...]]:
     """Return the place of each layer, and the window of each table. Values have `width` bytes if not quantized."""
-    kinds: dict[
-        tuple[bool, int, int, int, int, int], list[int]
-    ] = {}  # layers that keep all tokens come first
+    kinds: dict[tuple[int, ...], list[int]] = {}  # layers that keep all tokens come first
     for index, layer in enumerate(layers):
         size = layer.value_bytes(width)  # no scales: two quantized layers fit in place of a plain one
         heads = layer.num_heads, layer.key_dim, layer.value_dim

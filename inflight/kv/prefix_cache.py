@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
 from inflight.kv.layout import KVLayout
@@ -150,58 +150,62 @@ class PrefixHit:
     tables: tuple[Sequence[int], ...] = ()
     snapshot: int = -1  # the bundle that holds the recurrent state at the end of the prefix
     num_present: int = 0  # blocks whose KV is there, though other groups may lack what they need
-    grows: bool = (
-        False  # whether the step being formed makes the prefix longer, so that it pays to wait for it
-    )
+    # Whether the step being formed makes the prefix longer, so that it pays to wait for it.
+    grows: bool = False
 
 
 NO_HIT = PrefixHit()
 
 
-class PrefixCache(Protocol):
-    """The cache that the block manager uses. `NoPrefixCache` is the null object."""
+class PrefixCache:
+    """What the block manager asks of a prefix cache. This one stores nothing."""
 
-    num_queries: int  # tokens looked up
-    num_hits: int  # tokens found
+    num_queries = 0  # tokens looked up
+    num_hits = 0  # tokens found
 
-    def match(self, request: Request) -> PrefixHit:
+    def match(self, request: Request) -> PrefixHit:  # noqa: ARG002
         """Return the cached prefix of the request, leaving at least one token to compute."""
+        return NO_HIT
 
-    def publish(self, request: Request, num_tokens: int) -> None:
+    def publish(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
         """Make the full blocks among the first `num_tokens` tokens available to prefix hits.
 
         Blocks of windows behind `request.num_continued` are not yet: most leave their window before anybody needs them.
         """
+        request.num_published = sys.maxsize  # nothing left to publish, so the scheduler does not call again
 
     def publish_windows(self, request: Request) -> None:
         """Make such blocks available, too: the request ends, and its next turn continues from them."""
 
-    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:
+    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:  # noqa: ARG002
         """Return the hash of the request's first blocks; None if nothing about it is cached."""
+        return None
 
     def add_snapshot(self, prefix_hash: bytes, bundle: int) -> None:
         """Make a snapshot of the recurrent state after a prefix available to hits."""
 
-    def has_snapshot(self, prefix_hash: bytes) -> bool: ...
+    def has_snapshot(self, prefix_hash: bytes) -> bool:  # noqa: ARG002
+        return False
 
-    def knows(self, bundle: int) -> bool: ...
+    def knows(self, bundle: int) -> bool:  # noqa: ARG002
+        """Return whether anything about the content of a bundle is known."""
+        return False
 
     def forget(self, bundle: int) -> None:
         """Forget the content of a bundle, if anything about it is known."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget all content."""
 
     def report(self, changes: CacheChanges | None) -> None:
         """Record the current content and all later changes in `changes`, or stop recording if it is None."""
 
 
-class ChainHashCache:
+class ChainHashCache(PrefixCache):
     """Finds bundles by the hash of their prefix. In each group, a hash maps to one bundle."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.block_size = layout.block_size
-        self.num_queries = 0
-        self.num_hits = 0
         self._groups = layout.groups
         self._num_full = sum(group.window is None for group in self._groups)  # these come first: none or one
         self._has_state = layout.snapshot_blocks > 0
@@ -320,38 +324,3 @@ class ChainHashCache:
             changes.clear()
             for block_hash in self._bundle_of[self._reported]:
                 changes.store(block_hash)
-
-
-class NoPrefixCache:
-    num_queries = 0
-    num_hits = 0
-
-    def match(self, request: Request) -> PrefixHit:  # noqa: ARG002
-        return NO_HIT
-
-    def publish(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
-        request.num_published = sys.maxsize  # nothing left to publish, so the scheduler does not call again
-
-    def publish_windows(self, request: Request) -> None:
-        pass
-
-    def prefix_hash(self, request: Request, num_blocks: int) -> bytes | None:  # noqa: ARG002
-        return None
-
-    def add_snapshot(self, prefix_hash: bytes, bundle: int) -> None:
-        pass
-
-    def has_snapshot(self, prefix_hash: bytes) -> bool:  # noqa: ARG002
-        return False
-
-    def knows(self, bundle: int) -> bool:  # noqa: ARG002
-        return False
-
-    def forget(self, bundle: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def report(self, changes: CacheChanges | None) -> None:
-        pass

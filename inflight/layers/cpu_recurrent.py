@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.native.library import Library, native_library
-from inflight.layers.recurrent import DeltaNetLayer, DeltaNetShape, LayerStates, RecurrentBackend, StateInputs
+from inflight.layers.native.library import Library
+from inflight.layers.recurrent import DeltaNetLayer, DeltaNetShape, LayerStates, StateInputs
 
 UNIT_EPS = 1e-6  # added to the squared length of queries and keys
 
@@ -113,12 +113,6 @@ class TorchRecurrent:
                 )
             _save(states, segments)
         return out
-
-
-def cpu_recurrent() -> RecurrentBackend[StateInputs]:
-    """Return the compiled layers, or plain torch if they are not available."""
-    library = native_library()
-    return TorchRecurrent() if library is None else CpuRecurrent(library)
 
 
 def _delta_net(x: Tensor, layer: DeltaNetLayer, state: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,13 +62,9 @@ def _only_best_groups(ranking: Tensor, routing: ExpertRouting) -> Tensor:
     return groups.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
     "tanh": torch.tanh,

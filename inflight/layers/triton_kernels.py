@@ -244,9 +244,9 @@ class TritonLinear:
     def _large_quantized(self, residual: Residual, eps: float) -> Tensor:
         weights, kernels, inputs = self.weights, self._kernels, self._quantize_inputs(residual, eps)
         aligned = self.in_features % 16 == 0 and self.out_features % 16 == 0
+        # cuBLAS would leave sums of int8, which have 32 bits, for another kernel to scale.
         if (
-            weights.codes.dtype
-            == torch.int8  # cuBLAS would leave sums of 32 bits for another kernel to scale
+            weights.codes.dtype == torch.int8
             or weights.group
             or not aligned
             or inputs.dtype != torch.bfloat16

@@ -20,7 +20,7 @@ from inflight.execution.platforms import ModelSleepSupport, Platform, expert_cou
 from inflight.frontend.frontend import Frontend
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache
+from inflight.kv.prefix_cache import ChainHashCache, PrefixCache
 from inflight.loading.checkpoint import model_name
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
@@ -46,11 +46,13 @@ def decoder_core(
 ) -> EngineCore:
     """Build the core of a decoder, whose other ranks have loaded their parts."""
     options = config.scheduler
-    limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
+    limits = _limits(
+        options, platform, options.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
+    )
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     layout = kv_layout(config, decoder, ranks)
-    cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else NoPrefixCache()
-    target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
+    cache = ChainHashCache(layout) if config.cache.enable_prefix_caching else PrefixCache()
+    target = platform.defaults.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
@@ -59,18 +61,17 @@ def decoder_core(
     links = None if ranks is None else stage_links(ranks.memory, decoder)
     make_runner: Callable[[], Runner[Any]]
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
-    depth = options.pipeline_depth or platform.pipeline_depth
+    depth = options.pipeline_depth or platform.defaults.pipeline_depth
     extras: dict[str, Any] = {"prepare": partial(_compiled_grammar, grammars)}
     if ranks is not None:
         from inflight.execution.parallel.messages import Begin
 
-        begin = Begin(num_blocks, layout.block_size, limits.max_num_seqs, max_model_len, max_tokens)
+        begin = Begin(num_blocks, limits.max_num_seqs, max_model_len, max_tokens)
         make_runner = partial(begin_ranks, ranks, decoder, begin, make_runner)
         depth = depth if limits.num_stages == 1 else limits.num_stages
         extras = {"check": ranks.check}
-    if (
-        ranks is None or platform.device.type == "cpu"
-    ):  # the weights of other ranks would have to move as well
+    # On GPUs, the weights of other ranks would have to move as well.
+    if ranks is None or platform.device.type == "cpu":
         extras["sleep_support"] = ModelSleepSupport(decoder, platform.device, make_runner)
     runner, experts = make_runner(), expert_counts(decoder)
     return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
@@ -97,7 +98,7 @@ def encoder_core(
     """Build the core of an encoder. It keeps nothing between steps, so each text gets one block without memory behind
     it, and there are spare blocks for the headroom that policies keep free."""
     options = config.scheduler
-    max_tokens = options.max_num_batched_tokens or max(platform.max_text_tokens, max_model_len)
+    max_tokens = options.max_num_batched_tokens or max(platform.defaults.max_text_tokens, max_model_len)
     if max_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens is {max_tokens}: an encoder computes a text in one step, so it must be at least "
@@ -105,17 +106,17 @@ def encoder_core(
         )
     limits = _limits(options, platform, max_tokens)
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
-    blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), NoPrefixCache())
+    blocks = BlockManager(limits.max_num_seqs + num_spare, KVLayout(max_model_len), PrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(platform.encoder_runner, config, encoder, limits)
-    depth = options.pipeline_depth or platform.pipeline_depth
+    depth = options.pipeline_depth or platform.defaults.pipeline_depth
     sleep_support = ModelSleepSupport(encoder, platform.device, make_runner)
     return EngineCore(scheduler, make_runner(), depth, options.max_queue, sleep_support=sleep_support)
 
 
 def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens: int) -> Limits:
     return Limits(
-        max_num_seqs=options.max_num_seqs or platform.max_num_seqs,
+        max_num_seqs=options.max_num_seqs or platform.defaults.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         # By default the blocks are the only limit: tokens of a shared prefix count once per request that has it, so
         # there may be many more of them than slots.

@@ -58,7 +58,7 @@ def evaluate(
 ) -> Evaluation:
     """Score a text, or its first `max_tokens` tokens."""
     platform: Platform = platforms.platform(config.model.device)
-    if config.cache.kv_cache_dtype not in platform.kv_cache_dtypes:
+    if config.cache.kv_cache_dtype not in platform.defaults.kv_cache_dtypes:
         platform = _AnyKVPlatform()
     with ExitStack() as engines:
 

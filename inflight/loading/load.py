@@ -69,7 +69,7 @@ def load_decoder_engine(
     model: OpenModel, policy: Policy, platform: Platform, progress: LoadProgress | None
 ) -> LoadedEngine:
     config, tokenizer = model.config, model.tokenizer
-    check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.kv_cache_dtypes, platform.device.type)
+    check_kv_cache_dtype(config.cache.kv_cache_dtype, platform.defaults.kv_cache_dtypes, platform.device.type)
     plan = model.plan()
     config = _with_rows(config, plan.spec, platform)
     recommended = default_sampling(model.checkpoint.generation_config)
@@ -114,7 +114,7 @@ def _max_model_len(
 ) -> int:
     """Return the longest context that fits into the KV cache, at most that of the plan."""
     limits = config.scheduler
-    chunk = limits.max_num_batched_tokens or platform.max_num_batched_tokens
+    chunk = limits.max_num_batched_tokens or platform.defaults.max_num_batched_tokens
     longest = fit_context(
         num_blocks, layout, chunk, limits.max_kv_tokens, plan.context, config.model.max_model_len
     )
@@ -136,7 +136,7 @@ def grammar_compiler(model: OpenModel, platform: Platform, vocab_size: int) -> G
 def _with_rows(config: EngineConfig, spec: DecoderSpec, platform: Platform) -> EngineConfig:
     """Set the number of rows unless it is configured."""
     options = config.scheduler
-    max_num_seqs = options.max_num_seqs or default_rows(spec, platform.max_num_seqs)
+    max_num_seqs = options.max_num_seqs or default_rows(spec, platform.defaults.max_num_seqs)
     return replace(config, scheduler=replace(options, max_num_seqs=max_num_seqs))
 
 
@@ -196,8 +196,6 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     decoder = fill_decoder(model, platform, plan, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
-    if platform.device.type == "cpu":
-        return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
         # Ranks must pad steps alike, even if the first rank's limits changed after loading.
@@ -208,8 +206,9 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
         links = stage_links(memory, decoder)
         return platform.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
-    num_blocks = platform.num_blocks(config, decoder, plan.context)
-    return LoadedRank(decoder, grammars, num_blocks, make_runner)
+    if platform.device.type == "cpu":  # ranks share the memory of their machine
+        return LoadedRank(make_runner)
+    return LoadedRank(make_runner, platform.num_blocks(config, decoder, plan.context))
 
 
 def load_encoder_engine(

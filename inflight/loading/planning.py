@@ -11,7 +11,7 @@ import torch
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.gpu.shapes import Buckets
-from inflight.execution.platforms import LIMITS, MEMORY_SHARE
+from inflight.execution.platforms import DEFAULTS, MEMORY_SHARE
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
 from inflight.kv.layout import KVLayout
 from inflight.kv.snapshots import PROMPT_INTERVAL
@@ -88,7 +88,7 @@ class DevicePlan:
 def plan_devices(config: EngineConfig, devices: Devices) -> DevicePlan:
     """Return how the model fits for each way to split it across the devices."""
     check_kv_cache_dtype(
-        config.cache.kv_cache_dtype, LIMITS[devices.device_type].kv_cache_dtypes, devices.device_type
+        config.cache.kv_cache_dtype, DEFAULTS[devices.device_type].kv_cache_dtypes, devices.device_type
     )
     checkpoint = open_configured(config, "dummy")
     if encoder_architecture(checkpoint.config) is not None:
@@ -117,9 +117,9 @@ def _fit(config: EngineConfig, plan: ModelPlan, devices: Devices, tensor: int, p
     spec, context, dtype, block = plan.spec, plan.context, plan.dtype, config.cache.block_size
     kernels = meta_kernels(devices.device_type, dtype)
     shares = rank_shares(spec, tensor, pipeline, context, block, kernels, dtype)
-    layout, limits, options = common_layout(shares), LIMITS[devices.device_type], config.scheduler
-    rows = options.max_num_seqs or default_rows(spec, limits.max_num_seqs)
-    chunk = options.max_num_batched_tokens or limits.max_num_batched_tokens
+    layout, defaults, options = common_layout(shares), DEFAULTS[devices.device_type], config.scheduler
+    rows = options.max_num_seqs or default_rows(spec, defaults.max_num_seqs)
+    chunk = options.max_num_batched_tokens or defaults.max_num_batched_tokens
     if devices.device_type == "cuda":
         shard, most = shard_of(spec, 0, tensor), int(devices.memory * config.cache.gpu_memory_utilization)
         step = _buffers(shard, rows, context, layout) + _largest_step(shard, rows, chunk, block, dtype)

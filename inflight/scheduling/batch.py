@@ -134,14 +134,8 @@ class ScheduledStep:
         batch, num_entries, end = self.batch, len(self.requests), first + count
         if not count or end == num_entries:
             return
-        columns: tuple[list[Any], ...] = (
-            self.requests,
-            batch.rows,
-            batch.starts,
-            batch.counts,
-            batch.samples,
-        )
-        for column in columns:
+        columns: list[list[Any]] = [batch.rows, batch.starts, batch.counts, batch.samples]
+        for column in (self.requests, *columns):
             column[first:] = column[end:] + column[first:end]
         positions = [
             *range(first),

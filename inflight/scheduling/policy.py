@@ -185,8 +185,8 @@ class Policy:
 POLICIES: Registry[Callable[[], Policy]] = Registry(
     "policy",
     {
-        "sequential": "inflight.scheduling.policies.sequential:Sequential",
-        "static": "inflight.scheduling.policies.static:Static",
+        "sequential": "inflight.scheduling.policies.baselines:Sequential",
+        "static": "inflight.scheduling.policies.baselines:Static",
         "continuous": "inflight.scheduling.policies.continuous:Continuous",
         "priority": "inflight.scheduling.policies.priority:Priority",
         "fair": "inflight.scheduling.policies.fair:Fair",

@@ -185,11 +185,8 @@ class Scheduler:
         if request.splittable:
             return self.policy.tokens(request, min(num_remaining, request.max_chunk), budget)
         limit = self.limits.max_num_batched_tokens - step.batch.num_tokens
-        return (
-            num_remaining
-            if num_remaining <= limit and self.policy.tokens(request, num_remaining, limit) > 0
-            else 0
-        )
+        fits = num_remaining <= limit and self.policy.tokens(request, num_remaining, limit) > 0
+        return num_remaining if fits else 0
 
     # ---- memory ----
 

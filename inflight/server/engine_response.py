@@ -185,7 +185,7 @@ class EngineResponse(Response):
         async with contextlib.aclosing(generation.deltas()) as deltas:
             async for _, delta in deltas:
                 choice = self._count(delta)
-                if choice.reader is not None:  # parse as it comes: at the end it would take long
+                if choice.answer.reader is not None:  # parse as it comes: at the end it would take long
                     choice.answer.complete()
         choices = list(self._choices.values())
         is_long = params.has_logprobs or sum(choice.num_tokens for choice in choices) > LONG_ANSWER

@@ -18,7 +18,7 @@ from inflight.frontend.agents.source import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.frontend.output_processor import Answer, MessageReader, OutputProcessor
+from inflight.frontend.output_processor import Answer, OutputProcessor
 from inflight.server.errors import ApiError
 
 encode = msgspec.json.encode
@@ -65,23 +65,6 @@ class Choice:
     def num_tokens(self) -> int:
         return len(self.answer.output.token_ids)
 
-    @property
-    def reader(self) -> MessageReader | None:
-        """The parser of a chat that may have reasoning or tool calls; None for plain text."""
-        return self.answer.reader
-
-    def take(self) -> list[ParserEvent]:
-        """Return what is new since the last call, as the events of a parser also for plain text."""
-        if self.reader is not None:
-            return self.reader.take()
-        text = self.answer.take_text()
-        return [ContentDelta(text)] if text else []
-
-    @property
-    def finish_reason(self) -> str | None:
-        reader = self.reader
-        return self.answer.output.finish_reason if reader is None else reader.finish_reason
-
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
     # The first choice of each prompt.
@@ -95,9 +78,8 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-    readers = [choice.reader for choice in choices if choice.reader is not None]
-    if readers:
-        num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)
+    if any(choice.answer.reader is not None for choice in choices):
+        num_reasoning = sum(choice.answer.num_reasoning_tokens for choice in choices)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     return usage
 

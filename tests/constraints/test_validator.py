@@ -133,6 +133,10 @@ def test_writing_a_grammar_counts_against_the_time_of_its_attempt(monkeypatch: p
         own.validate(StructuredOutputs(grammar=slow))
 
 
+def is_validated(validator: GrammarValidator, constraint: StructuredOutputs) -> bool:
+    return validator._cache.outcome(constraint) is not None
+
+
 def workers() -> set[int]:
     """Return the processes that try grammars, also those of other validators."""
     return children(running=trial_worker.__file__)
@@ -147,7 +151,7 @@ def test_worker_killed_from_outside_is_replaced_and_the_grammar_is_not_blamed() 
     with pytest.raises(GrammarWorkerError, match="ended with -9"):
         own.validate(constraint)
     own.validate(constraint)
-    assert own.is_validated(constraint)
+    assert is_validated(own, constraint)
     (worker,) = own._trials._pool.idle
     own.close()
     assert not exists(worker._process.pid)
@@ -160,7 +164,7 @@ def test_concurrent_requests_with_one_constraint_share_a_trial() -> None:
     with ThreadPoolExecutor(len(constraints)) as threads:
         list(threads.map(validated.validate, constraints))
     assert len(workers() - before) <= NUM_WORKERS
-    assert all(map(validated.is_validated, constraints))
+    assert all(is_validated(validated, constraint) for constraint in constraints)
     validated.close()
 
 
@@ -301,9 +305,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputs:
 
 async def begun(own: GrammarValidator, num_trials: int = 1) -> None:
     """Wait until `num_trials` trials are running in a process."""
-    await until(
-        lambda: sum(shared.trial._process is not None for shared in own._shared.values()) == num_trials
-    )
+    await until(lambda: sum(shared._process is not None for shared in own._running.values()) == num_trials)
 
 
 async def test_cancelled_request_ends_its_trial(endless: StructuredOutputs) -> None:
@@ -319,22 +321,22 @@ async def test_cancelled_request_ends_its_trial(endless: StructuredOutputs) -> N
         # The owner may use one process at a time, so the first one has ended.
         await own.validate_async(StructuredOutputs(choice=["a", "next"]), "owner")
         assert worker not in workers()
-        assert not own.is_validated(endless)
+        assert not is_validated(own, endless)
 
 
 async def test_trial_continues_while_another_request_waits_for_it(endless: StructuredOutputs) -> None:
     with closing(GrammarValidator(vocabulary)) as own:
         first, second = (asyncio.create_task(own.validate_async(endless, "owner")) for _ in range(2))
         await begun(own)
-        (shared,) = own._shared.values()
+        (shared,) = own._running.values()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert not shared.trial.is_cancelled
+        assert not shared.is_cancelled
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
-        assert shared.trial.is_cancelled
+        assert shared.is_cancelled
 
 
 async def test_owner_with_slow_grammars_does_not_delay_others(endless: StructuredOutputs) -> None:
@@ -375,16 +377,15 @@ def test_interrupted_wait_of_a_thread_ends_its_trial(
 
         class InterruptedError(BaseException): ...
 
-        shared = own._join(endless, "")
-
         def interrupted() -> None:
             raise InterruptedError
 
-        monkeypatch.setattr(shared.trial.future, "exception", interrupted)
-        with pytest.raises(InterruptedError):
-            own.validate(endless)
-        assert not shared.trial.is_cancelled  # another request still waits
-        own._leave(shared)
+        with own._outcome(endless, "") as future:
+            (trial,) = own._running.values()
+            monkeypatch.setattr(future, "exception", interrupted)
+            with pytest.raises(InterruptedError):
+                own.validate(endless)
+            assert not trial.is_cancelled  # another request still waits
         began = threading.Event()
 
         def begin(_: object) -> bool:

@@ -71,23 +71,21 @@ def test_message_does_not_depend_on_chunking(
     used = with_markers if special else tokenizer
     ids = used.encode(CHAT_TEXT, add_special_tokens=False)
     answer = answer_of(used, ids, cuts, look)
-    assert answer.reader is not None
-    events = answer.reader.take()
-    assert answer.reader.take() == []
+    events = answer.take_events()
+    assert answer.take_events() == []
     message = answer.message()
     assert (message.content, message.reasoning) == ("Let me see.", "Hm, well.")
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("add", '{"a": 1}')] * 2
     assert len({call.id for call in message.tool_calls}) == 2
     assert all(call.id.startswith("call_") for call in message.tool_calls)
-    assert answer.reader.finish_reason == "tool_calls"
+    assert answer.finish_reason == "tool_calls"
     assert merge_deltas(events) == events
     block, thoughts = CHAT_TEXT.partition("</think>")[0] + "</think>", "\nHm, well.\n"
     most, least = (len(used.encode(text, add_special_tokens=False)) for text in (block, thoughts))
-    assert least <= answer.reader.num_reasoning_tokens <= most
-    whole = answer_of(used, ids, []).reader
-    assert whole is not None
-    whole.take()
-    assert whole.num_reasoning_tokens == answer.reader.num_reasoning_tokens
+    assert least <= answer.num_reasoning_tokens <= most
+    whole = answer_of(used, ids, [])
+    whole.complete()
+    assert whole.num_reasoning_tokens == answer.num_reasoning_tokens
 
 
 def test_special_tokens_other_than_markers_are_hidden(with_markers: Tokenizer) -> None:
@@ -98,9 +96,8 @@ def test_special_tokens_other_than_markers_are_hidden(with_markers: Tokenizer) -
 def test_stop_string_ends_the_message(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>Hm</think>One two three.", add_special_tokens=False)
     answer = answer_of(tokenizer, ids, [*range(50)], stop=["two"])
-    assert answer.reader is not None
-    assert [event.text for event in answer.reader.take()] == ["Hm", "One "]  # type: ignore[union-attr]
-    assert answer.reader.finish_reason == "stop"
+    assert [event.text for event in answer.take_events()] == ["Hm", "One "]  # type: ignore[union-attr]
+    assert answer.finish_reason == "stop"
     assert answer.message().content == "One "
 
 

@@ -13,7 +13,7 @@ from inflight.errors import KVBudgetError
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.budget import blocks_for_memory, fit_context, most_blocks
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import BlockHasher, ChainHashCache, NoPrefixCache, PrefixHit
+from inflight.kv.prefix_cache import BlockHasher, ChainHashCache, PrefixCache, PrefixHit
 from inflight.kv.snapshots import StateCopies
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -314,7 +314,7 @@ def test_prompt_logprobs_need_the_prompt_computed() -> None:
 
 
 def test_no_prefix_cache_finds_nothing_and_keeps_nothing() -> None:
-    blocks = BlockManager(4, KVLayout(BLOCK_SIZE), NoPrefixCache())
+    blocks = BlockManager(4, KVLayout(BLOCK_SIZE), PrefixCache())
     blocks.free(run_through(blocks, list(range(8))))
     assert num_hits(blocks, [*range(8), 0]) == 0
     assert blocks.pool.num_cached == 0

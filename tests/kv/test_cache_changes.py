@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import CacheChanges, ChainHashCache, NoPrefixCache
+from inflight.kv.prefix_cache import CacheChanges, ChainHashCache, PrefixCache
 from tests.support.requests import make_request
 
 SIZE = 4
@@ -76,5 +76,5 @@ def test_late_observer_gets_the_whole_content() -> None:
 
 def test_null_cache_reports_nothing() -> None:
     changes = CacheChanges()
-    NoPrefixCache().report(changes)
+    PrefixCache().report(changes)
     assert not changes

@@ -108,7 +108,7 @@ def test_engine_takes_the_planned_memory(monkeypatch: pytest.MonkeyPatch, kv_cac
     runner = llm._engine.core.runner
     assert isinstance(runner, ModelRunner)
     num_blocks = llm._engine.facts.num_blocks
-    assert sum(lane.nbytes for lane in runner.forward.cache.lanes) == fit.shares[0].kv(num_blocks)
+    assert sum(lane.nbytes for lane in runner.cache.lanes) == fit.shares[0].kv(num_blocks)
     llm.close()
 
 

@@ -10,10 +10,9 @@ from inflight.engine.core import EngineCore
 from inflight.events import TimeBreakdown
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import NoPrefixCache
+from inflight.kv.prefix_cache import PrefixCache
 from inflight.request import Request
-from inflight.scheduling.policies.sequential import Sequential
-from inflight.scheduling.policies.static import Static
+from inflight.scheduling.policies.baselines import Sequential, Static
 from inflight.scheduling.policy import Policy, TokenBudget
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import Scheduler
@@ -33,7 +32,7 @@ class TimedScene:
     ) -> None:
         self.runner = TimedRunner(num_blocks, 16, ())
         limits = Limits(max_num_seqs, max_num_batched_tokens, 1 << 30)
-        blocks = BlockManager(num_blocks, KVLayout(16), NoPrefixCache())
+        blocks = BlockManager(num_blocks, KVLayout(16), PrefixCache())
         if policy is None:  # not `or`: a policy with an empty queue is falsy
             policy = Policy(headroom=0)
         scheduler = Scheduler(limits, policy, blocks, TokenBudget(max_num_batched_tokens))

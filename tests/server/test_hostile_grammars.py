@@ -31,7 +31,7 @@ def keyed(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(validator_module, name, 3600.0)
     with live_server(backend, keys=str(path)) as live:
         yield live
-        live.wait_until("no trial", lambda: not validator(live)._shared)
+        live.wait_until("no trial", lambda: not validator(live)._running)
         live.wait_until_idle()
 
 
@@ -41,7 +41,7 @@ def validator(live: Live) -> GrammarValidator:
 
 def num_trying(live: Live) -> int:
     """Trials that a process is busy with."""
-    return sum(shared.trial._process is not None for shared in list(validator(live)._shared.values()))
+    return sum(shared._process is not None for shared in list(validator(live)._running.values()))
 
 
 def tools(name: str, schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def send_hostile(live: Live, stack: ExitStack) -> list[socket.socket]:
         )
         for i in range(NUM_HOSTILE)
     ]
-    live.wait_until("all trials", lambda: len(validator(live)._shared) == NUM_HOSTILE)
+    live.wait_until("all trials", lambda: len(validator(live)._running) == NUM_HOSTILE)
     live.wait_until("a busy process", lambda: num_trying(live) == 1)
     return connections
 
@@ -87,7 +87,7 @@ def test_hostile_grammars_do_not_block_chats_of_other_keys(keyed: Live) -> None:
             ):
                 response = keyed.post(PATH, {"messages": [USER], "max_tokens": 2, **body}, headers=headers)
                 assert response.status_code == 200, response.text
-        assert len(validator(keyed)._shared) == NUM_HOSTILE
+        assert len(validator(keyed)._running) == NUM_HOSTILE
         assert num_trying(keyed) == 1  # the other process is not for the same key
 
 
@@ -96,7 +96,7 @@ def test_disconnected_clients_end_their_grammar_trials(keyed: Live) -> None:
         connections = send_hostile(keyed, stack)
         for connection in connections:
             connection.close()
-        keyed.wait_until("no trial", lambda: not validator(keyed)._shared)
+        keyed.wait_until("no trial", lambda: not validator(keyed)._running)
     body = {"messages": [USER], "max_tokens": 2, "tools": tools("add", {"type": "integer"})}
     response = keyed.post(
         PATH, {**body, "tool_choice": "required"}, headers={"authorization": "Bearer mallory-secret"}

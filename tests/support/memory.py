@@ -23,6 +23,6 @@ def with_room_for(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     kernels = meta_kernels("cpu", torch.float32)
     decoder = meta_decoder(whole_shard(spec), kernels, torch.float32, spec.default_context)
     assert decoder.device == META
-    chunk = options.get("max_num_batched_tokens", CpuPlatform.max_num_batched_tokens)
+    chunk = options.get("max_num_batched_tokens", CpuPlatform.defaults.max_num_batched_tokens)
     layout = decoder.kv_shape(block_size).layout
     return options | {"num_blocks": layout.blocks_for(options["num_blocks"] * block_size, chunk)}

@@ -11,7 +11,7 @@ from inflight.engine.core import EngineCore
 from inflight.events import Delta, PositionLogprobs
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache
+from inflight.kv.prefix_cache import ChainHashCache, PrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling.policy import Policy, make_policy
@@ -55,7 +55,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.layout = layout = KVLayout(self.block_size, self.windows, self.snapshot_blocks)
-        cache = ChainHashCache(layout) if self.caching else NoPrefixCache()
+        cache = ChainHashCache(layout) if self.caching else PrefixCache()
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens, self.num_stages)
         blocks = BlockManager(self.num_blocks, layout, cache)
         self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers

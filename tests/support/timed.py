@@ -9,7 +9,7 @@ from typing import Any
 from inflight.engine.core import EngineCore
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
-from inflight.kv.prefix_cache import NoPrefixCache
+from inflight.kv.prefix_cache import PrefixCache
 from inflight.scheduling.batch import Batch, Sampled
 from inflight.scheduling.policy import TokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
@@ -55,7 +55,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         self.runner = TimedRunner(2048, 16, self.sizes_of_steps)
-        blocks = BlockManager(2048, KVLayout(16), NoPrefixCache())
+        blocks = BlockManager(2048, KVLayout(16), PrefixCache())
         limits = Limits(64, MAX_TOKENS, 1 << 30)
         scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.token_budget)
         self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.execution.encoder_runner import PackedTexts, pack, pack_batch, trial_texts
@@ -23,26 +22,67 @@ from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling.batch import Batch, Sampled
 
 
-class DeviceTexts:
-    """A step's texts in device memory. All steps use the same buffers: they run one after another."""
+@dataclass(frozen=True, slots=True)
+class TextStepHandle:
+    """A launched step. Its vectors are being copied to host memory, and are there once `done` has happened."""
 
-    def __init__(
-        self,
-        buckets: TextBuckets,
-        tile_positions: int,  # positions per attention program
-        has_segments: bool,  # whether the model distinguishes the two texts of a pair
-        vector_size: int,
-        device: torch.device,
-    ) -> None:
-        self._buckets = buckets
-        self._tile_positions = tile_positions
-        self._has_segments = has_segments
-        self._upload: PackedUpload[TextShape] = PackedUpload(self._sections, [buckets.largest], device)
-        self._vectors = torch.zeros(buckets.largest.num_texts, vector_size, device=device)
+    pooled: StepVectors
+    done: torch.cuda.Event | None  # None where there is nothing to wait for
 
-    @property
-    def shapes_met(self) -> frozenset[TextShape]:
-        return self._upload.shapes_met
+
+class GpuEncoderRunner:
+    """Implements `TextRunner`. `launch` does not wait for the device.
+
+    With `graphs`, each step shape is captured once and replayed. Without (and on a CPU under Triton's interpreter, as
+    in tests) every kernel is launched by itself. All steps use the same buffers: they run one after another.
+    """
+
+    def __init__(self, model: PoolingEncoder, max_rows: int, max_tokens: int, graphs: bool = True) -> None:
+        encoder, device = model.encoder, model.encoder.device
+        if not isinstance(encoder.attention, TritonSequenceAttention):
+            raise EngineError(f"GpuEncoderRunner cannot plan for {type(encoder.attention).__name__}")
+        self.padded = False
+        self.model = model
+        self.buckets = TextBuckets(max_rows, max_tokens)
+        self._tile_positions = encoder.attention.tuning.tile.rows  # positions per attention program
+        # Whether the model distinguishes the two texts of a pair.
+        self._has_segments = encoder.spec.num_segments > 1
+        largest = self.buckets.largest
+        self.upload: PackedUpload[TextShape] = PackedUpload(self._sections, [largest], device)
+        # Of the latest step's texts.
+        self.vectors = torch.zeros(largest.num_texts, model.head.size, device=device)
+        self.steps: StepGraphs[TextShape, None] | EagerSteps[TextShape, None]
+        self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
+
+    # ---- a step ----
+
+    def launch(self, batch: Batch) -> TextStepHandle:
+        with watched(self.model.encoder.device):
+            return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> TextStepHandle:
+        texts = pack_batch(batch, self.padded)
+        self._run(texts)
+        # Copied, because the next step overwrites the buffer.
+        vectors = to_host(self.vectors[texts.num_filling : len(texts.lengths)])
+        pooled = StepVectors(list(range(len(batch))), vectors)
+        return TextStepHandle(pooled, event_on(self.model.encoder.device))
+
+    def _run(self, texts: PackedTexts) -> None:
+        shape = self.buckets.shape(len(texts.token_ids), len(texts.lengths))
+        self._send(texts, shape)
+        self.steps.run(shape)
+
+    def collect(self, handle: TextStepHandle) -> Sampled:
+        with watched(self.model.encoder.device):
+            if handle.done is not None:
+                handle.done.synchronize()
+        result = Sampled([[] for _ in handle.pooled.entries])
+        handle.pooled.read_into(result)
+        return result
+
+    # ---- on the host ----
 
     def _sections(self, shape: TextShape) -> dict[str, Section]:
         # Padding tokens may be any valid token.
@@ -57,20 +97,9 @@ class DeviceTexts:
     def _max_items(self, shape: TextShape) -> int:
         return max_sequence_items(shape.num_tokens, shape.num_texts, self._tile_positions)
 
-    # ---- on the host ----
-
-    def upload(self, texts: PackedTexts) -> TextShape:
-        """Upload a step and return its shape."""
-        shape = self._buckets.shape(len(texts.token_ids), len(texts.lengths))
-        self._send(texts, shape)
-        return shape
-
-    def upload_least(self, shape: TextShape) -> None:
-        """Upload a step of this shape that is nearly all padding: one text of one token."""
-        self._send(pack([array("q", [0])], [0]), shape)
-
     def _send(self, texts: PackedTexts, shape: TextShape) -> None:
-        pinned, sections = self._upload.stage(self._upload.layout(shape))
+        """Upload a step, padded to the shape."""
+        pinned, sections = self.upload.stage(self.upload.layout(shape))
         put(sections["token_ids"], texts.token_ids)
         put(sections["positions"], texts.positions)
         sections["starts"][:] = len(texts.token_ids)  # padding texts have no tokens
@@ -80,85 +109,21 @@ class DeviceTexts:
         lengths = np.array(texts.lengths, dtype=np.int32)
         items = plan_sequences(lengths, self._tile_positions)
         put_items(sections["items"], sections["num_items"], items)
-        self._upload.send(pinned)
+        self.upload.send(pinned)
 
     # ---- on the device ----
 
-    def open(self, shape: TextShape) -> TextBatch:
-        """Return the step's texts, padded to the shape."""
-        sections = self._upload.layout(shape).on_device
+    def _compute(self, shape: TextShape) -> None:
+        """Enqueue the device's part of a step."""
+        sections = self.upload.layout(shape).on_device
         items = Items(sections["items"], sections["num_items"], programs=self._max_items(shape))
-        return TextBatch(
+        texts = TextBatch(
             sections["token_ids"],
             sections["positions"],
             sections.get("segments"),
             PlannedSequences(sections["starts"], None, items),
         )
-
-    def vectors(self, first: int, end: int) -> Tensor:
-        """Return the latest step's vectors of these texts, [end - first, size] float32."""
-        return self._vectors[first:end]
-
-
-@dataclass(frozen=True, slots=True)
-class TextStepHandle:
-    """A launched step. Its vectors are being copied to host memory, and are there once `done` has happened."""
-
-    pooled: StepVectors
-    done: torch.cuda.Event | None  # None where there is nothing to wait for
-
-
-class GpuEncoderRunner:
-    """Implements `TextRunner`. `launch` does not wait for the device.
-
-    With `graphs`, each step shape is captured once and replayed. Without (and on a CPU under Triton's interpreter, as
-    in tests) every kernel is launched by itself.
-    """
-
-    def __init__(self, model: PoolingEncoder, max_rows: int, max_tokens: int, graphs: bool = True) -> None:
-        encoder = model.encoder
-        if not isinstance(encoder.attention, TritonSequenceAttention):
-            raise EngineError(f"GpuEncoderRunner cannot plan for {type(encoder.attention).__name__}")
-        self.padded = False
-        self.model = model
-        self.buckets = TextBuckets(max_rows, max_tokens)
-        self.texts = DeviceTexts(
-            self.buckets,
-            encoder.attention.tuning.tile.rows,
-            encoder.spec.num_segments > 1,
-            model.head.size,
-            encoder.device,
-        )
-        self.steps: StepGraphs[TextShape, None] | EagerSteps[TextShape, None]
-        self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
-
-    # ---- a step ----
-
-    def launch(self, batch: Batch) -> TextStepHandle:
-        with watched(self.model.encoder.device):
-            return self._launch(batch)
-
-    @torch.inference_mode()
-    def _launch(self, batch: Batch) -> TextStepHandle:
-        texts = pack_batch(batch, self.padded)
-        self.steps.run(self.texts.upload(texts))
-        # Copied, because the next step overwrites the buffer.
-        vectors = to_host(self.texts.vectors(texts.num_filling, len(texts.lengths)))
-        pooled = StepVectors(list(range(len(batch))), vectors)
-        return TextStepHandle(pooled, event_on(self.model.encoder.device))
-
-    def _compute(self, shape: TextShape) -> None:
-        """Enqueue the device's part of a step."""
-        vectors = self.model.vectors(self.texts.open(shape))
-        self.texts.vectors(0, shape.num_texts).copy_(vectors)
-
-    def collect(self, handle: TextStepHandle) -> Sampled:
-        with watched(self.model.encoder.device):
-            if handle.done is not None:
-                handle.done.synchronize()
-        result = Sampled([[] for _ in handle.pooled.entries])
-        handle.pooled.read_into(result)
-        return result
+        self.vectors[: shape.num_texts].copy_(self.model.vectors(texts))
 
     # ---- before the first step ----
 
@@ -166,14 +131,14 @@ class GpuEncoderRunner:
     def warm_up(self, max_len: int, max_tokens: int) -> None:
         with watched(self.model.encoder.device):
             for texts in trial_texts(max_len, max_tokens):
-                self.steps.run(self.texts.upload(texts))
+                self._run(texts)
             wait_for(self.model.encoder.device)
 
     @torch.inference_mode()
     def prepare(self, shapes: Collection[TextShape]) -> None:
         """Capture these shapes, so that steps need only be replayed."""
         for shape in shapes:
-            self.texts.upload_least(shape)
+            self._send(pack([array("q", [0])], [0]), shape)  # one text of one token: nearly all is padding
             self.steps.prepare(shape)
         wait_for(self.model.encoder.device)
 

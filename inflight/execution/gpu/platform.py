@@ -18,7 +18,7 @@ from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import LIMITS, EncoderKernels
+from inflight.execution.platforms import DEFAULTS, EncoderKernels
 from inflight.execution.runner import StageLinks
 from inflight.kv.budget import (
     CONTEXT_MEMORY,
@@ -49,12 +49,7 @@ PROBE_BLOCKS = 2  # enough for steps whose memory is only measured
 class CudaPlatform:
     """Implements `Platform`."""
 
-    max_num_seqs = LIMITS["cuda"].max_num_seqs
-    max_num_batched_tokens = LIMITS["cuda"].max_num_batched_tokens
-    pipeline_depth = 2
-    target_step_ms = 14.0
-    max_text_tokens = 16384
-    kv_cache_dtypes = LIMITS["cuda"].kv_cache_dtypes
+    defaults = DEFAULTS["cuda"]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -113,9 +108,9 @@ class CudaPlatform:
             decoder,
             num_blocks,
             config.cache.block_size,
-            max_rows=options.max_num_seqs or self.max_num_seqs,
+            max_rows=options.max_num_seqs or self.defaults.max_num_seqs,
             max_len=max_len,
-            max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
+            max_tokens=options.max_num_batched_tokens or self.defaults.max_num_batched_tokens,
             graphs=graphs and capturable and not config.model.enforce_eager,
             grammars=grammars,
             links=links,

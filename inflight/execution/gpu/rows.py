@@ -104,10 +104,8 @@ class DeviceRows(StepPart):
     # ---- the part of a step ----
 
     def sections(self, shape: StepShape) -> dict[str, Section]:
-        num_tokens, num_updates = (
-            shape.num_tokens,
-            max(min(self.mirror.shape[1], shape.num_tokens), MIN_UPDATES),
-        )
+        num_tokens = shape.num_tokens
+        num_updates = max(min(self.mirror.shape[1], num_tokens), MIN_UPDATES)
         return {
             "token_rows": Section(num_tokens, -1),
             "positions": Section(num_tokens),

@@ -51,9 +51,8 @@ class PendingSamples:
     sampled: Tensor  # [2, S] int32, padded: token ids, and 0 or why sampling failed
     logprobs: PendingLogprobs | None = None  # for `logprob_entries`, in order
     logprob_entries: list[int] = field(default_factory=list)
-    failures: dict[int, RequestFailure] = field(
-        default_factory=dict
-    )  # by sample, where the constraint failed
+    # By sample, where the constraint failed.
+    failures: dict[int, RequestFailure] = field(default_factory=dict)
 
     def token_ids(self) -> list[int]:
         """Return the sampled tokens, and some padding."""

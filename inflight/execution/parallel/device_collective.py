@@ -63,7 +63,7 @@ class PeerCollective:
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        for piece in torch.split(x, self._rows_at_once(x)):
+        for piece in torch.split(x, self.region // (x.shape[1] * x.element_size())):
             self._sum(piece, None, None, 0.0, None)
         return x
 
@@ -102,9 +102,6 @@ class PeerCollective:
                 **launch_options(self._pdl),
             )
         return out
-
-    def _rows_at_once(self, x: Tensor) -> int:
-        return self.region // (x.shape[1] * x.element_size())
 
     def _sum(
         self, x: Tensor, hidden: Tensor | None, norm: Tensor | None, eps: float, next_norm: NextNorm | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.config import MAX_RANKS  # as kMaxRanks in layers/native/group.cpp
@@ -125,8 +125,8 @@ class RankMemory:
 
     def lose(self) -> None:
         """End all waits of all ranks."""
-        for group in self._all_groups():
-            self._library.group_lose(group)
+        for stage in range(self.ranks.pipeline):
+            self._library.group_lose(self._group(stage))
         while self._when_lost:
             call = self._when_lost.pop()
             try:
@@ -142,9 +142,6 @@ class RankMemory:
         while self._before_close:
             self._before_close.pop()()
         self._memory.close()
-
-    def _all_groups(self) -> Iterator[int]:
-        return (self._group(stage) for stage in range(self.ranks.pipeline))
 
     def _group(self, stage: int) -> int:
         return self._memory.address + self._groups_at + stage * self._group_size

@@ -45,9 +45,8 @@ def device_links(memory: RankMemory, decoder: Decoder) -> StageLinks:
     """Connect the stages: through the host where two GPUs cannot reach each other. Both ends decide the same."""
     layout, rank = memory.ranks, memory.rank
     device, hidden_size = decoder.device, decoder.spec.hidden_size
-    region = (
-        layout.hand_over // layout.pipeline // torch.float32.itemsize * decoder.kernels.compute_dtype.itemsize
-    )
+    num_values = layout.hand_over // layout.pipeline // torch.float32.itemsize
+    region = num_values * decoder.kernels.compute_dtype.itemsize
     torch.cuda.set_device(device)
     next_stage: Ring | SharedLinks | None = None
     previous_stage: PeerRing | SharedLinks | None = None

@@ -45,7 +45,6 @@ class Begin(RankMessage, frozen=True):
     """Allocate KV memory and rows."""
 
     num_blocks: int
-    block_size: int
     max_rows: int
     max_len: int
     max_tokens: int  # of a step
@@ -99,7 +98,10 @@ ToRank = Begin | RankStep | End
 ToFirst = Loading | Loaded | Begun | Broken
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=array_from_bytes)
 _report_decoder: msgspec.json.Decoder[ToFirst] = msgspec.json.Decoder(ToFirst)
-_results_decoder: msgspec.msgpack.Decoder[Sampled] = msgspec.msgpack.Decoder(Sampled)
+decode = _decoder.decode
+encode_results = _encoder.encode
+decode_results = msgspec.msgpack.Decoder(Sampled).decode
+decode_report = _report_decoder.decode
 
 
 def encode(message: RankMessage) -> bytes:
@@ -110,25 +112,8 @@ def encode(message: RankMessage) -> bytes:
         return _encoder.encode(msgspec.structs.replace(message, batch=_with_small_numbers(message.batch)))
 
 
-def decode(data: bytes | memoryview) -> ToRank:
-    return _decoder.decode(data)
-
-
-def encode_results(sampled: Sampled) -> bytes:
-    """Encode the results of a step."""
-    return _encoder.encode(sampled)
-
-
-def decode_results(data: bytes | memoryview) -> Sampled:
-    return _results_decoder.decode(data)
-
-
 def encode_report(report: Report) -> bytes:
     return msgspec.json.encode(report) + b"\n"
-
-
-def decode_report(line: bytes) -> ToFirst:
-    return _report_decoder.decode(line)
 
 
 def _with_small_numbers(batch: Batch) -> Batch:

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.layout import RankMemory
-from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.messages import (
     Begin,
     Begun,
@@ -29,9 +27,8 @@ from inflight.execution.parallel.messages import (
 )
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedCollective, SharedStream
-from inflight.execution.runner import ForwardPass, ModelRunner, torch_threads
+from inflight.execution.runner import torch_threads
 from inflight.layers.native.library import Library
-from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import Collective
 from inflight.scheduling.batch import Batch, Sampled
 
@@ -142,11 +139,6 @@ class PipelineRunner:
 # ---- ranks that follow rank 0 ----
 
 
-class _ExpectedTokens(NamedTuple):
-    rows: Tensor  # [S]
-    lengths: Tensor  # [S]
-
-
 class TokenRows(Protocol):
     tokens: Tensor  # [max_rows, max_len]
 
@@ -160,7 +152,7 @@ class PendingTokens:
 
     def __init__(self, rows: TokenRows) -> None:
         self._rows = rows
-        self._expected: dict[int, _ExpectedTokens] = {}  # by step
+        self._expected: dict[int, tuple[Tensor, Tensor]] = {}  # by step: rows and lengths, [S] each
         self._admitted = torch.full((len(rows.tokens),), -1)  # by row: the step that admitted its request
 
     def expect(self, batch: Batch, rows: Tensor, lengths: Tensor) -> None:
@@ -168,7 +160,7 @@ class PendingTokens:
         for row, _ in batch.admissions:
             self._admitted[row] = batch.step
         if len(rows):
-            self._expected[batch.step] = _ExpectedTokens(rows, lengths)
+            self._expected[batch.step] = rows, lengths
 
     def write(self, sampled: list[SampledIds]) -> None:
         """Write arrived tokens, before the next step's admissions. Rows that changed their request since are
@@ -194,32 +186,21 @@ class StageRunner(Runner[Any], Protocol):
 
 
 class LoadedRank(NamedTuple):
-    """A rank's model and grammars, before `Begin` allocates its KV memory."""
+    """A rank that has loaded its part of the model."""
 
-    decoder: Decoder
-    grammars: GrammarCompiler
+    make_runner: Callable[[Begin], Any]  # allocates its KV memory
     num_blocks: int | None = None  # that fit, where ranks have their own memory
-    # On GPUs, where every rank has the same runner as the first.
-    make_runner: Callable[[Begin], Any] | None = None
 
 
 def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
     """Follow the first rank's messages until the process ends."""
-    decoder, grammars, num_blocks, make_runner = loaded
-    report(Loaded(num_blocks))
+    report(Loaded(loaded.num_blocks))
     steps = memory.steps()
     runner: RankRunner | None = None
     while True:
         match decode(steps.receive(memory.rank - 1)):
             case Begin() as begin:
-                if make_runner is not None:
-                    runner = rank_runner(make_runner(begin), memory)
-                elif memory.ranks.is_last_stage(memory.rank):
-                    links = SharedLinks(memory, decoder.spec.hidden_size)
-                    sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
-                    runner = rank_runner(ModelRunner(decoder, *sizes, grammars, links), memory)
-                else:
-                    runner = Follower(decoder, begin, memory)
+                runner = rank_runner(loaded.make_runner(begin), memory)
                 report(Begun())
             case RankStep(batch, sampled):
                 assert runner is not None
@@ -231,7 +212,7 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
 
 
 def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
-    """Wrap the runner of a rank on a GPU, or of the last stage, by the rank's role."""
+    """Wrap the runner of a rank by its role."""
     layout = memory.ranks
     if not layout.is_last_stage(memory.rank):
         return StageRank(runner)
@@ -241,7 +222,7 @@ def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
 
 
 class StageRank:
-    """A rank on a GPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
+    """A rank whose stage is not the last. The tokens of its steps arrive later from the last stage."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
@@ -278,27 +259,6 @@ class MirroredRank:
     def close(self) -> None:
         self._in_flight = None
         self._runner.close()
-
-
-class Follower:
-    """A rank on a CPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
-
-    def __init__(self, decoder: Decoder, begin: Begin, memory: RankMemory) -> None:
-        links = SharedLinks(memory, decoder.spec.hidden_size)
-        self._forward = ForwardPass(
-            decoder, begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len, links
-        )
-        self._pending = PendingTokens(self._forward.rows)
-
-    @torch.inference_mode()
-    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:
-        self._pending.write(sampled)
-        inputs = self._forward.prepare(batch)
-        self._pending.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
-        self._forward.run_stage(inputs)
-
-    def close(self) -> None:
-        self._forward.close()
 
 
 class SamplingRank:

@@ -71,7 +71,7 @@ def start_ranks(
     shares = rank_shares(spec, tensor, pipeline, context, config.cache.block_size, kernels, dtype)
     for share in shares:
         logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
-    max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
+    max_tokens = config.scheduler.max_num_batched_tokens or place.defaults.max_num_batched_tokens
     layout = RankLayout(
         tensor=tensor,
         pipeline=pipeline,
@@ -137,7 +137,6 @@ def begin_ranks(
     `make_runner` makes the runner of this rank's part."""
     from inflight.execution.parallel.runner import (
         FirstRank,
-        Follower,
         MirroredRunner,
         PipelineRunner,
         rank_runner,
@@ -154,9 +153,8 @@ def begin_ranks(
     if ranks.layout.pipeline == 1:
         runner = MirroredRunner(make_runner(), first)
     else:
-        memory, on_cpu = ranks.memory, decoder.device.type == "cpu"
-        stage = Follower(decoder, begin, memory) if on_cpu else rank_runner(make_runner(), memory)
-        runner = PipelineRunner(stage, memory.results(), first)
+        stage = rank_runner(make_runner(), ranks.memory)
+        runner = PipelineRunner(stage, ranks.memory.results(), first)
     first.wait_until_begun()
     return runner
 
@@ -173,8 +171,5 @@ def _named(share: RankShare, count: int) -> str:
 def _threads(library: Library, num_ranks: int) -> int:
     """Return the threads of each rank: OMP_NUM_THREADS if set, else an equal share of the machine's."""
     requested = os.environ.get("OMP_NUM_THREADS", "")
-    return (
-        library.threads
-        if requested.isdecimal() and int(requested) > 0
-        else max(1, library.threads // num_ranks)
-    )
+    is_set = requested.isdecimal() and int(requested) > 0
+    return library.threads if is_set else max(1, library.threads // num_ranks)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,7 +42,7 @@ class RowNumbers(NamedTuple):
     @classmethod
     def from_request(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
         params = request.params
-        greedy = is_greedy(params)
+        greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         return cls(
             1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
@@ -58,10 +57,6 @@ class RowNumbers(NamedTuple):
             request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
             greedy or top_k == 1,
         )
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -117,23 +112,12 @@ class LogprobTensors:
     ranks: Tensor  # [P, 1 + N] int64: 1 + the number of tokens with a strictly greater logit
     counts: tuple[int, ...]  # how many of the N each position reports
 
-    def fetch(self) -> LogprobTensors:
-        """Start copying to host memory without waiting."""
-        return LogprobTensors(fetch(self.token_ids), fetch(self.logprobs), fetch(self.ranks), self.counts)
-
-    def to_host(self) -> list[PositionLogprobs]:
+    def pack(self) -> list[PositionLogprobs]:
         """Pack each position as `events.pack_logprobs` does: the target first, then the most likely tokens."""
         columns = np.empty((len(self.counts), 3, self.token_ids.shape[1]), np.int32)
         columns[:, 0], columns[:, 2] = self.token_ids.numpy(), self.ranks.numpy()
         columns[:, 1] = self.logprobs.numpy().view(np.int32)
         return pack_columns(columns, self.counts)
-
-
-def fetch(tensor: Tensor) -> Tensor:
-    """Start copying to host memory without waiting. On a CPU, return the tensor itself."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def pack_columns(columns: NDArray[np.int32], counts: Sequence[int]) -> list[PositionLogprobs]:
@@ -156,32 +140,11 @@ IS_NOT_FINITE, HAS_NO_TOKEN = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class HostSample:
-    """The samples of S entries, as plain Python."""
+class Samples:
+    """The samples of S entries."""
 
     token_ids: list[int]
+    # 0, or why sampling failed. Such an entry still has some token, always the same one, so that the step can continue
+    # and only this request fails.
     bad: list[int]
     logprobs: dict[int, PositionLogprobs]  # by entry, for those with logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTensors:
-    """The samples of S entries, still on the device."""
-
-    token_ids: Tensor  # [S] int64
-    # [S] uint8: 0, or why sampling failed. Such an entry still has some token, always the same one, so that the
-    # step can continue and only this request fails.
-    bad: Tensor
-    logprobs: LogprobTensors | None
-    logprob_entries: tuple[int, ...]  # the entry of each position in `logprobs`
-
-    def fetch(self) -> SampledTensors:
-        """Start copying to host memory without waiting; record an event after it, then call `to_host`."""
-        logprobs = None if self.logprobs is None else self.logprobs.fetch()
-        return SampledTensors(fetch(self.token_ids), fetch(self.bad), logprobs, self.logprob_entries)
-
-    def to_host(self) -> HostSample:
-        """Return the samples as Python objects; waits for the device if the tensors are still there."""
-        positions = [] if self.logprobs is None else self.logprobs.to_host()
-        logprobs = dict(zip(self.logprob_entries, positions, strict=True))
-        return HostSample(self.token_ids.tolist(), self.bad.tolist(), logprobs)

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
+from inflight.events import PositionLogprobs
 from inflight.execution.sampling.interface import (
     LogprobTensors,
     RowNumbers,
-    SampledTensors,
+    Samples,
     first_mask,
     has_penalties,
     host_masks,
@@ -50,7 +51,7 @@ class NativeSamplingRows:
     def set(self, row: int, request: RequestSpec) -> None:
         """Assign `request` to `row`."""
         params = request.params
-        self.clear(row)
+        self.num_logprobs.pop(row, None)
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
         bias = {i: value for i, value in (params.logit_bias or {}).items() if i < self.vocab_size}
@@ -78,11 +79,6 @@ class NativeSamplingRows:
         for row in rows:
             self._lists[row][0][:] = self.host_masks[row]
 
-    def clear(self, row: int) -> None:
-        """Free `row`."""
-        self._lists.pop(row, None)
-        self.num_logprobs.pop(row, None)
-
     def address(self, rows: Iterable[int]) -> int:
         """Return the address of the table, after checking that these rows hold requests."""
         for row in rows:
@@ -102,7 +98,7 @@ class NativeSampler:
         self.state = state
         self._library = library
 
-    def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
+    def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> Samples:
         """Choose token number lengths[i] of row rows[i] from logits[i].
 
         logits [S, V] float32, contiguous, are overwritten. lengths [S] int32 or int64 count the tokens of
@@ -135,16 +131,17 @@ class NativeSampler:
             *_pointers(logprobs),
             self._library.threads,
         )
-        return SampledTensors(token_ids, bad, logprobs, entries)
+        positions = [] if logprobs is None else logprobs.pack()
+        return Samples(token_ids.tolist(), bad.tolist(), dict(zip(entries, positions, strict=True)))
 
-    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
+    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> list[PositionLogprobs]:
         """Score the prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
         _check(logits, self.state.vocab_size)
         target_ids = target_ids.contiguous()
         logprobs = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
         to = *_pointers(logprobs), self._library.threads
         self._library.token_logprobs(logits.data_ptr(), *logits.shape, target_ids.data_ptr(), *to)
-        return logprobs
+        return logprobs.pack()
 
 
 def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:

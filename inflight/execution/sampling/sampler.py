@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
+from inflight.events import PositionLogprobs
 from inflight.execution.sampling.gumbel import NoiseKey, log_exponential, noise_key
 from inflight.execution.sampling.interface import (
     HAS_NO_TOKEN,
     IS_NOT_FINITE,
     LogprobTensors,
     RowNumbers,
-    SampledTensors,
+    Samples,
     first_mask,
     has_penalties,
     host_masks,
@@ -80,10 +81,6 @@ class SamplingRows:
         for row in rows:
             self[row].mask = self._unpacked(self.host_masks[row])
 
-    def clear(self, row: int) -> None:
-        """Free `row`."""
-        self._rows.pop(row, None)
-
     def __getitem__(self, row: int) -> SamplingRow:
         if row not in self._rows:
             raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")
@@ -104,7 +101,7 @@ class Sampler:
         self.state = state
 
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
+    def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> Samples:
         """Choose token number lengths[i] of row rows[i] from logits[i].
 
         logits [S, V] float32, contiguous, are overwritten. lengths [S] int32 or int64 count the tokens of
@@ -118,12 +115,12 @@ class Sampler:
             _sample_row(x, parameters[i], tokens[rows[i]], length, noise and noise.select(i))
             for i, (x, length) in enumerate(zip(logits, lengths.tolist(), strict=True))
         ]
-        token_ids = torch.tensor([token_id for token_id, _ in sampled], dtype=torch.int64)
-        bad = torch.tensor([reason for _, reason in sampled], dtype=torch.uint8)
-        logprobs = score(raw, token_ids[list(counts)], tuple(counts.values())) if counts else None
-        return SampledTensors(token_ids, bad, logprobs, tuple(counts))
+        token_ids = [token_id for token_id, _ in sampled]
+        targets = torch.tensor([token_ids[i] for i in counts], dtype=torch.int64)
+        positions = score(raw, targets, tuple(counts.values())) if counts else []
+        return Samples(token_ids, [bad for _, bad in sampled], dict(zip(counts, positions, strict=True)))
 
-    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
+    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> list[PositionLogprobs]:
         """Score the prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
         return score(logits, target_ids, (min(num, logits.shape[1]),) * len(logits))
 
@@ -213,7 +210,7 @@ def _nucleus(logits: Tensor, probs: Tensor, top_p: float) -> Tensor:
     return indices[keep]
 
 
-def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> LogprobTensors:
+def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> list[PositionLogprobs]:
     """Score targets [P] int64 and the most likely tokens of raw logits [P, V]; `counts` may not exceed V."""
     num = max(counts, default=0)
     token_ids = torch.empty(len(logits), 1 + num, dtype=torch.int64)
@@ -225,4 +222,4 @@ def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> Logpro
         # Any token greater than one of the best is itself one of the best.
         ranks[i, 1:] = 1 + (x[best][None, :] > x[best][:, None]).sum(1)
         logprobs[i] = x.log_softmax(0)[token_ids[i]]
-    return LogprobTensors(token_ids, logprobs, ranks, counts)
+    return LogprobTensors(token_ids, logprobs, ranks, counts).pack()

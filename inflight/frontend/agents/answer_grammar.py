@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from inflight.constraints.answer_rules import CONTENT, RuleSchema
 from inflight.constraints.grammars import literal
-from inflight.constraints.schema import without_annotations
+from inflight.constraints.schema_document import without_annotations
 from inflight.errors import ParameterError
 from inflight.frontend.agents.formats.base import (
     HARMONY_REASONING,
@@ -39,11 +39,14 @@ from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
 
 
-class NamedToolChoice(Protocol):
-    """A `tool_choice` of one tool by its name."""
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that must be called."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def answer_grammar(
@@ -51,7 +54,7 @@ def answer_grammar(
     reasoning_format: str | None,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-    tool_choice: str | NamedToolChoice = "auto",
+    tool_choice: ToolChoice = "auto",
     parallel: bool = True,
     content: StructuredOutputs | None = None,
     prompt: str = "",

@@ -64,9 +64,8 @@ class CallStyle:
     arguments_as_text: bool = False  # otherwise as an object
     empty_content: str | None = None  # the content of a message that only calls tools
     short_ids: bool = False  # nine letters or digits
-    thinking: bool = (
-        False  # the reasoning of a message is its `thinking`; with calls, it has no other content
-    )
+    # The reasoning of a message is its `thinking`; with calls, it has no other content.
+    thinking: bool = False
 
 
 _STYLES = tuple(

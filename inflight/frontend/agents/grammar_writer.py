@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from inflight.constraints.answer_rules import AnswerRules, RuleSchema
 from inflight.constraints.grammars import literal
 from inflight.constraints.input_lark import bare_input, json_quoted
-from inflight.constraints.schema import is_annotation
+from inflight.constraints.schema_document import is_annotation
 from inflight.errors import ParameterError, shown
 from inflight.frontend.agents.values import bare_text_to_json, resolve_reference, schema_types
 from inflight.frontend.text.tokenizer import Tokenizer

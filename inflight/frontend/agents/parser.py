@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.errors import ConfigError
@@ -72,21 +72,6 @@ class MessageParser:
     def in_reasoning(self) -> bool:
         """Whether the next text is reasoning, as far as is known."""
         return self._source.in_reasoning
-
-    def runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split the ids of a delta so that each of `marker_ids` is in a separate piece.
-
-        If the pieces are fed one by one with their text, it is unambiguous where in the text a marker is a token.
-        """
-        start = 0
-        for index, token_id in enumerate(token_ids):
-            if token_id in self._special:
-                if start < index:
-                    yield token_ids[start:index]
-                yield token_ids[index : index + 1]
-                start = index + 1
-        if start < len(token_ids):
-            yield token_ids[start:]
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Add the next piece of the output and return the events that are certain now."""
@@ -178,9 +163,8 @@ def _read_reasoning(
         return False
     source.release()
     source.in_reasoning = True
-    yield from source.accept_after_space(
-        *markers.opens
-    )  # some models repeat the opening marker of the prompt
+    # Some models repeat the opening marker of the prompt.
+    yield from source.accept_after_space(*markers.opens)
     yield from source.skip_space()
     if markers.label and (yield from source.accept(markers.label)):
         yield from source.skip_space()

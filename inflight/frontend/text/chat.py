@@ -28,24 +28,22 @@ def encode_chat(
     """Return the prompt's text and its token ids. `check_size` gets the number of characters before tokenizing."""
     check_messages(messages)
 
-    def escape_inputs(escaper: SpecialTokenEscaper) -> dict[str, Any]:
+    def escaped_inputs(escaper: SpecialTokenEscaper) -> dict[str, Any]:
         return {
             "messages": [escaper.escape(escaper.join_parts(message)) for message in messages],
             "tools": escaper.escape(tools),
             "kwargs": escaper.escape(kwargs),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
         }
 
-    flags: dict[str, Any] = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-    }
     escaper = SpecialTokenEscaper(tokenizer)
-    text = template.render(**escape_inputs(escaper), **flags)
+    text = template.render(**escaped_inputs(escaper))
     if template.may_join_text:
         careful = SpecialTokenEscaper(tokenizer, escape_first_characters=True)
-        inputs = escape_inputs(careful)
+        inputs = escaped_inputs(careful)
         if careful.num_escaped > escaper.num_escaped:
-            second = template.render(**inputs, **flags)
+            second = template.render(**inputs)
             if careful.specials_in(second) != escaper.specials_in(text):
                 return careful.encode(second, check_size)
     return escaper.encode(text, check_size)

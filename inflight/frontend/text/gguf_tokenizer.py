@@ -20,9 +20,8 @@ from inflight.errors import ModelError, shown
 # The types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"  # SentencePiece's
-MAX_PIECE = (
-    256  # characters of a piece that is merged; real ones have at most 32. All ways to split it are tried.
-)
+# Characters of a piece that is merged; real ones have at most 32. All ways to split it are tried.
+MAX_PIECE = 256
 MERGES_PER_PIECE = 16  # ways to merge a piece from two others, on average; real vocabularies have about two
 
 _SPECIAL_KEYS = {
@@ -52,9 +51,8 @@ def _cased_words(suffix: str) -> str:
 class _PreTokenizer:
     """How a text is split before merges are applied."""
 
-    patterns: tuple[
-        str, ...
-    ]  # each splits the parts that the ones before have left; then the text becomes bytes
+    # Each splits the parts that the ones before have left; then the text becomes bytes.
+    patterns: tuple[str, ...]
     gpt2_words: bool = False  # whether GPT-2's own pattern comes last
     digits: bool = False  # whether each digit is alone
     ignore_merges: bool = False  # whether a word that is a token needs no merges

@@ -107,9 +107,8 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
     Every word is banned both at the start of a text and after a space, as these are different tokens.
     """
     stripped = [word.lstrip() or word for word in words]
-    encoded = tokenizer.encode_batch(
-        [*stripped, *(f" {word}" for word in stripped)], add_special_tokens=False
-    )
+    spellings = [*stripped, *(f" {word}" for word in stripped)]
+    encoded = tokenizer.encode_batch(spellings, add_special_tokens=False)
     for word, ids in zip(words, encoded, strict=False):  # only the spellings without a space
         if not ids:
             raise ParameterError(

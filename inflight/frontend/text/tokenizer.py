@@ -141,55 +141,49 @@ class Tokenizer:
 
         `template` is a chat template, or the path of one, that replaces the checkpoint's.
         """
-        folder = Path(folder)
-        if is_gguf(folder) and folder.is_file():
-            return cls._load_gguf(folder, template)
+        path = Path(folder)
+        in_gguf = is_gguf(path) and path.is_file()
+        source = None if template is None else read_template_option(template)
+        try:
+            with translate_panics():
+                tokenizer = cls._from_gguf(path, source) if in_gguf else cls._from_folder(path, source)
+                tokenizer.encode("A test: é 1.")
+        except ModelError:
+            raise
+        except Exception as error:  # the package raises bare Exception, and damaged files cause others here
+            where = f"the tokenizer in {path}" if in_gguf else path / "tokenizer.json"
+            reason = clipped(" ".join(str(error).split()), 300)
+            raise ModelError(f"{where} cannot be used: {reason}") from error
+        tokenizer.folder = path
+        return tokenizer
+
+    @classmethod
+    def _from_folder(cls, folder: Path, template: str | None) -> Tokenizer:
         content = read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
         if content is None:
             raise ModelError(_missing_message(folder))
         config = read_object(folder, "tokenizer_config.json") or {}
         specials = _read_special_tokens(folder, config)
-        declared = _read_added_tokens(folder, config)
-        source = read_chat_template(folder, config) if template is None else read_template_option(template)
-        try:
-            with translate_panics():
-                backend = tokenizers.Tokenizer.from_buffer(content)
-                _add_declared_tokens(backend, declared, specials)
-                tokenizer = cls(
-                    backend,
-                    specials=specials,
-                    add_bos=config.get("add_bos_token") is True,
-                    add_eos=config.get("add_eos_token") is True,
-                    chat_template=source,
-                )
-                tokenizer.encode("A test: é 1.")
-        except Exception as error:  # the package raises bare Exception, and damaged files cause others here
-            reason = clipped(" ".join(str(error).split()), 300)
-            raise ModelError(f"{folder / 'tokenizer.json'} cannot be used: {reason}") from error
-        tokenizer.folder = folder
-        return tokenizer
+        backend = tokenizers.Tokenizer.from_buffer(content)
+        _add_declared_tokens(backend, _read_added_tokens(folder, config), specials)
+        return cls(
+            backend,
+            specials=specials,
+            add_bos=config.get("add_bos_token") is True,
+            add_eos=config.get("add_eos_token") is True,
+            chat_template=read_chat_template(folder, config) if template is None else template,
+        )
 
     @classmethod
-    def _load_gguf(cls, path: Path, template: str | None) -> Tokenizer:
-        templates = None if template is None else read_template_option(template)
-        try:
-            with translate_panics():
-                read = read_gguf_tokenizer(GgufFile.open(path))
-                tokenizer = cls(
-                    read.backend,
-                    specials=read.specials,
-                    add_bos=read.add_bos,
-                    add_eos=read.add_eos,
-                    chat_template=templates or read.templates or None,
-                )
-                tokenizer.encode("A test: é 1.")
-        except ModelError:
-            raise
-        except Exception as error:  # the package raises bare Exception
-            reason = clipped(" ".join(str(error).split()), 300)
-            raise ModelError(f"the tokenizer in {path} cannot be used: {reason}") from error
-        tokenizer.folder = path
-        return tokenizer
+    def _from_gguf(cls, path: Path, template: str | None) -> Tokenizer:
+        read = read_gguf_tokenizer(GgufFile.open(path))
+        return cls(
+            read.backend,
+            specials=read.specials,
+            add_bos=read.add_bos,
+            add_eos=read.add_eos,
+            chat_template=template or read.templates or None,
+        )
 
     @cached_property
     def max_characters_per_token(self) -> int | None:

@@ -330,42 +330,30 @@ def _near(length: int, window: int | None, device: torch.device) -> Tensor | Non
 def cpu_sequence_attention(kernels: Rotation) -> SequenceAttention:
     """Return the compiled attention, or plain torch if it is not available."""
     library = native_library()
-    return TorchSequenceAttention(kernels) if library is None else NativeSequenceAttention(library)
+    return TorchSequenceAttention(kernels) if library is None else NativeSequenceAttention(library, kernels)
 
 
 class NativeSequenceAttention:
     """Implements `SequenceAttention` in float32. A sequence's result is bit-identical in any batch."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, kernels: Rotation) -> None:
+        """`kernels` rotate in place."""
         self._library = library
+        self._kernels = kernels
 
     def attend(self, qkv: Tensor, layer: SequenceLayer, sequences: Sequences, positions: Tensor) -> Tensor:
         qkv = qkv.to(torch.float32).contiguous()
         num_heads, head_dim, window = layer.num_heads, layer.head_dim, layer.window
         _check_sequences(qkv, num_heads, head_dim, sequences)
         if layer.cos_sin is not None:
-            self._rotate(qkv, num_heads, head_dim, layer.cos_sin, positions)
+            queries_and_keys = qkv.view(len(qkv), -1, head_dim)[:, : 2 * num_heads]
+            self._kernels.rotate(queries_and_keys, positions, layer.cos_sin)
         out = torch.empty(len(qkv), num_heads * head_dim)
         self._library.attend_sequences(
             qkv.data_ptr(), out.data_ptr(), sequences.starts.data_ptr(), len(sequences.starts) - 1, num_heads,
             head_dim, -1 if window is None else window, layer.scale, self._library.threads,
         )  # fmt: skip
         return out
-
-    def _rotate(self, qkv: Tensor, num_heads: int, head_dim: int, cos_sin: Tensor, positions: Tensor) -> None:
-        """Rotate queries and keys, the first 2 * num_heads heads, in place."""
-        rotary_dim = cos_sin.shape[-1]
-        if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != len(qkv):
-            raise ConfigError(
-                f"cannot rotate heads of {head_dim} features of {len(qkv)} tokens at {len(positions)} positions "
-                f"with {rotary_dim} rotary features"
-            )
-        positions = positions.to(torch.int64).contiguous()
-        cos_sin = cos_sin.to(torch.float32).contiguous()
-        self._library.rotate(
-            qkv.data_ptr(), len(qkv), 2 * num_heads, qkv.stride(0), head_dim, positions.data_ptr(),
-            cos_sin.data_ptr(), rotary_dim, self._library.threads,
-        )  # fmt: skip
 
 
 def _check_sequences(qkv: Tensor, num_heads: int, head_dim: int, sequences: Sequences) -> None:

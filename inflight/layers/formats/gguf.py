@@ -37,11 +37,9 @@ class BlockScheme:
         return lcm(*(BLOCK_TYPES[name].num_values for name in self.types))
 
     def union(self, other: Scheme) -> BlockScheme | None:
-        return (
-            BlockScheme(tuple(sorted({*self.types, *other.types})))
-            if isinstance(other, BlockScheme)
-            else None
-        )
+        if not isinstance(other, BlockScheme):
+            return None
+        return BlockScheme(tuple(sorted({*self.types, *other.types})))
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> BlockMatrix:
         """Return an empty matrix, sized for the largest type. Copied rows keep their own type."""

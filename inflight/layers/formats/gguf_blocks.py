@@ -95,9 +95,8 @@ def _q5_1(blocks: Tensor) -> BlockValues:
 
 
 def _mxfp4(blocks: Tensor) -> BlockValues:
-    codes = torch.tensor(_MXFP4_CODES, dtype=torch.int8, device=blocks.device)[
-        _nibbles(blocks[..., 1:]).long()
-    ]
+    values = torch.tensor(_MXFP4_CODES, dtype=torch.int8, device=blocks.device)
+    codes = values[_nibbles(blocks[..., 1:]).long()]
     exponents = blocks[..., :1].int() - 128
     return BlockValues(codes, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents))
 

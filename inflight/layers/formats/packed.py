@@ -29,9 +29,8 @@ class _IntegerFormat(WeightFormat):
     bits: int
     group: int  # columns of a group; 0: all
     zeros: bool  # whether the checkpoint has zero points
-    ordered: bool = (
-        True  # whether the columns of a group are adjacent; if not, the checkpoint has their groups
-    )
+    # Whether the columns of a group are adjacent; if not, the checkpoint has their groups.
+    ordered: bool = True
 
     @property
     def scheme(self) -> Scheme | None:  # type: ignore[override]

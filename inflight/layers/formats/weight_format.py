@@ -92,10 +92,6 @@ class ScaledFormat(WeightFormat):
     scale: str = "weight_scale"
     exponents: bool = False  # scales are powers of two, stored as exponents plus 127
 
-    @property
-    def _code_type(self) -> str:
-        return "F8_E4M3" if self.scheme.codes == "fp8" else "I8"
-
     def tensors(self, num_rows: int, num_columns: int) -> tuple[FormatTensor, ...]:
         shape = _blocks(num_rows, self.block_rows), _blocks(num_columns, self.block_columns)
         also: tuple[tuple[int, ...], ...] = ()
@@ -103,7 +99,9 @@ class ScaledFormat(WeightFormat):
             also = ((), (1,)) if not self.block_rows else ((num_rows,),)
         types = ("F8_E8M0", "U8", *FLOATS) if self.exponents else FLOATS
         return (
-            FormatTensor("weight", (num_rows, num_columns), (self._code_type,)),
+            FormatTensor(
+                "weight", (num_rows, num_columns), ("F8_E4M3" if self.scheme.codes == "fp8" else "I8",)
+            ),
             FormatTensor(
                 self.scale, shape, types, also, 0 if self.block_rows else None, self.block_rows or 1
             ),

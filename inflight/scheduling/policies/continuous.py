@@ -98,8 +98,8 @@ class Continuous(Policy):
         first = self.queue.first()
         while (request := self._short_queue.first()) is not None:
             if (
-                request is not first
-                and first is not None
+                first is not None
+                and request is not first
                 and first.num_passed + self._num_ahead >= self.ageing
             ):
                 return

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools
+from inflight.frontend.agents.answer_grammar import NamedTool, ToolChoice
+from inflight.frontend.chat import ChatRequest, checked_tools
 from inflight.request import MAX_TENANT_LENGTH
 from inflight.server.anthropic.schemas import (
     ContentBlock,

@@ -95,10 +95,10 @@ class MessagesFormatter(ResponseFormatter):
         return event("message_start", message=message) + self.ping()
 
     def more(self, choice: Choice) -> bytes:
-        return self._blocks.write(choice.take())
+        return self._blocks.write(choice.answer.take_events())
 
     def end(self, choice: Choice) -> bytes:
-        return self.more(choice) + self._blocks.finish(choice.finish_reason in ("stop", "tool_calls"))
+        return self.more(choice) + self._blocks.finish(choice.answer.finish_reason in ("stop", "tool_calls"))
 
     def closing(self, choices: list[Choice]) -> bytes:
         (choice,) = choices
@@ -133,20 +133,19 @@ class MessagesFormatter(ResponseFormatter):
 
 def _end(choice: Choice) -> dict[str, Any]:
     stopped_by = choice.answer.output.stop_reason
-    if choice.finish_reason == "stop" and isinstance(stopped_by, str):
+    if choice.answer.finish_reason == "stop" and isinstance(stopped_by, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-    return {"stop_reason": _STOP_REASONS.get(choice.finish_reason or ""), "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS.get(choice.answer.finish_reason or ""), "stop_sequence": None}
 
 
 def _usage(choice: Choice) -> dict[str, Any]:
     """Return the usage, in which cached tokens are counted separately."""
     used = usage_of([choice])
     num_cached = used["prompt_tokens_details"]["cached_tokens"]
-    reader = choice.reader
     return {
         "input_tokens": used["prompt_tokens"] - num_cached,
         "output_tokens": used["completion_tokens"],
         "cache_read_input_tokens": num_cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens_details": {"thinking_tokens": 0 if reader is None else reader.num_reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": choice.answer.num_reasoning_tokens},
     }

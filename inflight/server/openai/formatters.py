@@ -185,9 +185,9 @@ class ChatFormatter(OpenAIFormatter):
         return self._choice_event(choice, self._delta(choice, {"role": "assistant", "content": ""}, None))
 
     def more(self, choice: Choice) -> bytes:
-        if choice.reader is None:
+        if choice.answer.reader is None:
             return super().more(choice)
-        events = [self._message_event(choice, event) for event in choice.reader.take()]
+        events = [self._message_event(choice, event) for event in choice.answer.take_events()]
         data = b"".join(events)
         if not data and not self._without_details and choice.num_sent < choice.num_tokens:
             return self._text_event(choice, "")  # tokens of held-back text, or of a marker
@@ -213,7 +213,10 @@ class ChatFormatter(OpenAIFormatter):
     def end(self, choice: Choice) -> bytes:
         more = self.more(choice)
         delta = self._delta(choice, {}, None)
-        delta |= {"finish_reason": choice.finish_reason, "stop_reason": choice.answer.output.stop_reason}
+        delta |= {
+            "finish_reason": choice.answer.finish_reason,
+            "stop_reason": choice.answer.output.stop_reason,
+        }
         return more + self._choice_event(choice, delta)
 
     def _delta(
@@ -244,12 +247,12 @@ class ChatFormatter(OpenAIFormatter):
         return answer
 
     def _item(self, choice: Choice) -> dict[str, Any]:
-        choice.answer.complete()
+        choice.answer.result()
         return {
             "index": choice.index,
             "message": self._message(choice),
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.answer.finish_reason,
             "stop_reason": choice.answer.output.stop_reason,
             **self._new_ids(choice),
         }

@@ -80,7 +80,7 @@ def test_engine_core_is_replaced_only_when_idle(engine: LoadedEngine) -> None:
     replaced = engine.use(policy="static")
     assert replaced is engine.core
     assert replaced is not core
-    assert not core.runner.forward.cache.slots  # type: ignore[attr-defined]  # its memory was freed
+    assert not core.runner.cache.lanes  # type: ignore[attr-defined]  # its memory was freed
 
 
 def test_last_strategy_is_the_reference_without_continuous(engine: LoadedEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from inflight.config import EngineConfig
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import LIMITS
+from inflight.execution.platforms import DEFAULTS
 from inflight.execution.runner import StageLinks
 from inflight.layers.attention.backend import AttentionBackend
 from inflight.layers.attention.triton.backend import TritonAttention
@@ -27,10 +28,7 @@ class InterpretedPlatform:
     """Implements `Platform`."""
 
     device = DEVICE
-    max_num_seqs = 256
-    max_num_batched_tokens = 64
-    pipeline_depth = 2
-    kv_cache_dtypes = LIMITS["cuda"].kv_cache_dtypes
+    defaults = replace(DEFAULTS["cuda"], max_num_seqs=256, max_num_batched_tokens=64)
 
     def __init__(self) -> None:
         self.runners: list[GpuRunner] = []
@@ -61,9 +59,9 @@ class InterpretedPlatform:
                 decoder,
                 num_blocks,
                 config.cache.block_size,
-                max_rows=options.max_num_seqs or self.max_num_seqs,
+                max_rows=options.max_num_seqs or self.defaults.max_num_seqs,
                 max_len=max_len,
-                max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
+                max_tokens=options.max_num_batched_tokens or self.defaults.max_num_batched_tokens,
                 graphs=False,
                 grammars=grammars,
                 links=links,

@@ -96,7 +96,7 @@ def test_logits_match_transformers(
         np.testing.assert_allclose(vector, logits(model, prompt, second), atol=1e-4, rtol=1e-4)
     runner = engine.core.runner
     assert isinstance(runner, GpuEncoderRunner)
-    shapes = runner.texts.shapes_met
+    shapes = runner.upload.shapes_met
     assert shapes == ({TextShape(64, 8)} if depth == 1 else {TextShape(40, 8), TextShape(16, 8)})
     engine.close()
 
@@ -177,7 +177,7 @@ def test_every_pooling_matches_the_cpu(
     on_gpu = GpuEncoderRunner(model, max_rows=16, max_tokens=LONGEST, graphs=False)
     on_cpu = EncoderRunner(with_pooling(cpu_runner._model, modes))
     assert_same(computed(on_gpu, prompts), computed(on_cpu, prompts))
-    assert on_gpu.texts.shapes_met == {TextShape(64, 8)}
+    assert on_gpu.upload.shapes_met == {TextShape(64, 8)}
 
 
 def test_stale_memory_reaches_no_result(
@@ -185,7 +185,7 @@ def test_stale_memory_reaches_no_result(
 ) -> None:
     expected = computed(cpu_runner, RAGGED)
     computed(runner, texts([48, 48], seed=1))  # a step of more tokens, laid out differently
-    runner.texts.vectors(0, 32).fill_(NAN)
+    runner.vectors[:32].fill_(NAN)
 
     def not_a_number(num_tokens: int, num_features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((num_tokens, num_features), NAN, dtype=dtype, device=device)
@@ -207,13 +207,13 @@ def test_padded_texts_give_the_same_vectors(runner: GpuEncoderRunner, cpu_runner
     """Padding, for comparisons, adds tokens but does not change the vectors."""
     runner.padded = True
     assert_same(computed(runner, texts([3, 9, 1])), computed(cpu_runner, texts([3, 9, 1])))
-    assert runner.texts.shapes_met == {TextShape(32, 8)}
+    assert runner.upload.shapes_met == {TextShape(32, 8)}
 
 
 def test_shapes_are_captured_and_trial_steps_run_at_start(runner: GpuEncoderRunner) -> None:
     runner.prepare([TextShape(16, 8), TextShape(32, 32)])
     runner.warm_up(max_len=24, max_tokens=50)
-    assert runner.texts.shapes_met == {TextShape(16, 8), TextShape(32, 32), TextShape(48, 8)}
+    assert runner.upload.shapes_met == {TextShape(16, 8), TextShape(32, 32), TextShape(48, 8)}
 
 
 def test_attention_without_a_planner_is_rejected(cpu_runner: EncoderRunner) -> None:

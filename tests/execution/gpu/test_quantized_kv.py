@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def on_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> lis
     """The answers of plain torch, each prompt computed as a whole."""
     with monkeypatch.context() as patch:
         patch.setattr(cpu, "native_library", lambda: None)
-        patch.setattr(platforms.CpuPlatform, "kv_cache_dtypes", ("auto", "fp8"))
+        defaults = replace(platforms.CpuPlatform.defaults, kv_cache_dtypes=("auto", "fp8"))
+        patch.setattr(platforms.CpuPlatform, "defaults", defaults)
         return answers(folder, device="cpu", enable_prefix_caching=False, **options)
 
 

@@ -14,12 +14,11 @@ from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError, EngineAsleepError
 from inflight.execution.parallel.layout import RankMemory
-from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.runner import LoadedRank
 from inflight.execution.parallel.shared_memory import HostCollective, SharedCollective
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
-from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner
+from inflight.execution.runner import GRAMMAR_PATIENCE
 from inflight.layers.native.library import native_library
 from inflight.loading import load as decoders
 from inflight.loading.load import load_rank
@@ -242,13 +241,7 @@ def test_mirrored_ranks_give_the_tokens_of_one(folder: Folder, monkeypatch: pyte
         return replace(shard, collective=HostCollective(shard.collective))
 
     def load(config: EngineConfig, memory: RankMemory) -> LoadedRank:
-        loaded = load_rank(config, memory)
-
-        def make_runner(begin: Begin) -> ModelRunner:
-            sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
-            return ModelRunner(loaded.decoder, *sizes, loaded.grammars)
-
-        return loaded._replace(make_runner=make_runner, num_blocks=50)
+        return load_rank(config, memory)._replace(num_blocks=50)
 
     monkeypatch.setattr(decoders, "rank_shard", shard_of_rank)
     monkeypatch.setattr(thread_ranks, "load_rank", load)

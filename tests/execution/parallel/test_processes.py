@@ -191,12 +191,12 @@ def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> 
         ranks._take_report(1, Loaded())
         now += 601.0
         ranks._check_progress()
-        ranks.begin(Begin(1, 1, 1, 1, 1))
+        ranks.begin(Begin(1, 1, 1, 1))
         ranks._take_report(1, Begun())
         now += 601.0
         ranks._check_progress()
         ranks.wait_until_begun()
-        ranks.begin(Begin(1, 1, 1, 1, 1))  # after a sleep
+        ranks.begin(Begin(1, 1, 1, 1))  # after a sleep
         now += 601.0
         ranks._check_progress()
         with pytest.raises(DeviceLostError, match="made no progress"):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.execution.sampling.interface import SampledTensors
+from inflight.execution.sampling.interface import Samples
 from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows
 from inflight.execution.sampling.sampler import Sampler, SamplingRows
 from inflight.layers.native.library import native_library
@@ -164,7 +164,7 @@ class Bench:
             self.state.set(row, job.request())
             self.tokens[row, : len(job.token_ids)] = torch.tensor(job.token_ids, dtype=torch.int32)
 
-    def sample(self, entries: Sequence[int] | None = None) -> SampledTensors:
+    def sample(self, entries: Sequence[int] | None = None) -> Samples:
         """Sample the given jobs, in that order; all of them by default."""
         entries = range(len(self.jobs)) if entries is None else entries
         logits = torch.from_numpy(np.stack([self.jobs[i].logits for i in entries]))
@@ -181,4 +181,4 @@ def job(logits: Sequence[float] | NDArray[Any], **fields: Any) -> Job:
 
 
 def sample_one(one: Job) -> int:
-    return int(Bench([one]).sample().token_ids)
+    return Bench([one]).sample().token_ids[0]

@@ -25,7 +25,7 @@ def greedy(logits: list[float], **fields: Any) -> int:
 def support(num: int = 300, **fields: Any) -> set[int]:
     """Return the tokens that many seeds sample."""
     jobs = [job(seed=seed, **fields) for seed in range(num)]
-    return set(Bench(jobs, max_rows=num).sample().token_ids.tolist())
+    return set(Bench(jobs, max_rows=num).sample().token_ids)
 
 
 # Choosing.
@@ -53,7 +53,7 @@ def test_top_k_holds_for_any_number_of_sorted_candidates(vocab_size: int) -> Non
     logits = np.round(rng.normal(size=vocab_size), 1)
     for top_k in (1, 5, 128, 129, 1500, 9000):
         jobs = [job(logits, top_k=top_k, seed=seed, temperature=3) for seed in range(4)]
-        for one, token_id in zip(jobs, Bench(jobs).sample().token_ids.tolist(), strict=True):
+        for one, token_id in zip(jobs, Bench(jobs).sample().token_ids, strict=True):
             assert token_id in acceptable(one)
 
 
@@ -79,7 +79,7 @@ def test_top_p_holds_whether_or_not_the_first_candidates_suffice(spread: float) 
     rng = np.random.default_rng(5)
     logits = rng.normal(scale=spread, size=12_000)
     jobs = [job(logits, top_p=top_p, seed=seed) for seed in range(3) for top_p in (0.05, 0.5, 0.99)]
-    for one, token_id in zip(jobs, Bench(jobs).sample().token_ids.tolist(), strict=True):
+    for one, token_id in zip(jobs, Bench(jobs).sample().token_ids, strict=True):
         assert token_id in acceptable(one)
 
 
@@ -94,11 +94,11 @@ def test_restriction_changes_nothing_while_the_winner_is_allowed() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(size=500)
     jobs = [job(logits, seed=seed) for seed in range(200)]
-    free = Bench(jobs, max_rows=200).sample().token_ids.tolist()
+    free = Bench(jobs, max_rows=200).sample().token_ids
     best = set(np.argsort(-logits)[:40].tolist())
     for options in ({"top_k": 40}, {"top_k": 40, "top_p": 0.999999}, {"allowed_token_ids": sorted(best)}):
         cut = [job(logits, seed=seed, **options) for seed in range(200)]
-        actual = Bench(cut, max_rows=200).sample().token_ids.tolist()
+        actual = Bench(cut, max_rows=200).sample().token_ids
         assert set(actual) <= best
         assert [f for f, unbound in zip(actual, free, strict=True) if unbound in best] == [
             unbound for unbound in free if unbound in best
@@ -154,7 +154,7 @@ def test_bias_cannot_lift_a_forbidden_token() -> None:
 def test_entry_without_an_allowed_token_fails_alone() -> None:
     stuck = job(FALLING, temperature=0, allowed_token_ids=[2], bad_words=((2,),))
     jobs = [job(FALLING, seed=1), stuck, job(FALLING, temperature=0)]
-    sampled = Bench(jobs).sample().to_host()
+    sampled = Bench(jobs).sample()
     assert sampled.bad == [0, HAS_NO_TOKEN, 0]
     assert sampled.token_ids[0] == sample_one(jobs[0])
     assert sampled.token_ids[2] == 0
@@ -190,7 +190,7 @@ def test_short_row_beside_a_long_one_sees_its_own_tokens_only() -> None:
     options = {"temperature": 0, "repetition_penalty": 10.0, "presence_penalty": 2.0}
     long = job([1.0, 0.5, 0.0], prompt=[2] * 20, outputs=[0] * 20, **options)
     short = job([1.0, 0.5, 0.0], prompt=[1], outputs=[2], **options)
-    assert Bench([long, short]).sample().to_host().token_ids == [1, 0]
+    assert Bench([long, short]).sample().token_ids == [1, 0]
 
 
 def test_tokens_sampled_after_admission_count() -> None:
@@ -200,15 +200,15 @@ def test_tokens_sampled_after_admission_count() -> None:
         sampled = bench.sampler.sample(
             torch.tensor([[2.0, 1.0]]), bench.rows, torch.tensor([length]), bench.tokens
         )
-        bench.tokens[bench.rows[0], length] = sampled.token_ids.int()
-        actual += sampled.token_ids.tolist()
+        bench.tokens[bench.rows[0], length] = sampled.token_ids[0]
+        actual += sampled.token_ids
     assert actual == [0, 0, 0, 1, 0]  # 2, 1.6, 1.2, then 0.8 < 1, then 0.8 > 0.6
 
 
 def test_smallest_repetition_penalty_does_not_divide_by_zero() -> None:
     sampled = Bench([job([0.0, -1.0], prompt=[0], temperature=0, repetition_penalty=1e-300)]).sample()
-    assert sampled.to_host().token_ids == [0]
-    assert not sampled.bad.any()
+    assert sampled.token_ids == [0]
+    assert sampled.bad == [0]
 
 
 # Rows, failures, edges.
@@ -220,33 +220,37 @@ def test_non_finite_logits_fail_only_their_row(poison: float, options: dict[str,
     """A lone -inf is an ordinary forbidden token; a row of them is not."""
     spoiled = [poison] * 8 if poison == -math.inf else [*FALLING[:3], poison, *FALLING[4:]]
     jobs = [job(FALLING, seed=3, logprobs=2, **options) for _ in range(3)]
-    clean = Bench(jobs).sample().to_host()
+    clean = Bench(jobs).sample()
     # Whatever its parameters forbid, it is the model that is to blame.
     jobs[1] = job(spoiled, seed=3, logprobs=2, repetition_penalty=1.2, bad_words=((2,),), **options)
-    mixed = Bench(jobs).sample().to_host()
+    mixed = Bench(jobs).sample()
     assert mixed.bad == [0, IS_NOT_FINITE, 0]
     assert 0 <= mixed.token_ids[1] < 8
-    assert mixed.token_ids[1] == Bench([jobs[1]]).sample().to_host().token_ids[0]
+    assert mixed.token_ids[1] == Bench([jobs[1]]).sample().token_ids[0]
     for entry in (0, 2):
         assert mixed.token_ids[entry] == clean.token_ids[entry]
         assert mixed.logprobs[entry] == clean.logprobs[entry]
 
 
 def test_single_forbidden_token_does_not_fail_the_row() -> None:
-    assert not Bench([job([-math.inf, 1.0, 0.5])]).sample().bad.any()
+    assert Bench([job([-math.inf, 1.0, 0.5])]).sample().bad == [0]
 
 
 def test_reused_row_takes_the_new_parameters() -> None:
     bench = Bench([job(FALLING, temperature=0, allowed_token_ids=[4])])
-    assert bench.sample().to_host().token_ids == [4]
-    bench.state.clear(bench.rows[0])
-    with pytest.raises(EngineError, match=f"row {bench.rows[0]} "):
-        bench.sample()
+    assert bench.sample().token_ids == [4]
     bench.state.set(bench.rows[0], job(FALLING, temperature=0).request())
-    assert bench.sample().to_host().token_ids == [0]
+    assert bench.sample().token_ids == [0]
+
+
+def test_row_without_a_request_cannot_sample() -> None:
+    bench = Bench([job(FALLING)])
+    bench.rows = [0]
+    with pytest.raises(EngineError, match="row 0 "):
+        bench.sample()
 
 
 def test_empty_step_samples_nothing(each_sampler: str) -> None:
     sampler = make_sampler(each_sampler, 4, 8)
     sampled = sampler.sample(torch.empty(0, 8), [], torch.empty(0).long(), torch.zeros(4, 4).int())
-    assert sampled.to_host().token_ids == []
+    assert sampled.token_ids == []

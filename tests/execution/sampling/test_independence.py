@@ -54,20 +54,20 @@ def mixed_jobs(seed: int) -> list[Job]:
 @pytest.mark.parametrize("seed", range(2))
 def test_mixed_batch_equals_its_rows_alone(seed: int) -> None:
     bench = Bench(mixed_jobs(seed))
-    together = bench.sample().to_host()
+    together = bench.sample()
     for entry in range(len(bench.jobs)):
-        alone = bench.sample([entry]).to_host()
+        alone = bench.sample([entry])
         assert alone.token_ids == [together.token_ids[entry]]
         assert alone.logprobs.get(0) == together.logprobs.get(entry)
-    backwards = bench.sample(range(len(bench.jobs))[::-1]).to_host()
+    backwards = bench.sample(range(len(bench.jobs))[::-1])
     assert backwards.token_ids == together.token_ids[::-1]
 
 
 def test_result_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed_jobs(7))
-    expected = bench.sample().to_host()
+    expected = bench.sample()
     torch.set_num_threads(1)
     library = native_library()
     if library is not None:
         monkeypatch.setattr(library, "threads", 1 if library.threads > 1 else 3)
-    assert bench.sample().to_host() == expected
+    assert bench.sample() == expected

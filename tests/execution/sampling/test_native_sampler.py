@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inflight.errors import EngineError
 from inflight.events import unpack_logprobs
-from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, token_bits
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE, Samples, token_bits
 from inflight.execution.sampling.native import ROW, NativeSampler, cpu_sampler
 from inflight.layers.native.library import native_library
 from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted, job
@@ -42,8 +42,8 @@ def _compiled() -> None:
         pytest.skip("nothing can be compiled here")
 
 
-def sample_with(kind: str, jobs: list[Job]) -> HostSample:
-    return Bench(jobs, max_rows=len(jobs), kind=kind).sample().to_host()
+def sample_with(kind: str, jobs: list[Job]) -> Samples:
+    return Bench(jobs, max_rows=len(jobs), kind=kind).sample()
 
 
 def make_job(vocab: int, options: dict[str, Any], rng: np.random.Generator, logits: NDArray[Any]) -> Job:
@@ -180,7 +180,7 @@ def test_logprobs_of_non_finite_logits_name_valid_tokens(poison: float) -> None:
     assert [c.token_id for c in candidates] == [0, 1]
     assert all(math.isnan(c.logprob) for c in candidates)
     sampler = cpu_sampler(1, 3)
-    actual = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
+    actual = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1)
     assert [c.token_id for c in unpack_logprobs(actual[0])] == [2, 0]
 
 

@@ -62,7 +62,7 @@ def jobs(draw: DrawFn) -> Job:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(jobs(), min_size=1, max_size=8))
 def test_every_row_matches_the_oracle(batch: list[Job]) -> None:
-    sampled = Bench(batch).sample().to_host()
+    sampled = Bench(batch).sample()
     for job, token_id, bad in zip(batch, sampled.token_ids, sampled.bad, strict=True):
         nothing_left = bool(np.all(adjusted(job) == -np.inf))
         assert bool(bad) == nothing_left
@@ -72,12 +72,12 @@ def test_every_row_matches_the_oracle(batch: list[Job]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(jobs(), min_size=2, max_size=8), st.randoms())
 def test_row_depends_on_neither_neighbours_nor_their_order(batch: list[Job], random: object) -> None:
-    together = Bench(batch).sample().to_host()
+    together = Bench(batch).sample()
     order = list(range(len(batch)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    shuffled = Bench(batch).sample(order).to_host()
+    shuffled = Bench(batch).sample(order)
     for entry, job in enumerate(batch):
-        alone = Bench([job]).sample().to_host()
+        alone = Bench([job]).sample()
         assert alone.token_ids[0] == together.token_ids[entry] == shuffled.token_ids[order.index(entry)]
         assert alone.logprobs.get(0) == together.logprobs.get(entry)
         assert alone.bad[0] == together.bad[entry]

@@ -117,11 +117,11 @@ def samples(kind: str, params: SamplingParams, logits: list[float], num: int) ->
         sampler.state.set(row, request.current_spec())
     tokens = torch.zeros(256, 1, dtype=torch.int32)
     repeated = torch.tensor(logits).repeat(256, 1)
+    positions = (torch.full((256,), 1 + position) for position in range(num // 256))
     actual = [
-        sampler.sample(repeated.clone(), range(256), torch.full((256,), 1 + position), tokens).token_ids
-        for position in range(num // 256)
+        sampler.sample(repeated.clone(), range(256), lengths, tokens).token_ids for lengths in positions
     ]
-    return torch.cat(actual)
+    return torch.tensor(actual).flatten()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import tokenizers
@@ -33,6 +34,14 @@ CLOSING_TAGS = (
 ENDS = ("/", "end", "close")
 CLOSING = tuple("\"'])}>\n")
 WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "Paris", *CLOSING_TAGS)
+
+
+def runs(parser: MessageParser, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Split token ids so that each of the parser's markers is in a piece of its own: if the pieces are fed one by one
+    with their text, it is unambiguous where in the text a marker is a token."""
+    for is_marker, group in groupby(token_ids, parser.marker_ids.__contains__):
+        ids = list(group)
+        yield from ([token_id] for token_id in ids) if is_marker else (ids,)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Model:
     def read(self, parser: MessageParser, ids: Sequence[int]) -> ParsedMessage:
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
         message = ParsedMessage()
-        for run in parser.runs(ids):
+        for run in runs(parser, ids):
             message.add(parser.feed(detokenizer.push(run), run))
         message.add(parser.feed(detokenizer.flush()))
         message.add(parser.finish())

@@ -21,6 +21,7 @@ from inflight.frontend.agents.source import (
 )
 from inflight.frontend.text.detokenizer import IncrementalDetokenizer
 from inflight.frontend.text.tokenizer import Tokenizer
+from tests.frontend.agents.answers import runs
 from tests.frontend.text.samples import byte_level_backend
 
 from .outputs import OUTPUTS, TOOLS
@@ -172,7 +173,7 @@ def parse_deltas(tokenizer: Tokenizer, deltas: list[list[int]]) -> ParsedMessage
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     message = ParsedMessage()
     for delta in deltas:
-        for run in parser.runs(delta):
+        for run in runs(parser, delta):
             message.add(parser.feed(detokenizer.push(run), run))
     message.add(parser.feed(detokenizer.flush()))
     message.add(parser.finish())

@@ -87,7 +87,9 @@ def test_malformed_fallback_bytes_become_one_replacement_each(data: bytes, cuts:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-@given(text=st.text(max_size=30))
+@given(
+    text=st.text(st.characters(exclude_characters="▁"), max_size=30)
+)  # which byte fallback writes for a space
 def test_no_push_returns_half_a_character(name: str, text: str) -> None:
     tok = tokenizer(name)
     ids = tok.encode(text)

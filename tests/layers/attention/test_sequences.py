@@ -12,6 +12,7 @@ from inflight.errors import ConfigError
 from inflight.layers.attention.backend import SequenceAttention, SequenceLayer, Sequences
 from inflight.layers.attention.cpu import NativeSequenceAttention, TorchSequenceAttention
 from inflight.layers.native.library import native_library
+from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.rotary import Rope
 from inflight.layers.torch_kernels import TorchKernels
 
@@ -20,7 +21,7 @@ def native() -> NativeSequenceAttention:
     library = native_library()
     if library is None:
         pytest.skip("nothing can be compiled here")
-    return NativeSequenceAttention(library)
+    return NativeSequenceAttention(library, NativeKernels(library))
 
 
 @pytest.fixture(params=["native", "torch"])

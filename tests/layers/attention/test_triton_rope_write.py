@@ -4,11 +4,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.attention.backend import QuantizedKV
+from inflight.layers.attention.backend import AttentionLayer, QuantizedKV
 from inflight.layers.attention.triton.rope_write import HeadTile, rope_write
 from tests.layers.attention.triton_scene import DEVICE, NAN, TOLERANCE, quantized
 
 EPS = 1e-5
+
+
+def layer_of(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,
+) -> AttentionLayer:
+    rotation, *norms = (x if x is None else x.to(DEVICE) for x in (cos_sin, q_norm, k_norm, v_norm))
+    q_norm, k_norm, v_norm = norms
+    sizes = num_heads, num_kv_heads, head_dim
+    return AttentionLayer(*sizes, q_norm, k_norm, EPS, rotation, 1.0, None, v_norm=v_norm)
 
 
 def reference(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -54,21 +69,10 @@ def test_heads_are_normalised_rotated_and_cached(
     slot = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
 
     rotated, written = qkv.clone().to(DEVICE), slot.to(DEVICE)[:, 1]
-    rope_write(
-        rotated,
-        positions.to(DEVICE),
-        slot_mapping.to(DEVICE),
-        cos_sin.to(DEVICE) if rotary_dim else None,
-        None if q_norm is None else q_norm.to(DEVICE),
-        None if k_norm is None else k_norm.to(DEVICE),
-        EPS,
-        written,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        tile=tile,
-        v_norm=None if v_norm is None else v_norm.to(DEVICE),
+    layer = layer_of(
+        num_heads, num_kv_heads, head_dim, cos_sin if rotary_dim else None, q_norm, k_norm, v_norm
     )
+    rope_write(rotated, positions.to(DEVICE), slot_mapping.to(DEVICE), layer, written, tile=tile)
 
     def heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         each, first_value = x.view(num_tokens, -1, head_dim), num_heads + num_kv_heads
@@ -122,11 +126,8 @@ def test_quantized_keys_and_values_are_the_same_in_cache_and_projection(
     )  # as far apart as the codes
 
     def write(x: Tensor, keys: QuantizedKV) -> None:
-        rotation = cos_sin.to(DEVICE) if rotary_dim else None
-        weight = None if norm is None else norm.to(DEVICE)
-        sizes = num_heads, num_kv_heads, head_dim
-        slots = slot_mapping.to(DEVICE)
-        rope_write(x, positions.to(DEVICE), slots, rotation, weight, weight, EPS, keys, *sizes, tile=tile)
+        layer = layer_of(num_heads, num_kv_heads, head_dim, cos_sin if rotary_dim else None, norm, norm)
+        rope_write(x, positions.to(DEVICE), slot_mapping.to(DEVICE), layer, keys, tile=tile)
 
     rotated = qkv.clone().to(DEVICE)
     write(rotated, QuantizedKV(codes, words))
@@ -163,5 +164,5 @@ def test_numbers_that_are_not_finite_show_in_a_quantized_cache(number: float) ->
     words = torch.zeros(1, 1, codes[0].numel() // 4, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     cache = QuantizedKV(codes, words[:, :, :4])
-    rope_write(qkv.to(DEVICE), zeros, zeros, None, None, None, EPS, cache, 1, 1, 64)
+    rope_write(qkv.to(DEVICE), zeros, zeros, layer_of(1, 1, 64), cache)
     assert words[0, 0, :1].cpu().view(torch.bfloat16).isinf().all()

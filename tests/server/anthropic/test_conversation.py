@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from inflight.frontend.chat import ChatRequest, NamedTool
+from inflight.frontend.agents.answer_grammar import NamedTool
+from inflight.frontend.chat import ChatRequest
 from inflight.request import MAX_TENANT_LENGTH
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.schemas import MessagesBody

@@ -70,10 +70,12 @@ def test_aborts_take_effect_with_the_next_step(
     neighbour = make_case(llm, [9, 9], 300)
     stop = observe(backend.core, steps.append)
     try:
-        with backend.held_steps(10) as held:
+        with backend.held_steps() as held:
             view = neighbour.send(threads, live)
             with connect(live) as connection:
                 send(connection, {**neighbour.body, "max_tokens": 2000, "stream": True})
+                wait_for_running(live, 0, waiting=2)
+                held.allow(10)
                 wait_for_running(live, 2)
             assert neighbour.is_correct(view.result())
     finally:

@@ -10,7 +10,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from inflight.server import engine_response
 from inflight.server.openai.schemas import Completion
-from tests.server.live import Live, stream
+from tests.server.live import Backend, Live, events, stream
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time"
@@ -81,15 +81,24 @@ def test_usage_is_in_the_last_event_with_include_usage(live: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_so_far_comes_with_every_event(path: str, live: Live) -> None:
+def test_usage_so_far_comes_with_every_event(path: str, live: Live, backend: Backend) -> None:
     body = {"prompt": PROMPT} if path == PATH else {"messages": [{"role": "user", "content": PROMPT}]}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *events, last = stream(live, path, {**body, **GREEDY, "stream_options": options})
-    counts = [event["usage"]["completion_tokens"] for event in events]
+    body |= {**GREEDY, "stream": True, "stream_options": options}
+    with backend.held_steps(4) as held, live.http.stream("POST", path, json=body) as response:
+        received = events(response)
+        first = [next(received)]
+        while not first[-1]["usage"]["completion_tokens"]:  # the event that only names the role
+            first.append(next(received))
+        held.allow(4)
+        first.append(next(received))
+        held.release()
+        *later, last = received
+    counts = [event["usage"]["completion_tokens"] for event in [*first, *later]]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 24
     assert len(set(counts)) > 2, "they grow"
-    assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
+    assert {event["usage"]["prompt_tokens"] for event in [*first, *later]} == {last["usage"]["prompt_tokens"]}
 
 
 def test_special_tokens_are_omitted_without_add_special_tokens(live: Live, llm: LLM) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.constraints.schema import is_annotation
+from inflight.constraints.schema_document import is_annotation
 from inflight.frontend.agents.formats.base import CallEmitter, ToolFormat
 from inflight.frontend.agents.grammar_writer import (
     DEFINITIONS,

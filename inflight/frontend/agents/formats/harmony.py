@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from inflight.errors import ParameterError
 from inflight.frontend.agents.formats.base import CallEmitter, ToolFormat
@@ -30,14 +31,8 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CONSTRAIN, _CALL = "<|end|>", "<|constrain|>", "<|call|>"
 _ENDS = (_END, _CALL, "<|return|>")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, " to=")  # the prompt ends with `<|start|>assistant`
-_BUILT_IN = (
-    "python",
-    "browser",
-    "container",
-    "assistant",
-    "user",
-    "all",
-)  # recipients that are not functions
+# Recipients that are not functions.
+_BUILT_IN = ("python", "browser", "container", "assistant", "user", "all")
 _BEGIN, _END_OF_HEADER = Markers(_START, _CHANNEL), Markers(_MESSAGE)
 _END_OF_BODY = Markers(*_ENDS, _START, _CHANNEL)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -125,12 +120,8 @@ class _HarmonyReader:
         return make_delta
 
 
-def _read(source: Source, calls: CallEmitter) -> Reading[None]:
-    yield from _HarmonyReader(calls, with_calls=True).read(source)
-
-
-def _read_without_calls(source: Source, calls: CallEmitter) -> Reading[None]:
-    yield from _HarmonyReader(calls, with_calls=False).read(source)
+def _read(source: Source, calls: CallEmitter, with_calls: bool = True) -> Reading[None]:
+    return _HarmonyReader(calls, with_calls).read(source)
 
 
 def _opened_by(prompt: str) -> str:
@@ -189,4 +180,4 @@ def _last_message(writer: GrammarWriter, shape: AnswerShape, text: str) -> str:
 
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 HARMONY = ToolFormat(_MARKERS, read_message=_read, opened_by=_opened_by)
-HARMONY_WITHOUT_CALLS = replace(HARMONY, read_message=_read_without_calls)
+HARMONY_WITHOUT_CALLS = replace(HARMONY, read_message=partial(_read, with_calls=False))

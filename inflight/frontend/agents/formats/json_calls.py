@@ -20,7 +20,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("type", "id", "index", "tool_call_id")  # members that some models add
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JsonCalls:
     """The text around JSON calls."""
 
@@ -201,8 +201,6 @@ def _skip_remaining_members(source: Source) -> Reading[None]:
 class _MistralCalls(JsonCalls):
     """Lists of calls and, in newer models, `[TOOL_CALLS]name[ARGS]{...}` or `name[CALL_ID]id[ARGS]{...}` for each."""
 
-    __slots__ = ()
-
     def read(self, source: Source, calls: CallEmitter, _: str = "") -> Reading[bool]:
         return (yield from self._read_named(source, calls)) or (yield from super().read(source, calls))
 
@@ -237,8 +235,6 @@ class _MistralCalls(JsonCalls):
 class _CohereCalls(JsonCalls):
     """`{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}` for each call, numbered within an answer."""
 
-    __slots__ = ()
-
     def write_call(self, writer: GrammarWriter, tools: Sequence[Tool]) -> str:
         before_number, before_name = literal('{"tool_call_id": "'), literal('", "tool_name": ')
         alternatives = (
@@ -252,8 +248,6 @@ class _CohereCalls(JsonCalls):
 
 class _ApertusCalls(JsonCalls):
     """`{"name": {...}}` for each call."""
-
-    __slots__ = ()
 
     def read_call(self, source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
         source.hold(MAX_JSON_HEADER)

@@ -29,9 +29,8 @@ class CallSections:
         call: tuple[str, str],
         separator: str,  # between header and arguments
         read_header: Callable[[Source, str], Reading[CallHeader]],  # gets the text before the separator
-        write_call: Callable[
-            [GrammarWriter, Tool, str], list[str]
-        ],  # the alternatives for a tool's arguments
+        # Returns the alternatives for a tool's arguments.
+        write_call: Callable[[GrammarWriter, Tool, str], list[str]],
         *,
         fence: str = "",  # may surround the arguments, and so precede the end of a call
     ) -> None:

@@ -29,7 +29,7 @@ ReadUntil = Callable[[Markers], Reading[str | None]]
 _UNTAGGED_NAME = re.compile(r"[\w.\-]*")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TaggedCalls:
     """The tags of a format. White space between them has no meaning."""
 
@@ -199,8 +199,6 @@ class TaggedCalls:
 
 class _KimiK3Calls(TaggedCalls):
     """`<|open|>call tool="name" index="1"<|sep|>` starts a call."""
-
-    __slots__ = ()
 
     def accept_name_end(self, source: Source) -> Reading[bool]:
         if (yield from source.accept('" index="')):

@@ -78,21 +78,7 @@ class TritonAttention:
         step = inputs.tables[layer.table]
         assert step is not None
         tuning = step.tuning
-        rope_write(
-            qkv,
-            inputs.positions,
-            step.slot_mapping,
-            layer.cos_sin,
-            layer.q_norm,
-            layer.k_norm,
-            layer.eps,
-            cache,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            tuning.pdl,
-            v_norm=layer.v_norm,
-        )
+        rope_write(qkv, inputs.positions, step.slot_mapping, layer, cache, tuning.pdl)
         tables, workspace, pdl = step.block_tables, inputs.workspace, tuning.pdl
         out = padded_empty(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if step.prefixes is not None and step.members is not None:

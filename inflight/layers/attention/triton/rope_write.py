@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.attention.backend import LayerCache, halves
+from inflight.layers.attention.backend import AttentionLayer, LayerCache, halves
 from inflight.layers.attention.triton.quantized import (
     encode,
     largest_magnitude,
@@ -39,17 +39,10 @@ def rope_write(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     positions: Tensor,  # [T] int32
     slot_mapping: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
-    cos_sin: Tensor | None,  # [max_position, rotary_dim] float32; None: nothing is rotated
-    q_norm: Tensor | None,  # [head_dim] float32
-    k_norm: Tensor | None,  # [head_dim] float32
-    eps: float,
+    layer: AttentionLayer,
     cache: LayerCache,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     pdl: bool = False,
     tile: HeadTile | None = None,
-    v_norm: Tensor | None = None,  # [head_dim] float32
 ) -> None:
     """Normalise and rotate queries and keys in place, normalise values, and write keys and values to the cache.
 
@@ -57,7 +50,9 @@ def rope_write(
     other kernels where they read them. If `qkv` has only queries, nothing is written.
     """
     values, scales = halves(cache)
-    num_written = num_kv_heads if qkv.shape[1] > num_heads * head_dim else 0
+    cos_sin, q_norm, k_norm = layer.cos_sin, layer.q_norm, layer.k_norm
+    num_heads, head_dim = layer.num_heads, layer.head_dim
+    num_written = layer.num_kv_heads if qkv.shape[1] > num_heads * head_dim else 0
     num_tokens, rotary_dim = len(qkv), 0 if cos_sin is None else cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
     head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_written, tile.heads)
@@ -65,9 +60,10 @@ def rope_write(
     rest = head_dim - rotary_dim
     _rope_write[grid](
         qkv, positions, slot_mapping, qkv if cos_sin is None else cos_sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, v_norm, values, None if scales is None else scales.view(torch.int16),
-        num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_written, HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim, BLOCK_SIZE=values.shape[3], BLOCK_STRIDE=values.stride(0),
+        qkv if k_norm is None else k_norm, layer.v_norm, values,
+        None if scales is None else scales.view(torch.int16), num_tokens, layer.eps, qkv.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_written, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        BLOCK_SIZE=values.shape[3], BLOCK_STRIDE=values.stride(0),
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens,
         HEADS=tile.heads, DIM=triton.next_power_of_2(head_dim),
         HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),

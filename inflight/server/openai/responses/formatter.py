@@ -54,9 +54,9 @@ class TextLogprobs:
 
     def take(self, text: str) -> list[PositionLogprobs]:
         """Return the positions of the tokens of a text, which continues the previous one."""
-        output, positions = self._choice.answer.output, self._choice.answer.positions
-        reader = self._choice.reader
-        self._next = max(self._next, 0 if reader is None else reader.num_reasoning_tokens)
+        answer = self._choice.answer
+        output, positions = answer.output, answer.positions
+        self._next = max(self._next, answer.num_reasoning_tokens)
         taken: list[PositionLogprobs] = []
         while self._num_ahead < len(text) and self._next < len(positions):
             token_id = output.token_ids[self._next]
@@ -237,10 +237,10 @@ class ResponsesFormatter(ResponseFormatter):
         return b"".join([self._numbers.event(event, response=response) for event in events])
 
     def more(self, choice: Choice) -> bytes:
-        return self._items.write(choice.take())
+        return self._items.write(choice.answer.take_events())
 
     def end(self, choice: Choice) -> bytes:
-        return self.more(choice) + self._items.finish(choice.finish_reason in ("stop", "tool_calls"))
+        return self.more(choice) + self._items.finish(choice.answer.finish_reason in ("stop", "tool_calls"))
 
     def closing(self, choices: list[Choice]) -> bytes:
         (choice,) = choices
@@ -267,7 +267,7 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         """Return the finished response."""
-        response = self.so_far(_STATUSES.get(choice.finish_reason or "", "completed"))
+        response = self.so_far(_STATUSES.get(choice.answer.finish_reason or "", "completed"))
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response |= {"completed_at": int(time.time()), "usage": _usage(choice)}
@@ -281,7 +281,6 @@ _STATUSES = {"length": "incomplete", "abort": "cancelled"}  # by finish reason
 
 def _usage(choice: Choice) -> dict[str, Any]:
     used = usage_of([choice])
-    reader = choice.reader
     return {
         "input_tokens": used["prompt_tokens"],
         "input_tokens_details": {
@@ -289,7 +288,7 @@ def _usage(choice: Choice) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": used["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0 if reader is None else reader.num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": choice.answer.num_reasoning_tokens},
         "total_tokens": used["total_tokens"],
     }
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.errors import clipped
+from inflight.frontend.agents.answer_grammar import NamedTool, ToolChoice
 from inflight.frontend.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
-from inflight.frontend.chat import NamedTool, ToolChoice, checked_tools
+from inflight.frontend.chat import checked_tools
 from inflight.server.errors import ApiError, invalid
 from inflight.server.openai.responses.schemas import (
     AllowedTools,

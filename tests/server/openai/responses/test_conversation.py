@@ -13,8 +13,8 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
+from inflight.frontend.agents.answer_grammar import NamedTool
 from inflight.frontend.agents.grammar_writer import InputGrammar
-from inflight.frontend.chat import NamedTool
 from inflight.server.errors import ApiError
 from inflight.server.http.bodies import parse_body
 from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint

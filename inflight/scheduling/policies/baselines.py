@@ -1,8 +1,4 @@
-"""Batches that start, run and end together: serving before continuous batching, as a baseline.
-
-A batch consists of the requests that are waiting when it opens, as far as rows and memory allow. Memory for the full
-length is allocated at once. A finished request keeps its row until all have finished.
-"""
+"""How requests were served before continuous batching: baselines for comparisons."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +6,20 @@ from inflight.request import Request
 from inflight.scheduling.policy import Policy
 
 
+class Sequential(Policy):
+    """One request at a time."""
+
+    def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
+        return not running
+
+
 class Static(Policy):
+    """Batches that start, run and end together.
+
+    A batch consists of the requests that are waiting when it opens, as far as rows and memory allow. Memory for the
+    full length is allocated at once. A finished request keeps its row until all have finished.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self._newest = -1  # arrival of the newest request seen
