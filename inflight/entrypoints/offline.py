@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -143,6 +143,7 @@ class LocalEngine:
     def __init__(self, loaded: LoadedEngine, record: bool = False) -> None:
         self._loaded = loaded  # its core may be replaced while it is idle
         self._calls: list[LocalCall] = []
+        self._pause = ExitStack()  # of garbage collection, while there are calls
         self._consumers: dict[str, tuple[LocalCall, Consumer]] = {}  # by request id
         self._deltas: list[Delta] = []  # not passed on yet
         self._operations: SimpleQueue[Operation | None] = SimpleQueue()  # None ends the thread
@@ -171,12 +172,12 @@ class LocalEngine:
     def compute(self, run: OfflineRun, show: bool) -> None:
         if threading.current_thread() is self._thread:
             raise EngineError("the engine's thread cannot run requests: it would wait for itself")
-        with paused_collection(), REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
+        with REQUEST_BARS.add(run.doing, run.num_requests, show) as advance:
             call = LocalCall(
                 RequestFeed(self._loaded.core, run.requests, run.lazily), run.consumer_of, advance
             )
             try:
-                self._submit(partial(self._calls.append, call))
+                self._submit(partial(self._begin, call))
                 self._wait(call.outcome)
             except BaseException as error:  # mostly Ctrl-C
                 with contextlib.suppress(EngineError):  # the engine was closed, which has ended the call
@@ -257,6 +258,11 @@ class LocalEngine:
             self._fail(error)
         return bool(calls)
 
+    def _begin(self, call: LocalCall) -> None:
+        if not self._calls:
+            self._pause.enter_context(paused_collection())  # in this thread, where Ctrl-C cannot come between
+        self._calls.append(call)
+
     def _fill(self, call: LocalCall) -> None:
         num_added = len(call.feed.added)
         try:
@@ -297,6 +303,7 @@ class LocalEngine:
             self._remove(call)
             if not self._calls:
                 self._drain()
+                self._pause.close()
             call.outcome.put((None, error))
 
     def _remove(self, call: LocalCall) -> None:
@@ -324,6 +331,7 @@ class LocalEngine:
             logger.exception("the engine could not be emptied after an error")
         finally:
             self._calls.clear()
+            self._pause.close()
             for call in calls:
                 call.outcome.put((None, error))
 

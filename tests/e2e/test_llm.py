@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -411,6 +412,7 @@ def test_ctrl_c_at_any_line_leaves_the_engine_usable(depth: int, folder: Folder)
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
         kv = llm.stats().kv
         assert (kv.num_used, kv.num_empty + kv.num_cached) == (0, kv.num_blocks)
+        assert gc.isenabled()
     assert num_interrupts > 20
 
 
