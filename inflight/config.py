@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, shown
 from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, WATCHING, check, option, options_of
 from inflight.vllm_names import LLM_RULES, translate_arguments
 
@@ -145,6 +145,57 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculative:
+    """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
+
+    method: str  # auto, suffix or ngram
+    num_speculative_tokens: int = 16  # the most drafts of a request in a step
+    # ngram: how many of the last tokens must stand earlier in the request's own text, at most and at least.
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+    # suffix: how many of the last tokens are compared, with the request's own text and with this many answers; how many
+    # drafts there are for each token that matches, and how likely the last one must be, by frequency.
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Speculative:
+        """Read the options that a user gave. Raises ConfigError, in one line."""
+        methods = ("auto", "suffix", "ngram")
+        known = {item.name: item for item in fields(cls)}
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"speculative_config is {shown(options)}: it must map names to values")
+        if unknown := sorted(options.keys() - known.keys()):
+            raise ConfigError(f"speculative_config has {', '.join(unknown)}: allowed are {', '.join(known)}")
+        if options.get("method") not in methods:
+            method = shown(options.get("method"))
+            raise ConfigError(
+                f"speculative_config: method is {method}: it must be one of {', '.join(methods)}"
+            )
+        for name, value in options.items():
+            if name == "method":
+                continue
+            is_count = isinstance(known[name].default, int)
+            most = 1.0 if name.endswith("prob") else 1_000_000
+            least = 0 if name.endswith(("requests", "prob")) else 1 if is_count else 0.01
+            is_number = isinstance(value, int if is_count else (int, float)) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                noun = "an integer" if is_count else "a number"
+                raise ConfigError(
+                    f"speculative_config: {name} is {shown(value)}: it must be {noun} from {least} to {most:g}"
+                )
+        chosen = cls(**options)
+        if chosen.prompt_lookup_min > chosen.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min is {chosen.prompt_lookup_min}: it must be at most "
+                f"prompt_lookup_max, {chosen.prompt_lookup_max}"
+            )
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Policy and limits of the scheduler. A policy is a name, `module:Class`, or a callable that returns a Policy."""
 
@@ -181,12 +232,21 @@ class SchedulerConfig:
         unit="milliseconds",
         unset="14 on a GPU, 100 on a CPU",
     )
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        SCHEDULING,
+        'Guess tokens ahead and verify them, which changes no token: JSON such as {"method": "suffix"} '
+        "(docs/speculation.md).",
+        unset="no speculation",
+    )
     tenant_weights: dict[str, float] | None = option(
         None, PYTHON, "Weight of each tenant for fair policies; 1 by default."
     )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.speculative_config is not None:
+            Speculative.from_options(self.speculative_config)
         weights = (self.tenant_weights or {}).values()
         if not all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights):
             raise ConfigError(

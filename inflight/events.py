@@ -182,6 +182,8 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # among the drafted ones
     finish_reason: str | None = None
     stop_token_id: int | None = None
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)

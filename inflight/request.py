@@ -193,6 +193,7 @@ class Request:
     row: int = -1
     num_computed: int = 0
     num_in_flight: int = 0
+    num_drafted: int = 0  # drafts behind num_computed, which a step in flight verifies
     num_cached: int = 0
     num_tokens: int = 0
     max_total: int = 0  # num_tokens never exceeds it
@@ -219,6 +220,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
     hash_state: Any = field(default=None, repr=False)  # SHA-256 state after all of block_hashes, or None
     num_published: int = 0  # leading blocks that are in the prefix cache
+
+    speculation: Any = None  # what drafts.py keeps of it
 
     record: RequestRecord = field(init=False)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # as far as computed

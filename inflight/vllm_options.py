@@ -173,12 +173,12 @@ ENGINE_RULES = (
         "prompt adapters are not supported",
     ),
     CompatRule(
-        "speculative_config JSON, speculative_model NAME, num_speculative_tokens N, num_lookahead_slots N, "
+        "speculative_model NAME, num_speculative_tokens N, num_lookahead_slots N, "
         "speculative_max_model_len N, speculative_draft_tensor_parallel_size N, "
         "speculative_disable_by_batch_size N, spec_decoding_acceptance_method NAME, "
         "ngram_prompt_lookup_max N, ngram_prompt_lookup_min N",
         {},
-        "speculative decoding is not supported yet: leave it out",
+        "use $speculative_config, with the methods suffix and ngram: drafts by a model are not supported yet",
     ),
     CompatRule(
         "enable_eplb, eplb_config JSON, all2all_backend NAME, expert_placement_strategy NAME",

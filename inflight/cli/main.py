@@ -63,7 +63,7 @@ GENERATE_OPTIONS = (
     *("device", "chat_template", "dtype", "load_format", "policy"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_kv_tokens", "kv_cache_memory"),
     *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "gpu_memory_utilization", "enable_prefix_caching"),
-    "enforce_eager",
+    *("enforce_eager", "speculative_config"),
 )
 _PROMPTS_FILE = typer.Option(help="A file with one prompt per line; - is standard input.")
 _MAX_TOKENS = _sampling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from inflight.cli.vllm_arguments import SIMILAR, UNSET, parse_list
 from inflight.cli.vllm_environment import SERVICE_LINK, translate_environment
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, shown
 from inflight.option import Option, read_yaml
 from inflight.vllm_rules import CompatRules, as_text, join_reasons
 
@@ -21,7 +22,13 @@ PREFIX = "INFLIGHT_"
 OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # our variables that are not options
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of strings"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of strings",
+    dict: "a mapping",
+}
 
 
 def gather(
@@ -73,7 +80,9 @@ def with_flags(
         def run(**values: Any) -> None:
             flag_values = {name: values.pop(name) for name in flags}
             used = {
-                name: known[name].chosen(value)
+                name: _parse(known[name].flag, value, dict)
+                if known[name].value_type is dict
+                else known[name].chosen(value)
                 for name, value in flag_values.items()
                 if value is not None and value != []
             }
@@ -93,7 +102,8 @@ def _flag(option: Option, panel: str) -> inspect.Parameter:
     shown = typer.Option(
         *flags, help=option.help, rich_help_panel=panel, show_default=option.default_text or False
     )
-    annotation: Any = list[str] if option.value_type is tuple else option.value_type
+    parsed: dict[type, Any] = {tuple: list[str], dict: str}
+    annotation = parsed.get(option.value_type, option.value_type)
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -153,7 +163,15 @@ def unused_variables(options: Mapping[str, Option], environment: Mapping[str, st
 
 
 def _parse(name: str, text: str, value_type: type) -> Any:
-    """Parse the value of an environment variable."""
+    """Parse the value of a variable, or a mapping given as JSON."""
+    if value_type is dict:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if isinstance(value, dict | None):
+            return value
+        raise ConfigError(f"{name} is {shown(text)}: it must be a JSON object")
     if value_type is bool:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE

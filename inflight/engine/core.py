@@ -251,6 +251,7 @@ class EngineCore:
         now, batch = self.clock(), launched.step.batch
         device_began_at = self._device_began_at(launched)
         self._step_times.observe(batch, now - device_began_at)
+        self.scheduler.speculation.observe(batch, now - device_began_at)
         self.scheduler.token_budget.observe(
             batch.num_tokens, now - device_began_at, batch.num_prompt_tokens > 0
         )
@@ -268,7 +269,7 @@ class EngineCore:
             self._expert_loads.update(now, not self.has_work)
             self._record(self.recorder.add_experts, batch.step, self._expert_loads.take())
         several = outputs.count(1) < num_outputs
-        outcome = StepOutcome(deltas, pool.take_ended(), num_outputs, several, sampled.num_refused)
+        outcome = StepOutcome(deltas, pool.take_ended(), num_outputs, several, sampled.num_refused(batch))
         self._record_step(launched.step, outcome, times)
         if not self.has_work:
             pool.check_idle()
@@ -312,7 +313,7 @@ class EngineCore:
     # ---- statistics ----
 
     def stats(self) -> EngineStats:
-        cache = self.scheduler.blocks.cache
+        cache, speculation = self.scheduler.blocks.cache, self.scheduler.speculation.stats
         if not self.is_sleeping:
             self._expert_loads.update(self.clock(), not self.has_work)
         return EngineStats(
@@ -325,6 +326,9 @@ class EngineCore:
             num_failed_steps=self._num_failed_steps,
             num_prefix_queries=cache.num_queries,
             num_prefix_hits=cache.num_hits,
+            num_drafts=speculation.num_drafts,
+            num_draft_tokens=speculation.num_drafted,
+            num_accepted_tokens=speculation.num_accepted,
             kv=self.scheduler.pool.usage(),
             is_sleeping=self.is_sleeping,
             step_sizes=tuple(self._step_sizes),
@@ -364,7 +368,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Running requests keep their blocks."""
-        self.scheduler.blocks.drop_cache()
+        self.scheduler.drop_cache()
 
     @property
     def is_sleeping(self) -> bool:
@@ -379,7 +383,7 @@ class EngineCore:
                 "the engine has requests: it can sleep only when all have ended", code="engine_busy"
             )
         self._sleep_support.check()
-        self.scheduler.blocks.drop_cache()
+        self.scheduler.drop_cache()
         self.runner.close()
         self.runner = SleepingRunner()
         self._sleep_support.sleep()

@@ -41,6 +41,9 @@ class EngineStats:
     # A histogram of steps by their tokens: STEP_SIZES are the upper bounds of the buckets, the last has none.
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
     num_step_tokens: int = 0  # tokens of all these steps
+    num_drafts: int = 0  # of one request in one step, some tokens each
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # among the drafted ones
     experts: ExpertStats | None = None  # of a model that has some, once they have received tokens
 
 
@@ -91,6 +94,19 @@ ENGINE_METRICS = (
         "counter",
         "Tokens found in the prefix cache",
         lambda stats: stats.num_prefix_hits,
+    ),
+    EngineMetric("spec_decode_num_drafts", "counter", "Drafts verified", lambda stats: stats.num_drafts),
+    EngineMetric(
+        "spec_decode_num_draft_tokens",
+        "counter",
+        "Tokens of these drafts",
+        lambda stats: stats.num_draft_tokens,
+    ),
+    EngineMetric(
+        "spec_decode_num_accepted_tokens",
+        "counter",
+        "Tokens of these drafts that were sampled",
+        lambda stats: stats.num_accepted_tokens,
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ from inflight.execution.step import (
     host_step,
 )
 from inflight.layers.attention.backend import AttentionInputs
-from inflight.layers.recurrent import StateInputs, allocate_states
+from inflight.layers.recurrent import KeptTokens, StateInputs, allocate_states
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling.batch import Batch, Capture, Sampled
 
@@ -69,6 +70,11 @@ class Rows:
             self.tokens[row, : len(ids)] = ids
         for row, first, block_ids, table in batch.tables:
             self.tables[table, row, first : first + len(block_ids)] = block_ids
+        for entry, draft in batch.drafts.items():
+            first = batch.starts[entry] + 1
+            self.tokens[batch.rows[entry], first : first + len(draft)] = torch.tensor(
+                draft, dtype=torch.int32
+            )
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
         """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""
@@ -100,8 +106,11 @@ def to_tensors(step: HostStep, rows: Rows, captures: Sequence[Capture] | None = 
     )
     if captures is not None:
         starts = step.context_lens - np.diff(step.query_starts)
+        kept = None
+        if step.batch.drafts:
+            kept = KeptTokens(step.batch.drafts, step.query_starts.tolist(), step.rows.tolist())
         attention.state = StateInputs(
-            attention.query_starts, attention.rows, torch.from_numpy(starts), captures
+            attention.query_starts, attention.rows, torch.from_numpy(starts), captures, kept
         )
     num_sampling = len(step.sampling_entries)
     return StepInputs(
@@ -177,8 +186,8 @@ class ModelRunner:
                 self.sampler.state.set(row, request)
         self.constrained.admit(batch.admissions)
         step, num_sampling = inputs.host, len(inputs.sampling_rows)
-        rows = step.sampling_rows.tolist()
-        masks = self.constrained.start(rows)
+        samples = step.first_samples
+        masks = self.constrained.start(step.sampling_rows[samples].tolist())
         if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
             self._score(batch, hidden, result)
@@ -186,13 +195,10 @@ class ModelRunner:
         else:
             all_sample = num_sampling == len(inputs.token_ids)
             hidden = self._forward(inputs, None if all_sample else inputs.sample_tokens)
-        if rows and self.decoder.generates:
-            logits = self.decoder.logits(hidden[:num_sampling])
-            if masks is not None:
-                self.constrained.finish(masks)
-                if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
-                    self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
-            self._sample(inputs, logits, masks, result)
+        if samples and self.decoder.generates:
+            self._sample(inputs, samples, self.decoder.logits(hidden[:num_sampling]), masks, result)
+        if batch.drafts and inputs.attention.state is not None:
+            inputs.attention.state.take_back([len(token_ids) for token_ids in result.token_ids])
         if step.pooled_entries and self.decoder.pooling_head is not None:
             vectors = self.decoder.pooling_head(hidden[num_sampling:])
             StepVectors(step.pooled_entries, vectors).read_into(result)
@@ -233,25 +239,46 @@ class ModelRunner:
             logprobs = self.sampler.score_prompt(logits, targets, piece.num_logprobs)
             result.prompt_logprobs.setdefault(piece.entry, []).extend(logprobs)
 
-    def _sample(self, inputs: StepInputs, logits: Tensor, masks: StepMasks | None, result: Sampled) -> None:
-        """Sample one token for every entry that has caught up, and write it to its row for the next step.
+    def _sample(
+        self, inputs: StepInputs, samples: list[int], logits: Tensor, masks: StepMasks | None, result: Sampled
+    ) -> None:
+        """Sample a token for every entry that has caught up, and write it to its row for the next step.
+
+        Where it is the draft that follows, sample another one behind it, and so on: every token is sampled behind known
+        ones, with the mask, the penalties and the random numbers that it would have without drafts.
 
         logits [S, vocab_size].
         """
-        rows, lengths, entries = inputs.sampling_rows, inputs.sampling_lengths, inputs.host.sampling_entries
-        with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
-            samples = self.sampler.sample(logits, rows.tolist(), lengths, self.rows.tokens)
-            self.rows.append(rows, lengths, torch.tensor(samples.token_ids))
-        failures: dict[int, RequestFailure] = {}
-        if masks is not None:
-            failures = masks.failures()
-            self.constrained.expect(masks, lambda: samples.token_ids)
-        for index, entry in enumerate(entries):
-            result.token_ids[entry].append(samples.token_ids[index])
-            if samples.bad[index]:
-                result.errors[entry] = failures.get(index) or failure(samples.bad[index])
-        for index, position in samples.logprobs.items():
-            result.logprobs.setdefault(entries[index], []).append(position)
+        drafts, entries, place = inputs.host.batch.drafts, inputs.host.sampling_entries, 0
+        while samples:
+            # Usually all: indexing would copy.
+            part = slice(None) if len(samples) == len(entries) else torch.tensor(samples)
+            rows, lengths = inputs.sampling_rows[part], inputs.sampling_lengths[part]
+            if place:
+                masks = self.constrained.start(rows.tolist())
+            if masks is not None:
+                self.constrained.finish(masks)
+                if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
+                    self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
+            with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
+                sampled = self.sampler.sample(logits[part], rows.tolist(), lengths, self.rows.tokens)
+                self.rows.append(rows, lengths, torch.tensor(sampled.token_ids))
+            failures: dict[int, RequestFailure] = {}
+            if masks is not None:
+                failures = masks.failures()
+                self.constrained.expect(masks, partial(list, sampled.token_ids))
+            right: list[int] = []
+            for index, sample in enumerate(samples):
+                entry, token_id = entries[sample], sampled.token_ids[index]
+                result.token_ids[entry].append(token_id)
+                if sampled.bad[index]:
+                    result.errors[entry] = failures.get(index) or failure(sampled.bad[index])
+                elif drafts and drafts.get(entry, ())[place : place + 1] == [token_id]:
+                    right.append(sample + 1)
+            for index, position in sampled.logprobs.items():
+                result.logprobs.setdefault(entries[samples[index]], []).append(position)
+            samples = right
+            place += 1
 
     def collect(self, handle: Sampled) -> Sampled:
         return handle

@@ -53,6 +53,14 @@ class HostStep:
         """The row of each sampled token."""
         return self.sample_rows[: len(self.sampling_entries)]
 
+    @property
+    def first_samples(self) -> list[int]:
+        """Those of the sampled tokens that follow no draft."""
+        entries = self.sampling_entries
+        if not self.batch.drafts:
+            return list(range(len(entries)))
+        return [index for index, entry in enumerate(entries) if not index or entries[index - 1] != entry]
+
     def pool(self, entries: list[int]) -> None:
         """Add samples for these entries, which sample no token: only the hidden state of their last one is needed."""
         self.pooled_entries = entries
@@ -78,7 +86,11 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         positions = np.repeat(starts, counts) + offsets
     slot_mapping = tables[:, token_rows, positions // block_size] * block_size + positions % block_size
     sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
-    if all(batch.samples):
+    if batch.drafts:
+        sampling, behind = _samples_of_drafts(batch)
+        sample_rows = rows[sampling]
+        sample_tokens, sample_lengths = sample_tokens[sampling] - behind, lengths[sampling] - behind
+    elif all(batch.samples):
         sampling = list(range(len(rows)))
     else:
         sampling = [entry for entry, samples in enumerate(batch.samples) if samples]
@@ -105,6 +117,17 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         sample_rows=sample_rows,
         sample_lengths=sample_lengths,
     )
+
+
+def _samples_of_drafts(batch: Batch) -> tuple[list[int], Ints]:
+    """Return the entry of each sample, and how many tokens of the entry come after the one that it follows."""
+    counts = np.array(batch.samples, dtype=np.int32)
+    for entry, draft in batch.drafts.items():
+        counts[entry] += len(draft)
+    entries = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts, dtype=np.int32)
+    places: Ints = np.arange(1, len(entries) + 1, dtype=np.int32)
+    return entries.tolist(), np.subtract(ends[entries], places, dtype=np.int32)
 
 
 # ---- results ----

@@ -150,6 +150,24 @@ class BlockManager:
             self.snapshots.begin_entry(request, num_tokens)
         return updates
 
+    def make_room_for_drafts(
+        self, request: Request, count: int, num_kept: int
+    ) -> tuple[int, list[TableUpdate]]:
+        """Extend the block tables for up to `count` drafts, and leave `num_kept` blocks per table to others.
+
+        Return how many drafts fit, and the new blocks. With recurrent layers, drafts end with the block: snapshots are
+        taken where an entry begins, and refused tokens must not be in one.
+        """
+        num_free = request.kv_capacity - request.num_computed
+        if count <= num_free or self.snapshots is not None:
+            return min(count, num_free), []
+        needed = -(-(count - num_free) // self.block_size)
+        if (needed + num_kept) * self._num_tables > self.pool.num_available:
+            return num_free, []
+        updates: list[TableUpdate] = []
+        self._extend(request, request.kv_capacity // self.block_size, needed, updates)
+        return count, updates
+
     def _extend(self, request: Request, first: int, count: int, updates: list[TableUpdate]) -> None:
         # Hot: every request runs it at every block boundary, and decodes need one block.
         take, num_used, row = self._take, self._num_used, request.row

@@ -71,6 +71,8 @@ class CpuRecurrent:
         projected = projected.to(torch.float32)
         projected = projected if projected.stride(1) == 1 else projected.contiguous()
         _check(projected, layer, states)
+        if inputs.kept is not None:
+            inputs.kept.keep(self, projected, layer, states)
         mixed = torch.empty(num_tokens, shape.conv_size)
         gates = torch.empty(num_tokens, 2 * shape.num_value_heads)
         out = torch.empty(num_tokens, shape.value_size)
@@ -102,6 +104,8 @@ class TorchRecurrent:
     def delta_net(
         self, projected: Tensor, layer: DeltaNetLayer, states: LayerStates, inputs: StateInputs
     ) -> Tensor:
+        if inputs.kept is not None:
+            inputs.kept.keep(self, projected, layer, states)
         out = torch.empty(len(projected), layer.shape.value_size, dtype=projected.dtype)
         for segments in cut_entries(inputs):
             for segment in segments:

@@ -11,7 +11,7 @@ states of a lane's layers lie one behind the other, across the parts that the sn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -132,6 +132,51 @@ class StateInputs:
     starts: Tensor  # [B]: entry i begins at this position; at 0, its row's state counts as zeros
     # (entry, position, block ids): the state after `position` tokens, inside the entry, goes into a snapshot.
     captures: Sequence[tuple[int, int, Sequence[int]]] = ()
+    kept: KeptTokens | None = None  # of entries with drafts; None: there are none
+
+    def take_back(self, counts: Sequence[int]) -> None:
+        """Return the states to those after the first `counts[entry]` tokens of each entry with drafts."""
+        if self.kept is not None:
+            self.kept.take_back(counts)
+
+
+class KeptTokens:
+    """What recurrent layers on a CPU need to take back refused drafts: the states before the step, and their inputs.
+
+    The tokens before the first refused one are computed again from there, so the bits are those of a step without
+    drafts.
+    """
+
+    def __init__(self, drafts: Collection[int], query_starts: Sequence[int], rows: Sequence[int]) -> None:
+        """`drafts`: the entries that have some."""
+        self._places = [
+            (entry, rows[entry], query_starts[entry], query_starts[entry + 1]) for entry in drafts
+        ]
+        self._layers: list[
+            tuple[RecurrentBackend[StateInputs], DeltaNetLayer, LayerStates, list[tuple[Tensor, Tensor]]]
+        ] = []
+
+    def keep(
+        self,
+        backend: RecurrentBackend[StateInputs],
+        projected: Tensor,
+        layer: DeltaNetLayer,
+        states: LayerStates,
+    ) -> None:
+        """Keep what a layer is about to compute."""
+        kept = [
+            (states.rows[row].clone(), projected[begin:end].clone()) for _, row, begin, end in self._places
+        ]
+        self._layers.append((backend, layer, states, kept))
+
+    def take_back(self, counts: Sequence[int]) -> None:
+        for backend, layer, states, kept in self._layers:
+            for (entry, row, begin, end), (before, projected) in zip(self._places, kept, strict=True):
+                count = counts[entry]
+                if count < end - begin:
+                    states.rows[row] = before
+                    inputs = StateInputs(torch.tensor([0, count]), torch.tensor([row]), torch.tensor([1]))
+                    backend.delta_net(projected[:count], layer, states, inputs)
 
 
 class RecurrentBackend(Protocol[InputsT]):

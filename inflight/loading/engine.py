@@ -26,6 +26,7 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
+from inflight.scheduling.drafts import make_speculation
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import Scheduler
@@ -57,7 +58,13 @@ def decoder_core(
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
-    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, layout, cache), token_budget)
+    if options.speculative_config is not None and (platform.device.type != "cpu" or limits.num_stages > 1):
+        raise ConfigError(
+            "speculative_config is set: so far, speculation runs only on a CPU and without pipeline stages"
+        )
+    speculation = make_speculation(options.speculative_config)
+    blocks = BlockManager(num_blocks, layout, cache)
+    scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
     make_runner: Callable[[], Runner[Any]]
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)

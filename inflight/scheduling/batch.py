@@ -44,6 +44,10 @@ class Batch:
     sampled token into its row. The entries of requests admitted in this step come last, because they may share blocks
     that the step fills.
 
+    A decode may have drafts: guesses of the tokens that follow its own. It then computes them, too, and samples after
+    its own token and after each draft that was sampled before it. So drafts change no token, only how many a step
+    samples.
+
     Recurrent states are copied before anything else: first from snapshots to rows, then from rows to new
     snapshots.
     """
@@ -55,8 +59,11 @@ class Batch:
     # Whether entry i ends at the row's last token, so that the next one is sampled.
     samples: list[bool] = field(default_factory=list)
     num_tokens: int = 0
-    # The first entries decode: each computes the one token that its row is behind, and samples the next.
+    # The first entries decode: each computes the one token that its row is behind, and its drafts.
     num_decodes: int = 0
+    drafts: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # token ids by entry: the last counts[entry] - 1
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
     restores: list[StateCopy] = field(default_factory=list)  # snapshot to row
@@ -69,29 +76,34 @@ class Batch:
     @property
     def num_prompt_tokens(self) -> int:
         """The tokens of prompts, or of what preempted requests compute again."""
-        return self.num_tokens - self.num_decodes
+        return self.num_tokens - self.num_decodes - self.num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        """The drafted tokens of all entries."""
+        return sum(map(len, self.drafts.values())) if self.drafts else 0
 
 
 @dataclass(slots=True)
 class Sampled:
     """The results of a step, in the order of the batch's entries.
 
-    `token_ids[i]` are the tokens that follow entry i: none if it does not sample, otherwise one, or several from a
-    runner that supports it. Several are allowed only if no later step of the same request is in flight; those after a
-    stop token are dropped. Logprobs are present for the entries that requested them, one per token.
+    `token_ids[i]` are the tokens that follow entry i: none if it does not sample, otherwise one, after those of its
+    drafts that were sampled. Logprobs are present for the entries that requested them, one per token.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
-    # For entries with several tokens: how many of the first ones have their KV written by this step (default: none).
-    num_written: dict[int, int] = field(default_factory=dict)
-    # For entries with drafted tokens: how many of those the step refused.
-    num_refused: dict[int, int] = field(default_factory=dict)
     # For the prompt tokens starts[i] + 1 ... that the chunk of entry i predicts.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # The output of the model's head for the entries of kind "pool" that end here: raw float32.
     vectors: dict[int, bytes] = field(default_factory=dict)
-    errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed on its own
+    # Entries whose request failed on its own: no token follows, or the last of its tokens means nothing.
+    errors: dict[int, RequestFailure] = field(default_factory=dict)
+
+    def num_refused(self, batch: Batch) -> dict[int, int]:
+        """Return how many drafts of each entry were refused, for those that had some."""
+        return {entry: len(draft) - len(self.token_ids[entry]) + 1 for entry, draft in batch.drafts.items()}
 
 
 @dataclass(slots=True)
@@ -128,6 +140,14 @@ class ScheduledStep:
         batch.samples.append(samples)
         if catches_up and not samples:
             self.completed.append(len(self.requests) - 1)
+
+    def draft(self, entry: int, token_ids: list[int], counts: TokenCounts) -> None:
+        """Let a decode verify these tokens, too. The request has blocks for them."""
+        batch = self.batch
+        batch.drafts[entry] = token_ids
+        batch.counts[entry] += len(token_ids)
+        batch.num_tokens += len(token_ids)
+        counts.draft(self.requests[entry], len(token_ids))
 
     def move_to_end(self, first: int, count: int) -> None:
         """Move the `count` entries that begin at `first` behind all others."""

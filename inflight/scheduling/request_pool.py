@@ -40,7 +40,7 @@ class RequestPool:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.lingering: list[Request] = []  # finished, but kept by the policy
-        self.counts = TokenCounts(limits.max_kv_tokens)
+        self.counts = TokenCounts()
         self.num_preemptions = 0
         self._ended: list[Request] = []  # since the last call of `take_ended`
         self.attribution = Attribution()
@@ -189,7 +189,8 @@ class RequestPool:
     def check(self) -> None:
         """Assert that every block and token is accounted for. Walks all blocks: for tests."""
         self.blocks.check([*self.running, *self.lingering])
-        num_resident = sum(request.num_computed for request in (*self.running, *self.lingering))
+        holders = (*self.running, *self.lingering)
+        num_resident = sum(request.num_computed + request.num_drafted for request in holders)
         assert num_resident == self.counts.num_resident, "resident tokens are miscounted"
 
 
@@ -200,16 +201,17 @@ class TokenCounts:
 
         admit, release     a request gets blocks, which may already hold its prefix; it gives them back
         decode, schedule   a step being formed computes tokens of the request, and may sample one more
+        draft              the same step verifies drafts, whose KV it writes
         withdraw           the request is preempted while that step is being formed
         accept, complete   the step is collected: the sampled tokens are known, or nothing was sampled
         fail               the step failed, and whatever was in flight is lost
     """
 
-    __slots__ = ("_max_resident", "num_resident")
+    __slots__ = ("num_resident", "num_verifying")
 
-    def __init__(self, max_resident: int) -> None:
-        self._max_resident = max_resident
-        self.num_resident = 0  # computed tokens of all requests that hold blocks
+    def __init__(self) -> None:
+        self.num_resident = 0  # computed tokens and drafts of all requests that hold blocks
+        self.num_verifying = 0  # requests with drafts in flight
 
     def admit(self, request: Request) -> None:
         """Count the tokens of the shared blocks that the request's table begins with as computed."""
@@ -220,6 +222,7 @@ class TokenCounts:
         """Count nothing as computed any more: the request gives up its blocks."""
         self.num_resident -= request.num_computed
         request.num_computed = 0
+        self._drop_drafts(request)
 
     def decode(self, request: Request) -> None:
         """Schedule the one token that the request is behind, and sample another one."""
@@ -239,36 +242,46 @@ class TokenCounts:
         request.num_in_flight += catches_up
         return catches_up, samples
 
+    def draft(self, request: Request, count: int) -> None:
+        """Schedule drafts behind the token that was scheduled last."""
+        request.num_drafted = count
+        self.num_resident += count
+        self.num_verifying += 1
+
+    def _drop_drafts(self, request: Request) -> None:
+        if request.num_drafted:
+            self.num_resident -= request.num_drafted
+            self.num_verifying -= 1
+            request.num_drafted = 0
+
     def withdraw(self, request: Request, catches_up: bool, samples: bool) -> None:
         """Take back what `decode` or `schedule` counted as in flight. `release` follows, and forgets the rest."""
         request.num_tokens -= samples
         request.num_in_flight -= catches_up
 
-    def accept(self, request: Request, num_accepted: int, num_written: int = 0) -> None:
+    def accept(self, request: Request, num_accepted: int) -> None:
         """Count the tokens that a step sampled: `num_accepted` in place of the one that was in flight.
 
-        The step may have written the KV of some of them already, as one that verifies draft tokens does. These
-        `num_written` count as computed, so that no later step computes them again, as far as the limit of resident
-        tokens allows. At least the last token remains to be computed, and nothing is resident for a request that was
+        All but the last of them were drafts, whose KV the step has written. Nothing is resident for a request that was
         preempted meanwhile.
         """
         request.num_in_flight -= 1
-        if num_accepted == 1:
-            return
-        request.num_tokens += num_accepted - 1
-        if num_written and request.tables:
-            num_written = min(num_written, num_accepted - 1, self._max_resident - self.num_resident)
-            request.num_computed += num_written
-            self.num_resident += num_written
-            assert request.num_computed <= request.kv_capacity, "KV was written beyond the request's blocks"
+        if num_accepted > 1:
+            request.num_tokens += num_accepted - 1
+        if request.num_drafted:
+            request.num_computed += num_accepted - 1
+            self.num_resident += num_accepted - 1
+            self._drop_drafts(request)
 
     def complete(self, request: Request) -> None:
         """Count an entry that caught up with its request and sampled nothing, or whose result is dropped."""
         request.num_in_flight -= 1
+        self._drop_drafts(request)
 
     def fail(self, request: Request) -> None:
         """Return to the tokens that are known."""
         request.num_in_flight = 0
+        self._drop_drafts(request)
         request.num_tokens = len(request.token_ids)
 
 

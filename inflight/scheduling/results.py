@@ -85,12 +85,15 @@ NO_TOKEN = RequestFailure("step_failed", "the step returned no token for this re
 def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: float) -> list[Delta]:
     """Append the sampled tokens, finish requests and free their memory, and return the deltas."""
     pool.attribution.step_ended(now, step.batch.num_prompt_tokens / step.batch.num_tokens)
-    deltas = end_with_errors(pool, step, sampled.errors, now) if sampled.errors else []
+    samples, errors, deltas = step.batch.samples, sampled.errors, []
+    if errors:
+        others = {entry: failure for entry, failure in errors.items() if not samples[entry]}
+        deltas = end_with_errors(pool, step, others, now)
     ended: list[tuple[Request, Delta]] = []
     if sampled.prompt_logprobs:
         _keep_prompt_logprobs(step, sampled)
     # Hot loop: local names, because an enum member lookup costs hundreds of nanoseconds per request.
-    samples, logprobs, block_size = step.batch.samples, sampled.logprobs, pool.blocks.block_size
+    logprobs, block_size = sampled.logprobs, pool.blocks.block_size
     decoding, running, waiting = Phase.DECODING, Status.RUNNING, Status.WAITING
     counts = pool.counts
     for index, (request, token_ids) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
@@ -100,14 +103,16 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         if status is not running and status is not waiting:
             counts.complete(request)  # it ended while this step was in flight: drop the token
             continue
+        if errors and index in errors:
+            token_ids = token_ids[:-1]  # the failed one
         if len(token_ids) == 1:
             counts.accept(request, 1)
         elif token_ids:
             token_ids = tokens_to_end(request, token_ids)
-            counts.accept(request, len(token_ids), sampled.num_written.get(index, 0))
+            counts.accept(request, len(token_ids))
         else:
             counts.complete(request)
-            deltas += end_with_errors(pool, step, {index: NO_TOKEN}, now)
+            deltas += end_with_errors(pool, step, {index: errors.get(index, NO_TOKEN)}, now)
             continue
         delta = Delta(request.request_id, token_ids)
         deltas.append(delta)
@@ -122,6 +127,8 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
         if may_end and KINDS[request.task].try_finish(request, delta, sampled, index):
             ended.append((request, delta))
+        elif errors and index in errors:  # after tokens that were drafted
+            deltas += end_with_errors(pool, step, {index: errors[index]}, now)
         elif request.num_computed >= (request.num_published + 1) * block_size:
             pool.publish(request)
     for index in step.completed:

@@ -17,6 +17,7 @@ from inflight.kv.prefix_cache import PrefixHit
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep
 from inflight.scheduling.checked_policy import CheckedPolicy
+from inflight.scheduling.drafts import NoSpeculation, Speculation
 from inflight.scheduling.policy import Policy, TokenBudget
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
@@ -27,11 +28,17 @@ class Scheduler:
     """Forms steps from the requests in its pool, and takes in their results."""
 
     def __init__(
-        self, limits: Limits, policy: Policy, blocks: BlockManager, token_budget: TokenBudget | None = None
+        self,
+        limits: Limits,
+        policy: Policy,
+        blocks: BlockManager,
+        token_budget: TokenBudget | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
         self.token_budget = token_budget or TokenBudget(limits.max_num_batched_tokens)
+        self.speculation = speculation or NoSpeculation()
         self._checked = CheckedPolicy(policy)
         self._checked.set_num_left(self._num_left)
         self._quarantine = Quarantine(self._checked, self._lift_quarantine)
@@ -110,6 +117,7 @@ class Scheduler:
             step.move_to_end(step.batch.num_decodes, num_ahead)
         if has_waiting:
             cause = "memory" if step.preempted else self._admit(self.policy.candidates(), step, max_tokens)
+        self._add_drafts(step, max_tokens)
         self._preempted += step.preempted
         self.pool.attribution.set_queue_cause(cause if len(self.policy) else "step", self._now)
         return step
@@ -145,13 +153,27 @@ class Scheduler:
         batch.num_tokens = batch.num_decodes = len(requests)
         return behind
 
+    def _add_drafts(self, step: ScheduledStep, max_tokens: int) -> None:
+        """Let decodes verify drafts with the tokens and the memory that nobody else needs in this step."""
+        blocks, counts = self.blocks, self.pool.counts
+        room = min(max_tokens - step.batch.num_tokens, self.limits.max_kv_tokens - counts.num_resident)
+        for entry, token_ids in self.speculation.choose(step, room):
+            num_others = len(self.pool.running)  # which may each need a block for the next step
+            count, updates = blocks.make_room_for_drafts(step.requests[entry], len(token_ids), num_others)
+            if count:
+                step.batch.tables += updates
+                step.draft(entry, token_ids[:count], counts)
+
     def _ready(self) -> list[Request]:
         """Return a copy of the running requests that this step may schedule; some may be preempted meanwhile.
 
-        With pipeline stages, a token in flight is not known yet when the first stage needs it. Its request waits for it
-        while others decode, and every step takes its share of the decodes.
+        While drafts are verified, nobody knows where their request goes on, so it waits. With pipeline stages, a token
+        in flight is not known yet when the first stage needs it. Its request waits for it while others decode, and
+        every step takes its share of the decodes.
         """
         running, num_stages = self.pool.running, self.limits.num_stages
+        if self.pool.counts.num_verifying:
+            running = [request for request in running if not request.num_drafted]
         if num_stages == 1:
             return running[:]
         num_left = -(-len(running) // num_stages)  # decodes
@@ -328,7 +350,14 @@ class Scheduler:
 
     def update(self, step: ScheduledStep, sampled: Sampled, now: float) -> list[Delta]:
         """Take in the results of a step, and return the deltas."""
-        return take_results(self.pool, step, sampled, now)
+        deltas = take_results(self.pool, step, sampled, now)
+        self.speculation.settle(step, sampled)
+        return deltas
+
+    def drop_cache(self) -> None:
+        """Forget all prefixes and answers. Running requests keep their blocks."""
+        self.blocks.drop_cache()
+        self.speculation.clear()
 
     def fail(self, step: ScheduledStep, message: str, now: float) -> list[Delta]:
         """Handle a failed step: requests that caused it end with an error, all others restart from their known tokens.

@@ -101,7 +101,6 @@ class OpenRuns:
         # The sum of next_token(step) - step of all open runs of decodes: adding their number times the step gives the
         # sum of the positions that they should compute in it.
         self._sum_offsets = 0
-        self._begun: set[Request] = set()  # requests that have returned a token since they were admitted
         self._steady: list[Request] | None = None  # the last step's requests, if each is in a run of decodes
         self._held: dict[Request, int] = {}  # slots of requests that the policy keeps, after the last step
         # Requests that have ended while later steps of theirs were in flight: these return tokens that are dropped.
@@ -124,7 +123,6 @@ class OpenRuns:
         if is_usual and is_same and self._all_decode(step, (), number, num_outputs):
             return
         for request in requests[len(requests) - len(batch.admissions) :]:
-            self._begun.discard(request)
             if request in self._runs:  # it was preempted, and is back already
                 self._close(request, number)
         changed = self._decoding.symmetric_difference(requests)
@@ -178,7 +176,8 @@ class OpenRuns:
     ) -> None:
         """Record one entry of a step. `outputs_of` is None if each that samples returns one token."""
         batch, request = step.batch, step.requests[entry]
-        count, start, samples = batch.counts[entry], batch.starts[entry], batch.samples[entry]
+        start, samples = batch.starts[entry], batch.samples[entry]
+        count = batch.counts[entry] - len(batch.drafts.get(entry, ()))
         if not samples:
             outputs = 0
         elif outputs_of is None:
@@ -187,15 +186,10 @@ class OpenRuns:
             outputs = outputs_of.get(request.request_id, 0)
         if samples and not outputs and outcome.error is None:
             slot_kind = HELD  # the request had ended: the token was dropped
-        elif start >= request.num_prompt_tokens and (count == 1 or request in self._begun):
-            # Tokens that were returned together with its last one, and have no KV yet, are computed before it, and
-            # drafted ones after it.
-            num_known = len(request.token_ids) - outputs if outputs else start + count
-            slot_kind, start, count = DECODE, num_known - 1, 1
+        elif start >= request.num_prompt_tokens and count == 1:
+            slot_kind = DECODE
         else:
             slot_kind = PREFILL
-        if outputs:
-            self._begun.add(request)
         refused = outcome.refused.get(entry, 0)
         self._extend(request, batch.rows[entry], slot_kind, number, count, start, outputs, refused)
 
@@ -208,7 +202,6 @@ class OpenRuns:
 
     def end(self, request: Request, end_step: int) -> None:
         """Close the run of a request that has ended."""
-        self._begun.discard(request)
         if request.num_in_flight:
             self._ended.add(request)
         if request in self._runs:

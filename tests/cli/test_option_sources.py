@@ -123,7 +123,7 @@ def test_generate_has_the_engine_flags_of_serve() -> None:
     text = help_of("generate")
     words = text.replace("--[no-]", "--").split()
     shared = [option for option in ENGINE_OPTIONS.values() if option.flag in words]
-    assert len(shared) == 16  # and one of them, the seed, is a request's own
+    assert len(shared) == 17  # and one of them, the seed, is a request's own
     for option in shared:
         assert option.help in text or option.name == "seed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from inflight.kv.layout import KVLayout
@@ -29,9 +30,10 @@ class StagedRunner(FakeRunner):
         del self._in_flight[id(handle)]
         return super().collect(handle)
 
-    def _sample(self, row: Any, length: int) -> list[int]:
-        self._drawn.append((row, length))
-        return super()._sample(row, length)
+    def _verify(self, number: int, length: int, draft: Sequence[int]) -> list[int]:
+        assert not draft, "a token that is not known yet has no drafts"
+        self._drawn.append((self.rows[number], length))
+        return super()._verify(number, length, draft)
 
     def _write(self, row: Any, start: int, count: int) -> None:
         for drawn in self._in_flight.values():

@@ -24,9 +24,9 @@ from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
+from tests.scheduling.guessing import guessing
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
-from tests.scheduling.several import DraftingRunner, SeveralRunner, VerifyingRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
 from tests.support.fake_runner import FakeRunner, expected_scores, expected_tokens
@@ -69,7 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
-        several=st.sampled_from([None, None, SeveralRunner, VerifyingRunner, DraftingRunner]),
+        odds=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
         staged=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (None, 5, 5), (3, 8), (None, 2, 6)]),
         snapshot_blocks=st.sampled_from([0, 0, 1, 3]),
@@ -85,14 +85,12 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens: int,
         caching: bool,
         method: str,
-        several: type[SeveralRunner] | None,
+        odds: float | None,
         staged: bool,
         windows: tuple[int | None, ...],
         snapshot_blocks: int,
     ) -> None:
         self.layout = KVLayout(block_size, windows, snapshot_blocks)
-        if snapshot_blocks:  # nothing can take back tokens from a recurrent state
-            several = None
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
             policy=policy,
@@ -106,7 +104,8 @@ class EngineMachine(RuleBasedStateMachine):
             pipeline_depth=depth,
             num_stages=depth if staged else 1,
             caching=caching,
-            make_runner=StagedRunner if staged else several if several and depth == 1 else FakeRunner,
+            make_runner=StagedRunner if staged else FakeRunner,
+            speculation=None if odds is None or staged else guessing(odds, self.layout),
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -202,7 +201,9 @@ class EngineMachine(RuleBasedStateMachine):
         for batch in self.batches:
             num_old, num_decodes = len(batch) - len(batch.admissions), batch.num_decodes
             is_decode = [
-                entry < num_old and batch.counts[entry] == 1 and batch.samples[entry]
+                entry < num_old
+                and batch.counts[entry] == 1 + len(batch.drafts.get(entry, ()))
+                and batch.samples[entry]
                 for entry in range(len(batch))
             ]
             assert is_decode == [True] * num_decodes + [False] * (len(batch) - num_decodes)

@@ -10,8 +10,8 @@ from inflight.errors import RequestError
 from inflight.events import TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Batch, Sampled
-from tests.scheduling.several import SeveralRunner
-from tests.support.fake_runner import expected_scores, expected_tokens, expected_vector
+from tests.scheduling.guessing import guessing
+from tests.support.fake_runner import FakeRunner, expected_scores, expected_tokens, expected_vector
 from tests.support.requests import FakeEngine, make_request
 
 SCORES = SamplingParams(prompt_logprobs=0, temperature=0)
@@ -67,7 +67,7 @@ def test_scored_prompt_without_scores_is_only_computed() -> None:
 
 
 def test_runner_may_return_several_tokens_per_step() -> None:
-    engine = FakeEngine(make_runner=SeveralRunner, num_blocks=64)
+    engine = FakeEngine(speculation=guessing(1.0, most=2, full=True), num_blocks=64)
     prompts = {name: [number] * 5 for number, name in enumerate("abc")}
     answers = {name: expected_tokens(prompt, 10) for name, prompt in prompts.items()}
     stop = answers["b"][4]
@@ -86,7 +86,7 @@ def test_runner_may_return_several_tokens_per_step() -> None:
 
 
 def test_several_tokens_have_as_many_logprobs() -> None:
-    class Scored(SeveralRunner):
+    class Scored(FakeRunner):
         def launch(self, batch: Batch) -> Sampled:
             sampled = super().launch(batch)
             sampled.logprobs = {
@@ -96,10 +96,10 @@ def test_several_tokens_have_as_many_logprobs() -> None:
             }
             return sampled
 
-    engine = FakeEngine(make_runner=Scored)
+    engine = FakeEngine(make_runner=Scored, speculation=guessing(1.0, most=2, full=True))
     engine.add(make_request([1, 2], 5))
-    deltas = [delta for _ in range(2) for delta in engine.core.step()]
-    assert [len(delta.token_ids) for delta in deltas] == [3, 2]
+    deltas = [delta for _ in range(3) for delta in engine.core.step()]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 3, 1]
     for delta in deltas:
         assert delta.logprobs is not None
         assert [unpack_logprobs(position)[0].token_id for position in delta.logprobs] == delta.token_ids

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from inflight.request import Request
 from inflight.scheduling.request_pool import TokenCounts
-from tests.scheduling.several import VerifyingRunner
+from tests.scheduling.guessing import guessing
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
@@ -22,7 +24,7 @@ def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
 
 
 def test_counts_through_chunks_and_decodes() -> None:
-    counts, request = TokenCounts(100), holding_blocks([1, 2, 3, 4, 5])
+    counts, request = TokenCounts(), holding_blocks([1, 2, 3, 4, 5])
     assert counts.schedule(request, 3) == (False, False)
     assert counts_of(request) == (3, 5, 0)
     assert counts.schedule(request, 2) == (True, True)
@@ -34,7 +36,7 @@ def test_counts_through_chunks_and_decodes() -> None:
 
 
 def test_withdrawn_request_has_nothing_in_flight() -> None:
-    counts, request = TokenCounts(100), holding_blocks([1, 2])
+    counts, request = TokenCounts(), holding_blocks([1, 2])
     counts.withdraw(request, *counts.schedule(request, 2))
     counts.release(request)
     assert counts_of(request) == (0, 2, 0)
@@ -42,47 +44,59 @@ def test_withdrawn_request_has_nothing_in_flight() -> None:
 
 
 def test_failed_step_returns_to_the_known_tokens() -> None:
-    counts, request = TokenCounts(100), holding_blocks([1, 2])
+    counts, request = TokenCounts(), holding_blocks([1, 2])
     counts.schedule(request, 2)
     counts.fail(request)
     assert (request.num_tokens, request.num_in_flight) == (2, 0)
 
 
-@pytest.mark.parametrize(("num_written", "num_computed"), [(0, 2), (1, 3), (2, 4), (3, 4)])
-def test_accepted_tokens_with_kv_count_as_computed(num_written: int, num_computed: int) -> None:
-    counts, request = TokenCounts(100), holding_blocks([1, 2])
+@pytest.mark.parametrize(("num_accepted", "num_computed"), [(1, 3), (2, 4), (4, 6)])
+def test_accepted_drafts_count_as_computed(num_accepted: int, num_computed: int) -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
     counts.schedule(request, 2)
-    counts.accept(request, 3, num_written)
-    assert counts_of(request) == (num_computed, 5, 0), "the last token is never computed yet"
+    counts.accept(request, 1)
+    counts.decode(request)
+    counts.draft(request, 3)
+    assert counts.num_resident == 6, "drafts take memory while they are verified"
+    counts.accept(request, num_accepted)
+    assert counts_of(request) == (num_computed, num_computed + 1, 0), "the last token is never computed yet"
     assert counts.num_resident == num_computed
 
 
-def test_accepted_tokens_stay_within_the_limit_of_resident_tokens() -> None:
-    counts, request = TokenCounts(3), holding_blocks([1, 2])
-    counts.schedule(request, 2)
-    counts.accept(request, 3, 2)
-    assert counts_of(request) == (3, 5, 0), "the other one is computed again"
-    assert counts.num_resident == 3
-
-
 def test_preempted_request_keeps_accepted_tokens_but_no_kv() -> None:
-    counts, request = TokenCounts(100), holding_blocks([1, 2])
+    counts, request = TokenCounts(), holding_blocks([1, 2])
     counts.schedule(request, 2)
+    counts.accept(request, 1)
+    counts.decode(request)
+    counts.draft(request, 2)
     counts.release(request)
     request.tables = []
-    counts.accept(request, 3, 2)
-    assert counts_of(request) == (0, 5, 0)
+    counts.accept(request, 3)
+    assert counts_of(request) == (0, 6, 0)
     assert counts.num_resident == 0
 
 
-def test_accepted_tokens_are_not_recomputed() -> None:
+@pytest.mark.parametrize("end", [TokenCounts.complete, TokenCounts.fail])
+def test_dropped_drafts_hold_no_memory(end: Callable[[TokenCounts, Request], None]) -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts.schedule(request, 2)
+    counts.accept(request, 1)
+    counts.decode(request)
+    counts.draft(request, 2)
+    end(counts, request)
+    assert counts.num_resident == request.num_computed == 3
+
+
+@pytest.mark.parametrize("odds", [0.0, 0.5, 1.0])
+def test_no_token_is_computed_twice_unless_it_was_refused(odds: float) -> None:
     """Preemption is the state machine's to try (test_machine.py)."""
-    engine = FakeEngine(make_runner=VerifyingRunner, num_blocks=64, caching=False)
+    engine = FakeEngine(speculation=guessing(odds), num_blocks=64, caching=False)
     prompts = {name: [number] * 5 for number, name in enumerate("abc")}
     for name, prompt in prompts.items():
         engine.add(make_request(prompt, 10, name))
     engine.run()
     assert engine.outputs == {name: expected_tokens(prompt, 10) for name, prompt in prompts.items()}
-    assert isinstance(engine.runner, VerifyingRunner)
-    written = engine.runner.written
-    assert len(set(written)) == len(written) >= 3 * (5 + 9)
+    stats = engine.core.stats()
+    num_refused = stats.num_draft_tokens - stats.num_accepted_tokens
+    assert engine.runner.num_computed == 3 * (5 + 9) + num_refused
+    assert num_refused == 0 or odds < 1

@@ -127,6 +127,9 @@ class FakeRunner:
             self.states[row] = self._load_state(block_ids)
         for row, block_ids in batch.saves:
             self._store_state(block_ids, self.states[row])
+        for entry, draft in batch.drafts.items():
+            assert batch.counts[entry] == 1 + len(draft), "a decode computes its token and its drafts"
+            self.rows[batch.rows[entry]].tokens += draft
         entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))
         for row, start, count, _ in entries:  # a step writes all its KV before it reads any
             self._advance_state(row, start, count)
@@ -141,8 +144,8 @@ class FakeRunner:
             if self.rows[row].request.params.prompt_logprobs is not None
         }
         token_ids = [
-            self._sample(self.rows[row], start + count) if samples else []
-            for row, start, count, samples in entries
+            self._verify(row, start + count, batch.drafts.get(entry, [])) if samples else []
+            for entry, (row, start, count, samples) in enumerate(entries)
         ]
         vectors = {
             entry: _pooled(self._visible(self.rows[row], start + count))
@@ -200,10 +203,20 @@ class FakeRunner:
         last = min(start + count, row.request.num_prompt_tokens - 1)
         return [_score(row.tokens[end], self._visible(row, end)) for end in range(start + 1, last + 1)]
 
-    def _sample(self, row: _Row, length: int) -> list[int]:
+    def _verify(self, number: int, length: int, draft: Sequence[int]) -> list[int]:
+        """Sample after a row's last token, and after each draft that was sampled before it."""
+        row = self.rows[number]
         assert length == len(row.tokens), "a step samples only after a row's last token"
-        row.tokens.append(_next_token(self._visible(row, length), self.vocab_size))
-        return row.tokens[-1:]
+        known = length - len(draft)
+        sampled: list[int] = []
+        for guess in (*draft, None):
+            sampled.append(_next_token(self._visible(row, known + len(sampled)), self.vocab_size))
+            if sampled[-1] != guess:
+                break
+        row.tokens[known:] = sampled
+        if draft and self.layout.snapshot_blocks:
+            self.states[number] = row.states[known + len(sampled) - 1]
+        return sampled
 
     def collect(self, handle: Sampled) -> Sampled:
         return handle

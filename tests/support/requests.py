@@ -14,6 +14,7 @@ from inflight.kv.layout import KVLayout
 from inflight.kv.prefix_cache import ChainHashCache, PrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+from inflight.scheduling.drafts import Speculation
 from inflight.scheduling.policy import Policy, make_policy
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import Scheduler
@@ -47,6 +48,7 @@ class FakeEngine:
     windows: tuple[int | None, ...] = (None,)
     snapshot_blocks: int = 0
     make_runner: Callable[[int, KVLayout], FakeRunner] = FakeRunner
+    speculation: Speculation | None = None
     records: list[StepRecord] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, list[PositionLogprobs | None]] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class FakeEngine:
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens, self.num_stages)
         blocks = BlockManager(self.num_blocks, layout, cache)
         self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers
-        self.scheduler = Scheduler(limits, self.policy_given, blocks)
+        self.scheduler = Scheduler(limits, self.policy_given, blocks, speculation=self.speculation)
         self.runner = self.make_runner(self.num_blocks, layout)
         ticks = itertools.count()
         self.core = EngineCore(

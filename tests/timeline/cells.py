@@ -85,7 +85,6 @@ class NaiveRecorder(Recorder):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.cells: list[Cell] = []
-        self._begun: set[str] = set()  # requests that have returned a token since they were admitted
         self._naively_held: dict[int, tuple[int, int]] = {}  # request number: slot and tokens
 
     def step(
@@ -100,20 +99,17 @@ class NaiveRecorder(Recorder):
         for delta in () if error else deltas:
             tokens[delta.request_id] += len(delta.token_ids)
         number, present = self._base + batch.step, set()
-        self._begun -= {admission.request.request_id for admission in batch.admissions}
         for entry, request in enumerate(step.requests):
             returned = tokens[request.request_id] if batch.samples[entry] else 0
-            count, start, refused = batch.counts[entry], batch.starts[entry], 0
-            is_decode = count == 1 or request.request_id in self._begun
+            start, refused = batch.starts[entry], 0
+            count = batch.counts[entry] - len(batch.drafts.get(entry, ()))
             if batch.samples[entry] and not returned and not error:
                 kind = SlotKind.HELD
-            elif is_decode and start >= request.num_prompt_tokens:
-                kind, start, count = SlotKind.DECODE, start + count - 1, 1
+            elif count == 1 and start >= request.num_prompt_tokens:
+                kind = SlotKind.DECODE
                 refused = outcome.refused.get(entry, 0)
             else:
                 kind = SlotKind.PREFILL
-            if returned:
-                self._begun.add(request.request_id)
             present.add(request.record.number)
             self.cells.append(
                 Cell(number, batch.rows[entry], request.record.number, kind, count, start, returned, refused)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,15 +12,15 @@ from hypothesis.stateful import invariant
 from inflight.events import Delta
 from inflight.request import RequestOrigin
 from inflight.scheduling.batch import Batch, ScheduledStep
+from inflight.scheduling.drafts import NoSpeculation
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.chunks import COLUMNS, RecordedRequest, SlotKind, TimelineQuery, decode_chunk
 from inflight.timeline.open_runs import OpenRuns, StepOutcome
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.steps import read_chunks, recorded_steps
-from tests.scheduling.several import DraftingRunner, SeveralRunner, VerifyingRunner
+from tests.scheduling.guessing import guessing
 from tests.scheduling.test_machine import EngineMachine
-from tests.support.fake_runner import FakeRunner
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import NaiveRecorder, cells_of, chunks_of
 
@@ -98,50 +97,46 @@ def test_steady_decoding_is_one_run_per_slot() -> None:
     assert all((run.num_steps, run.tokens_per_step, run.outputs) == (1, 3, 1) for run in prefills)
 
 
-@pytest.mark.parametrize("kind", [SeveralRunner, VerifyingRunner])
-def test_decodes_that_return_several_tokens_are_one_run(kind: type[SeveralRunner]) -> None:
-    engine = FakeEngine(num_blocks=200, make_runner=kind)
+def test_decodes_with_accepted_drafts_are_one_run() -> None:
+    engine = FakeEngine(num_blocks=200, speculation=guessing(1.0, most=2, full=True))
     recorder = recording(engine)
     engine.add(make_request([1, 2, 3], 12))
     engine.run()
     (chunk,) = chunks_of(recorder)
     prefill, decodes = chunk.runs()
-    assert (prefill.kind, prefill.num_steps, prefill.outputs) == (SlotKind.PREFILL, 1, 3)
-    assert (decodes.kind, decodes.num_steps, decodes.outputs) == (SlotKind.DECODE, 3, 9)
-    assert (decodes.first_token, list(decodes.counts)) == (5, [3, 0, 3, 0, 3, 0])
+    assert (prefill.kind, prefill.num_steps, prefill.outputs) == (SlotKind.PREFILL, 1, 1)
+    assert (decodes.kind, decodes.num_steps, decodes.outputs) == (SlotKind.DECODE, 4, 11)
+    assert (decodes.first_token, list(decodes.counts)) == (3, [3, 0, 3, 0, 3, 0, 2, 0])
     steps = list(recorded_steps(read_chunks(engine.core.read_timeline, TimelineQuery(0.0))))
     assert [(step.slots[0].start, step.slots[0].num_outputs) for step in steps[1:]] == [
-        (5, 3),
-        (8, 3),
-        (11, 3),
+        (3, 3),
+        (6, 3),
+        (9, 3),
+        (12, 2),
     ]
     part = decodes.after(chunk.first_step + 2)
     assert part is not None
-    assert (part.first_token, part.outputs, list(part.counts)) == (8, 6, [3, 0, 3, 0])
-
-
-class SometimesSeveral(VerifyingRunner):
-    """Returns one token in most steps, and three in some."""
-
-    def _sample(self, row: Any, length: int) -> list[int]:
-        return super()._sample(row, length) if length % 5 == 0 else FakeRunner._sample(self, row, length)
+    assert (part.first_token, part.outputs, list(part.counts)) == (6, 8, [3, 0, 3, 0, 2, 0])
 
 
 def test_steps_with_one_token_need_no_counts() -> None:
-    engine = FakeEngine(num_blocks=200, make_runner=SometimesSeveral)
+    engine = FakeEngine(num_blocks=200, speculation=guessing(1.0, most=2, full=True))
     recorder = recording(engine)
-    engine.add(make_request([1, 2, 3], 16))
+    engine.add(make_request([1, 2, 3], 30))
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.speculation = NoSpeculation()
     engine.run()
     (chunk,) = chunks_of(recorder)
     _, decodes = chunk.runs()
-    assert decodes.outputs == 15
-    assert 2 * decodes.num_steps > len(decodes.counts)
-    assert (set(decodes.counts[::2]), set(decodes.counts[1::2])) == ({1, 3}, {0})
-    assert decodes.token_at(decodes.first_step + decodes.num_steps) == decodes.first_token + 15
+    assert decodes.outputs == 29
+    assert list(decodes.counts) == [3, 0] * 3
+    assert decodes.num_steps == 3 + 20
+    assert decodes.token_at(decodes.first_step + decodes.num_steps) == decodes.first_token + 29
 
 
 def test_accepted_and_refused_drafts_are_recorded_by_entry_and_step() -> None:
-    engine = FakeEngine(num_blocks=200, make_runner=DraftingRunner)
+    engine = FakeEngine(num_blocks=200, speculation=guessing(0.6))
     recorder = NaiveRecorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
     engine.core.recorder = recorder
     for index in range(4):
@@ -165,9 +160,10 @@ def test_drafts_among_the_tokens_of_an_entry_move_no_position() -> None:
     open_runs = OpenRuns(lambda _: info, lambda run, end, outputs: runs.append(run.numbers(end, outputs)))
 
     def step(number: int, start: int, count: int, token_ids: list[int], refused: int = 0) -> None:
+        drafts = {0: [0] * (len(token_ids) - 1 + refused)} if number else {}
         request.token_ids += token_ids
         num_outputs = len(token_ids)
-        batch = Batch(number, rows=[0], starts=[start], counts=[count], samples=[True], num_tokens=count)
+        batch = Batch(number, [0], [start], [count], [True], num_tokens=count, drafts=drafts)
         delta = Delta(request.request_id, token_ids)
         outcome = StepOutcome([delta], (), num_outputs, num_outputs > 1, {0: refused} if refused else {})
         open_runs.record(ScheduledStep(batch, [request]), number, outcome, ())
@@ -185,7 +181,7 @@ def test_drafts_among_the_tokens_of_an_entry_move_no_position() -> None:
 
 def test_long_answers_keep_only_the_counts_of_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=8))
-    engine = FakeEngine(num_blocks=200, make_runner=DraftingRunner)
+    engine = FakeEngine(num_blocks=200, speculation=guessing(0.6))
     recorder = recording(engine)
     engine.add(make_request([1, 2, 3], 300))
     num_kept = []

@@ -10,7 +10,7 @@ from rich.console import Console
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.terminal import TimelineWindow
-from tests.scheduling.several import DraftingRunner
+from tests.scheduling.guessing import guessing
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 
@@ -60,7 +60,7 @@ def test_slots_are_drawn_with_their_prefills_and_decodes() -> None:
 
 def test_share_of_accepted_drafts_is_shown() -> None:
     window = TimelineWindow(10.0)
-    for chunk in chunks(3, make_runner=DraftingRunner):
+    for chunk in chunks(3, speculation=guessing(0.6)):
         window.add(chunk)
     runs = window.replicas["0"].runs
     accepted, refused = (sum(run.num_drafted()[index] for run in runs) for index in (0, 1))

@@ -16,8 +16,7 @@ from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.recorder import Recorder
 from inflight.timeline.trace import recording_of, trace_of, write_recording
-from tests.scheduling.several import DraftingRunner
-from tests.support.fake_runner import FakeRunner
+from tests.scheduling.guessing import guessing
 from tests.support.requests import FakeEngine, make_request
 from tests.timeline.cells import chunks_of
 
@@ -32,9 +31,7 @@ def recording(recorder: Recorder, replica: str = "0") -> dict[str, Any]:
     return recording_of([chunk_json(chunk, replica, 1e9, known) for chunk in chunks_of(recorder)])
 
 
-def eventful_run(
-    depth: int, make_runner: type[FakeRunner] = FakeRunner
-) -> tuple[FakeEngine, Recorder, list[Request]]:
+def eventful_run(depth: int, odds: float | None = None) -> tuple[FakeEngine, Recorder, list[Request]]:
     """A run with little memory, which makes preemptions, with aborts, two answers each and a failed step."""
     engine = FakeEngine(
         num_blocks=14,
@@ -42,7 +39,7 @@ def eventful_run(
         max_num_seqs=6,
         max_num_batched_tokens=16,
         pipeline_depth=depth,
-        make_runner=make_runner,
+        speculation=None if odds is None else guessing(odds),
     )
     recorder = Recorder(engine.scheduler.limits, engine.num_blocks, engine.block_size)
     engine.core.recorder = recorder
@@ -74,12 +71,12 @@ def eventful_run(
     return engine, recorder, requests
 
 
-@pytest.mark.parametrize(("depth", "kind"), [(1, FakeRunner), (2, FakeRunner), (1, DraftingRunner)])
+@pytest.mark.parametrize(("depth", "odds"), [(1, None), (2, None), (1, 0.6)])
 def test_trace_has_every_output_token_once_in_order_on_one_slot(
-    depth: int, kind: type[FakeRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    depth: int, odds: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "CHUNK", recorder_module.CHUNK._replace(steps=16))
-    engine, recorder, requests = eventful_run(depth, kind)
+    engine, recorder, requests = eventful_run(depth, odds)
     assert engine.scheduler.pool.num_preemptions > 2
     assert engine.core.stats().num_failed_steps
     path = tmp_path / "run.json.gz"

@@ -346,6 +346,8 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         num_cached_tokens=record.num_cached_tokens,
         num_output_tokens=record.num_output_tokens,
         num_preemptions=record.num_preemptions,
+        num_drafted_tokens=record.num_drafted_tokens,
+        num_accepted_tokens=record.num_accepted_tokens,
         replica=record.engine_id,
         number=None if record.number < 0 else record.number,
         waiting_reason=state.waiting_reason,
@@ -388,7 +390,7 @@ def _why(slowest: RequestState | None, client_seconds: float) -> str:
             f"({fresh} tokens computed, {record.num_cached_tokens} cached)"
         )
     if record.last_token_at is not None:
-        parts.append(f"{breakdown.decode:.3f} s for {record.num_output_tokens} tokens")
+        parts.append(f"{breakdown.decode:.3f} s for {record.num_output_tokens} tokens{_drafts(record)}")
     if breakdown.prefill_of_others >= _MIN_SECONDS:
         parts.append(f"{breakdown.prefill_of_others:.3f} s for other requests' prompts in the same steps")
     if record.num_preemptions:
@@ -401,6 +403,12 @@ def _why(slowest: RequestState | None, client_seconds: float) -> str:
     if client_seconds >= _MIN_SECONDS:
         parts.append(f"{client_seconds:.3f} s waiting for the client to read")
     return ", ".join(parts) + "."
+
+
+def _drafts(record: RequestRecord) -> str:
+    if not record.num_drafted_tokens:
+        return ""
+    return f" ({record.num_accepted_tokens} of {record.num_drafted_tokens} drafted tokens accepted)"
 
 
 def _queue(slowest: RequestState, seconds: float) -> str:

@@ -129,6 +129,8 @@ class AnswerReport(BaseModel):
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_drafted_tokens: int  # tokens that speculation guessed
+    num_accepted_tokens: int  # those of them that were right
     replica: str  # the last one that computed it; empty without replicas
     number: int | None  # on the timeline of that replica ("0" without replicas)
     waiting_reason: str | None  # while it waits: step, memory, slots, budget or policy

@@ -40,7 +40,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "--dtype half": {"dtype": "float16"},
     "--dtype bf16 --kv-cache-memory 4GiB": {"dtype": "bfloat16", "kv_cache_memory": 4 << 30},
     "--tensor-parallel-size 1 -pp 1": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-    "--kv-cache-dtype auto --speculative-config null --cpu-offload-gb 0": {},
+    "--kv-cache-dtype auto --cpu-offload-gb 0": {},
     "--enable-chunked-prefill --enable-prefix-caching": {"enable_prefix_caching": True},
     "--enable-chunked-prefill True -O3 -O 2": {},
     "--no-enable-prefix-caching --no-enable-log-requests": {
@@ -60,7 +60,7 @@ REJECTED = {
     "--enable-lora": "LoRA adapters are not supported yet",
     "--cpu-offload-gb=2": "--cpu-offload-gb 2: offloading is not supported",
     "--no-enable-chunked-prefill": "--enable-chunked-prefill false: chunked prefill is always on",
-    "--speculative-config.method ngram": "--speculative-config.method ngram: speculative decoding is not",
+    "--speculative-model x": "--speculative-model x: use --speculative-config",
     "--max-num-seq 3": "there is no option --max-num-seq (did you mean --max-num-seqs?)",
     "--qwerty": "there is no option --qwerty: `inflight serve --help` lists all of them",
     "--scheduling-policy lifo": "--scheduling-policy lifo: fcfs and priority are supported",

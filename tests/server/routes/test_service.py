@@ -163,6 +163,9 @@ NAMES = {
     "generation_tokens",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "num_preemptions",
 }
 

@@ -1,0 +1,63 @@
+"""Drafters that know what the fake model will say, and lie as often as they are asked to."""
+
+from __future__ import annotations
+
+from random import Random
+
+from inflight.kv.layout import KVLayout
+from inflight.request import Request
+from inflight.scheduling.drafts import Drafter, Drafting, Guess, StepCosts
+from tests.support.fake_runner import PLAIN, expected_tokens
+
+
+class Guesser:
+    """Implements `Drafter`: each token is right with a probability, independently. Drafts have any length, or all."""
+
+    def __init__(self, odds: float, layout: KVLayout, seed: int, full: bool) -> None:
+        self._odds = odds
+        self._full = full
+        self._layout = layout
+        self._random = Random(seed)
+        self.num_ended = 0
+
+    def propose(self, request: Request, most: int) -> Guess:
+        assert len(request.token_ids) == request.num_tokens - 1, "all tokens but the next are known"
+        count = most if self._full else self._random.randint(0, most)
+        right = expected_tokens(request.token_ids, count, layout=self._layout)
+        ids = [token if self._random.random() < self._odds else self._random.randrange(50) for token in right]
+        return Guess(ids, [1.0] * len(ids))
+
+    def ended(self, request: Request) -> None:  # noqa: ARG002
+        self.num_ended += 1
+
+    def clear(self) -> None:
+        pass
+
+
+class FreeSteps(StepCosts):
+    """All steps take the same time."""
+
+    reach = 1 << 30
+
+    def knows(self, num_tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+    def estimate(self, num_tokens: int) -> float:  # noqa: ARG002
+        return 1.0
+
+
+class Eager(Drafting):
+    """Verifies all drafts that there is room for, however often they are wrong."""
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        super().__init__(drafter, most)
+        self._costs = FreeSteps()
+
+    def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+
+def guessing(
+    odds: float, layout: KVLayout = PLAIN, most: int = 3, seed: int = 0, full: bool = False
+) -> Drafting:
+    return Eager(Guesser(odds, layout, seed, full), most)

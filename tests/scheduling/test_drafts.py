@@ -1,0 +1,270 @@
+"""Drafters, and how many drafts a step verifies."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from inflight.config import Speculative
+from inflight.errors import ConfigError
+from inflight.kv.layout import KVLayout
+from inflight.request import Request
+from inflight.scheduling.batch import Batch
+from inflight.scheduling.drafts import Drafting, Guess, Lookup, StepCosts, make_speculation
+from tests.scheduling.guessing import Guesser
+from tests.support.fake_runner import PLAIN, expected_tokens
+from tests.support.requests import FakeEngine, make_request
+
+SUFFIX = Speculative("suffix")
+
+
+def proposed(lookup: Lookup, tokens: list[int], most: int = 16, **fields: Any) -> Guess:
+    return lookup.propose(make_request(tokens, 50, **fields), most)
+
+
+# ---- lookups ----
+
+
+def test_text_that_stood_before_is_continued() -> None:
+    assert proposed(Lookup(SUFFIX), [1, 2, 3, 4, 5, 9, 1, 2, 3]).token_ids == [4, 5, 9]
+    assert proposed(Lookup(SUFFIX), [1, 2, 3, 4, 5, 9, 1, 2, 3], most=1).token_ids == [4]
+
+
+def test_what_never_stood_before_has_no_draft() -> None:
+    assert proposed(Lookup(SUFFIX), [1, 2, 3, 4, 5]).token_ids == []
+    assert proposed(Lookup(SUFFIX), [1]).token_ids == []
+
+
+def test_longer_match_makes_a_longer_draft() -> None:
+    text = [*range(10), 99, *range(20, 40), 7, *range(20, 28)]
+    assert proposed(Lookup(SUFFIX), text).token_ids == [*range(28, 36)], "eight tokens match"
+    twice = Speculative("suffix", suffix_decoding_max_spec_factor=0.5)
+    assert proposed(Lookup(twice), text).token_ids == [*range(28, 32)]
+
+
+def test_most_frequent_continuation_is_followed() -> None:
+    text = [1, 2, 7, 10, 1, 2, 8, 11, 1, 2, 8, 12, 1, 2]
+    draft = proposed(Lookup(SUFFIX), text, most=1)
+    assert (draft.token_ids, draft.odds) == ([8], [2 / 3])
+
+
+def test_unlikely_continuations_are_left_out() -> None:
+    text = [token for end in range(10, 20) for token in (1, 2, end, 0)] + [1, 2]
+    careful = Speculative("suffix", suffix_decoding_min_token_prob=0.5)
+    assert proposed(Lookup(careful), text).token_ids == []
+
+
+def test_index_grows_with_the_request() -> None:
+    lookup, request = Lookup(SUFFIX), make_request([1, 2, 3], 50)
+    assert lookup.propose(request, 4).token_ids == []
+    request.token_ids += [4, 1, 2]
+    assert lookup.propose(request, 4).token_ids == [3, 4]
+
+
+def ended(lookup: Lookup, prompt: list[int], answer: list[int], **fields: Any) -> None:
+    request: Request = make_request(prompt, 50, **fields)
+    request.token_ids += answer
+    lookup.ended(request)
+
+
+def test_earlier_answers_are_looked_up_but_not_their_prompts() -> None:
+    lookup = Lookup(SUFFIX)
+    ended(lookup, [50, 51, 52], [1, 2, 3, 4, 5])
+    assert proposed(lookup, [9, 1, 2]).token_ids == [3, 4]
+    assert proposed(lookup, [9, 50, 51]).token_ids == []
+    assert proposed(lookup, [9, 4, 5]).token_ids == [], "nothing follows the end of an answer"
+
+
+def test_answers_are_seen_only_by_those_who_share_prefixes_with_them() -> None:
+    lookup = Lookup(SUFFIX)
+    ended(lookup, [9], [1, 2, 3, 4], cache_salt="a")
+    assert proposed(lookup, [8, 1, 2], cache_salt="a").token_ids == [3, 4]
+    assert proposed(lookup, [8, 1, 2], cache_salt="b").token_ids == []
+    lookup.clear()
+    assert proposed(lookup, [8, 1, 2], cache_salt="a").token_ids == []
+
+
+def test_old_answers_are_forgotten() -> None:
+    lookup = Lookup(Speculative("suffix", suffix_decoding_max_cached_requests=3))
+    for number in range(4):
+        ended(lookup, [9], [number, 10, 11 + number, 12])
+    assert proposed(lookup, [8, 0, 10]).token_ids == []
+    assert proposed(lookup, [8, 3, 10]).token_ids == [14, 12]
+
+
+def test_ngram_looks_at_the_requests_own_text_only() -> None:
+    lookup = Lookup(Speculative("ngram", prompt_lookup_min=3, prompt_lookup_max=4))
+    ended(lookup, [9], [1, 2, 3, 4, 5])
+    assert proposed(lookup, [8, 1, 2, 3]).token_ids == []
+    assert proposed(lookup, [1, 2, 3, 4, 5, 6, 7, 2, 3]).token_ids == [], "two tokens match"
+    assert proposed(lookup, [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], most=4).token_ids == [4, 5, 6, 7]
+
+
+def test_lookup_stays_fast_where_everything_matches() -> None:
+    lookup, request = Lookup(SUFFIX), make_request([5] * 20_000, 50)
+    assert lookup.propose(request, 16).token_ids == [5] * 16
+    (places,) = request.speculation.index._places.values()
+    assert len(places) < 100
+
+
+# ---- what a step costs ----
+
+
+def test_costs_are_interpolated_between_observed_sizes() -> None:
+    costs = StepCosts()
+    costs.observe(2, 0.010)
+    costs.observe(6, 0.014)
+    sizes = (1, 2, 4, 6, 8)
+    assert [costs.estimate(size) for size in sizes] == pytest.approx([0.009, 0.010, 0.012, 0.014, 0.016])
+    assert costs.knows(6)
+    assert not costs.knows(4)
+    assert costs.reach == 7, "little is risked on sizes that nobody has seen"
+
+
+def test_costs_follow_the_machine() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        costs.observe(1, 0.010)
+        costs.observe(4, 0.012)
+    for _ in range(100):
+        costs.observe(1, 0.020)  # it is shared now
+    assert costs.estimate(1) == pytest.approx(0.020, rel=0.1)
+    assert costs.estimate(4) > 0.018, "it is taken to be slower as well, without having been observed"
+
+
+def test_slow_first_step_is_forgotten() -> None:
+    costs = StepCosts()
+    for seconds in (0.500, 0.011, 0.010, 0.010):
+        costs.observe(2, seconds)
+    assert costs.estimate(2) == pytest.approx(0.010)
+
+
+# ---- how many ----
+
+
+class Machine(Drafting):
+    """Learns from steps that take so many seconds for so many tokens."""
+
+    def __init__(self, odds: float, base: float, per_token: float) -> None:
+        super().__init__(Guesser(odds, PLAIN, seed=1, full=True), 3)
+        self._line = base, per_token
+        self.seconds = 0.0
+
+    def observe(self, batch: Batch, seconds: float) -> None:  # noqa: ARG002
+        base, per_token = self._line
+        took = base + per_token * batch.num_tokens
+        self.seconds += took
+        super().observe(batch, took)
+
+
+def seconds_for(machine: Machine, num_requests: int, max_tokens: int = 150) -> float:
+    engine = FakeEngine(num_blocks=4000, max_num_seqs=64, speculation=machine)
+    prompts = [[index, 1, 2] for index in range(num_requests)]
+    for index, prompt in enumerate(prompts):
+        engine.add(make_request(prompt, max_tokens, f"r{index}"))
+    engine.run()
+    assert engine.outputs["r0"] == expected_tokens(prompts[0], max_tokens)
+    return machine.seconds
+
+
+def ratio(odds: float, num_requests: int, base: float, per_token: float) -> float:
+    """How many times as fast the engine is with drafts."""
+    none = base * 150 + per_token * (150 * num_requests + 2 * num_requests)
+    return none / seconds_for(Machine(odds, base, per_token), num_requests)
+
+
+def test_drafts_that_are_right_speed_up_where_steps_hardly_cost_more() -> None:
+    assert ratio(1.0, 1, base=1.0, per_token=0.02) > 3
+    assert ratio(0.8, 1, base=1.0, per_token=0.02) > 2
+    assert ratio(0.8, 8, base=1.0, per_token=0.02) > 1.5
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_drafts_that_are_wrong_cost_next_to_nothing(num_requests: int) -> None:
+    assert ratio(0.0, num_requests, base=1.0, per_token=0.05) > 0.97
+
+
+@pytest.mark.parametrize("odds", [0.0, 0.8, 1.0])
+def test_drafts_stop_where_every_token_costs_as_much(odds: float) -> None:
+    """As with many requests on any machine: then a draft costs as much as a token of another request."""
+    assert ratio(odds, 16, base=0.0, per_token=1.0) > 0.97
+
+
+def test_refused_requests_do_not_stop_others() -> None:
+    right, wrong = Guesser(1.0, PLAIN, seed=1, full=True), Guesser(0.0, PLAIN, seed=2, full=True)
+
+    class Mixed:
+        def propose(self, request: Request, most: int) -> Guess:
+            return (right if request.request_id == "right" else wrong).propose(request, most)
+
+        def ended(self, request: Request) -> None:
+            pass
+
+        def clear(self) -> None:
+            pass
+
+    drafting = Drafting(Mixed(), 3)
+    engine = FakeEngine(num_blocks=400, speculation=drafting)
+    requests = [engine.add(make_request([1, 2], 120, name)) for name in ("right", "wrong")]
+    while engine.core.has_work:
+        engine.step()
+        drafting._costs = StepCosts()  # instead of the fake engine's clock
+        for size in range(1, 10):
+            drafting._costs.observe(size, 1.0 + 0.1 * size)
+    accepted, refused = (request.record for request in requests)
+    assert accepted.num_accepted_tokens > 80
+    assert refused.num_drafted_tokens < 40
+
+
+def test_drafts_never_exceed_the_room_of_a_step() -> None:
+    rng = Random(0)
+    for _ in range(30):
+        limit = rng.randint(4, 12)
+        layout = KVLayout(4)
+        engine = FakeEngine(
+            num_blocks=rng.randint(12, 40),
+            max_num_seqs=4,
+            max_num_batched_tokens=limit,
+            max_kv_tokens=rng.randint(30, 60),
+            speculation=Drafting(Guesser(0.7, layout, seed=rng.randrange(99), full=True), 6),
+        )
+        for number in range(5):
+            engine.add(make_request([number, 1], 20, f"r{number}"))
+        engine.run()
+        assert all(sum(slot.num_tokens for slot in record.slots) <= limit for record in engine.records)
+        assert all(engine.outputs[f"r{n}"] == expected_tokens([n, 1], 20) for n in range(5))
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "method is None: it must be one of auto, suffix, ngram"),
+        ({"method": "eagle"}, "method is 'eagle'"),
+        ({"method": "suffix", "tokens": 3}, "speculative_config has tokens: allowed are method, "),
+        (
+            {"method": "suffix", "num_speculative_tokens": 0},
+            "num_speculative_tokens is 0: it must be an integer",
+        ),
+        ({"method": "suffix", "num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "it must be a number from 0 to 1"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 6},
+            "prompt_lookup_min is 6: it must be at most prompt_lookup_max",
+        ),
+    ],
+)
+def test_wrong_options_are_rejected_in_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_speculation(options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_option_nothing_is_drafted() -> None:
+    assert make_speculation(None).stats.num_drafts == 0
+    assert isinstance(make_speculation({"method": "auto"}), Drafting)
