@@ -1,7 +1,6 @@
 #include "structures.h"
 
 #include <cstddef>
-#include <sstream>
 #include <string>
 #include <type_traits>
 
@@ -12,25 +11,27 @@ template <class T>
 constexpr const char* kType = std::is_pointer_v<T> ? "pointer" : std::is_floating_point_v<T> ? "float" : "int64";
 
 #define INFLIGHT_QUOTED(name) " " #name
-#define INFLIGHT_DESCRIBED(type, name) \
-    << " " #name ":" << kType<type> << ":" << offsetof(Structure, name) << ":" << sizeof(type)
-#define INFLIGHT_DESCRIBE(name, list)                                                     \
-    {                                                                                     \
-        using Structure = name;                                                           \
-        text << "structure " #name " " << sizeof(Structure) list(INFLIGHT_DESCRIBED) << '\n'; \
+#define INFLIGHT_DESCRIBED(type, name)                                                        \
+    text += std::string(" " #name ":") + kType<type> + ":" + std::to_string(offsetof(Structure, name)) + ":" + \
+            std::to_string(sizeof(type));
+#define INFLIGHT_DESCRIBE(name, list)                                    \
+    {                                                                    \
+        using Structure = name;                                          \
+        text += "structure " #name " " + std::to_string(sizeof(Structure)); \
+        list(INFLIGHT_DESCRIBED) text += '\n';                            \
     }
 
+// Without streams: where a process has loaded another C++ library before, these may be unusable.
 std::string describe() {
-    std::ostringstream text;
-    text << "numbers Activation" INFLIGHT_ACTIVATIONS(INFLIGHT_QUOTED) "\n"
-         << "numbers Scores" INFLIGHT_SCORES(INFLIGHT_QUOTED) "\n";
+    std::string text = "numbers Activation" INFLIGHT_ACTIVATIONS(INFLIGHT_QUOTED) "\n"
+                       "numbers Scores" INFLIGHT_SCORES(INFLIGHT_QUOTED) "\n";
     INFLIGHT_DESCRIBE(Matrix, INFLIGHT_MATRIX)
     INFLIGHT_DESCRIBE(Linear, INFLIGHT_LINEAR)
     INFLIGHT_DESCRIBE(Experts, INFLIGHT_EXPERTS)
     INFLIGHT_DESCRIBE(Heads, INFLIGHT_HEADS)
     INFLIGHT_DESCRIBE(Step, INFLIGHT_STEP)
     INFLIGHT_DESCRIBE(DecoderLayer, INFLIGHT_DECODER_LAYER)
-    return text.str();
+    return text;
 }
 
 }  // namespace
