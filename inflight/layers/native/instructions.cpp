@@ -1,6 +1,6 @@
 #include "instructions.h"
 
-#include <string>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -13,6 +13,12 @@
 
 namespace inflight {
 namespace {
+
+struct Names {
+    char text[64] = "";
+
+    void add(const char* name) { std::strncat(text, name, sizeof(text) - std::strlen(text) - 1); }
+};
 
 #if defined(INFLIGHT_AVX512_EXTENSIONS)
 // The shapes of all tile registers: 16 rows of 64 bytes.
@@ -37,25 +43,24 @@ bool is_amd() {
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
 }
 
-std::string find_instructions() {
+void find_instructions(Names& names) {
     uint32_t a, b, c, d, a1, b1, c1, d1;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return "";
-    std::string found;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return;
     // Intel's dot products of pairs take longer than widening and two multiply-adds.
-    if ((a1 >> 5 & 1) && is_amd()) found += "avx512_bf16 ";
-    if (c >> 11 & 1) found += "vnni ";
+    if ((a1 >> 5 & 1) && is_amd()) names.add("avx512_bf16 ");
+    if (c >> 11 & 1) names.add("vnni ");
     const bool has_bf16 = d >> 22 & 1, has_tiles = d >> 24 & 1, has_int8 = d >> 25 & 1;
-    if (has_tiles && (has_bf16 || has_int8) && may_use_tiles())
-        found.append(has_bf16 ? "amx_bf16 " : "").append(has_int8 ? "amx_int8 " : "");
-    return found;
+    if (!has_tiles || !(has_bf16 || has_int8) || !may_use_tiles()) return;
+    if (has_bf16) names.add("amx_bf16 ");
+    if (has_int8) names.add("amx_int8 ");
 }
 #elif defined(__x86_64__)
-std::string find_instructions() {
+void find_instructions(Names& names) {
     uint32_t a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) ? "vnni" : "";
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1)) names.add("vnni ");
 }
 #else
-std::string find_instructions() { return ""; }
+void find_instructions(Names&) {}
 #endif
 
 }  // namespace
@@ -74,6 +79,10 @@ __attribute__((target("amx-tile"))) void leave_tiles() { _tile_release(); }
 // Return the names of the instructions that this process may use. The first call asks the system for the permission to
 // use AMX.
 extern "C" const char* inflight_instructions() {
-    static const std::string found = inflight::find_instructions();
-    return found.c_str();
+    static const inflight::Names names = [] {
+        inflight::Names found;
+        inflight::find_instructions(found);
+        return found;
+    }();
+    return names.text;
 }

@@ -185,3 +185,16 @@ def test_environment_variable_disables_the_library() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "None\n"
+
+
+def test_library_uses_no_strings_or_streams(compiler: str, folder: Path) -> None:
+    """Where a process has loaded another C++ library before, as torch for CUDA does, these may be that library's, and
+    crash."""
+    names = subprocess.run(
+        ["nm", "--dynamic", "--undefined-only", build(compiler, folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "_ZSt9terminatev" in names
+    assert not [name for name in names.split() if "basic_" in name or "locale" in name]
