@@ -21,7 +21,8 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
 from inflight.request import Request
-from inflight.scheduling.drafts import Drafting, Guess, NoSpeculation
+from inflight.scheduling.drafts import Drafting, Guess
+from inflight.scheduling.scheduler import NoSpeculation
 
 MOST = 3  # drafts of a request in a step
 

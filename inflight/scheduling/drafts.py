@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from inflight.config import Speculative
 from inflight.request import Request
 from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
+from inflight.scheduling.scheduler import NoSpeculation, Speculation, SpeculationStats
 
 
 class Guess(NamedTuple):
@@ -41,52 +42,6 @@ class Drafter(Protocol):
 
     def clear(self) -> None:
         """Forget all requests that have ended."""
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Totals of an engine."""
-
-    num_drafts: int = 0  # entries with drafts
-    num_drafted: int = 0  # tokens
-    num_accepted: int = 0
-
-
-class Speculation(Protocol):
-    """What the scheduler asks."""
-
-    stats: SpeculationStats
-
-    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield entries, which all decode, and their drafts, together at most `room` tokens."""
-
-    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
-        """Take in the results of a step."""
-
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Take in how long a step took."""
-
-    def clear(self) -> None:
-        """Forget what requests that have ended leave behind."""
-
-
-class NoSpeculation:
-    """Implements `Speculation` without drafts."""
-
-    def __init__(self) -> None:
-        self.stats = SpeculationStats()
-
-    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:  # noqa: ARG002
-        return iter(())
-
-    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
-        pass
-
-    def observe(self, batch: Batch, seconds: float) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 # ---- how many ----
