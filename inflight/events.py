@@ -152,7 +152,7 @@ QUEUE_CAUSES = ("step", "memory", "slots", "budget", "policy")
 class TimeBreakdown:
     """Where a request's time went, in seconds. The parts add up to its latency in the engine."""
 
-    queue: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))  # by cause
+    queue: dict[str, float] = field(default_factory=dict.fromkeys(QUEUE_CAUSES, 0.0).copy)  # by cause
     prefill: float = 0.0  # computing its own tokens, also again after a preemption
     prefill_of_others: float = 0.0  # time that prompts of others added to the steps of its decodes
     decode: float = 0.0
