@@ -182,11 +182,11 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0  # among the drafted ones
     finish_reason: str | None = None
     stop_token_id: int | None = None
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
     engine_id: str = ""  # the replica that it is on, or was on last
     num_failovers: int = 0  # replicas that died while it ran
     number: int = -1  # on the timeline of that replica; -1: none is recorded
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # among the drafted ones

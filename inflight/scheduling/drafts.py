@@ -263,7 +263,8 @@ class TokenIndex:
         return matches
 
 
-MAX_ANSWER_TOKENS = 2_000_000  # of all answers that are kept
+PIECE = 1_000  # tokens of a request that are indexed at once, so that others hardly wait
+MAX_ANSWER_TOKENS = 400_000  # of all answers that are kept
 
 
 class Lookup:
@@ -280,22 +281,23 @@ class Lookup:
         self._factor = math.inf if is_own else config.suffix_decoding_max_spec_factor
         self._min_odds = config.suffix_decoding_min_token_prob
         self._max_answers = 0 if is_own else config.suffix_decoding_max_cached_requests
-        self._answers: dict[str, list[list[int]]] = {}  # by cache key, oldest first
-        self._indices: dict[str, TokenIndex] = {}
-        self._num_answers = self._num_answer_tokens = 0
+        # Answers by cache key. When there are many, the older ones are dropped as a whole.
+        self._answers: dict[str, TokenIndex] = {}
+        self._older: dict[str, TokenIndex] = {}
+        self._num_answers = self._num_answer_tokens = 0  # not counting the older ones
 
     def propose(self, request: Request, most: int) -> Guess:
         record = _record(request)
         index = record.index = record.index or TokenIndex(self._min_match)
-        tokens = request.token_ids
-        if len(index.tokens) < len(tokens):
-            index.extend(tokens[len(index.tokens) :])
-        own = self._continue(index, tokens, most)
-        shared = self._indices.get(request.spec.cache_key)
-        if shared is None:
-            return own
-        other = self._continue(shared, tokens, most)
-        return other if sum(other.odds) > sum(own.odds) else own
+        tokens, num_indexed = request.token_ids, len(index.tokens)
+        if num_indexed < len(tokens):
+            index.extend(tokens[num_indexed : num_indexed + PIECE])
+            if len(index.tokens) < len(tokens):
+                return NO_GUESS
+        key = request.spec.cache_key
+        indices = index, self._answers.get(key), self._older.get(key)
+        guesses = [self._continue(known, tokens, most) for known in indices if known is not None]
+        return max(guesses, key=lambda guess: sum(guess.odds))  # of equal ones, the request's own
 
     def _continue(self, index: TokenIndex, tail: Sequence[int], most: int) -> Guess:
         """Return the best draft: the sum of the probabilities of its tokens is the largest."""
@@ -340,31 +342,17 @@ class Lookup:
         answer = request.token_ids[request.num_prompt_tokens :]
         if len(answer) <= self._min_match or not self._max_answers:
             return
-        key = request.spec.cache_key
-        self._answers.setdefault(key, []).append(answer)
-        self._indices.setdefault(key, TokenIndex(self._min_match)).extend([SEPARATOR, *answer])
+        index = self._answers.setdefault(request.spec.cache_key, TokenIndex(self._min_match))
+        index.extend([SEPARATOR, *answer])
         self._num_answers += 1
         self._num_answer_tokens += len(answer)
-        if self._num_answers > self._max_answers or self._num_answer_tokens > MAX_ANSWER_TOKENS:
-            self._forget_half()
-
-    def _forget_half(self) -> None:
-        """Forget the older half of the answers of every key. Indices are built again, so this is rare."""
-        for key, answers in list(self._answers.items()):
-            del answers[: -(-len(answers) // 2)]
-            del self._indices[key]
-            if not answers:
-                del self._answers[key]
-                continue
-            index = self._indices[key] = TokenIndex(self._min_match)
-            for answer in answers:
-                index.extend([SEPARATOR, *answer])
-        kept = [answer for answers in self._answers.values() for answer in answers]
-        self._num_answers, self._num_answer_tokens = len(kept), sum(map(len, kept))
+        if 2 * self._num_answers >= self._max_answers or 2 * self._num_answer_tokens >= MAX_ANSWER_TOKENS:
+            self._older, self._answers = self._answers, {}
+            self._num_answers = self._num_answer_tokens = 0
 
     def clear(self) -> None:
         self._answers.clear()
-        self._indices.clear()
+        self._older.clear()
         self._num_answers = self._num_answer_tokens = 0
 
 

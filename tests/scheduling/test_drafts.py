@@ -12,7 +12,7 @@ from inflight.errors import ConfigError
 from inflight.kv.layout import KVLayout
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
-from inflight.scheduling.drafts import Drafting, Guess, Lookup, StepCosts, make_speculation
+from inflight.scheduling.drafts import SEPARATOR, Drafting, Guess, Lookup, StepCosts, make_speculation
 from tests.scheduling.guessing import Guesser
 from tests.support.fake_runner import PLAIN, expected_tokens
 from tests.support.requests import FakeEngine, make_request
@@ -87,11 +87,28 @@ def test_answers_are_seen_only_by_those_who_share_prefixes_with_them() -> None:
 
 
 def test_old_answers_are_forgotten() -> None:
-    lookup = Lookup(Speculative("suffix", suffix_decoding_max_cached_requests=3))
-    for number in range(4):
+    lookup = Lookup(Speculative("suffix", suffix_decoding_max_cached_requests=4))
+    for number in range(9):
         ended(lookup, [9], [number, 10, 11 + number, 12])
+        indices = [*lookup._answers.values(), *lookup._older.values()]
+        assert sum(index.tokens.count(SEPARATOR) for index in indices) <= 4
     assert proposed(lookup, [8, 0, 10]).token_ids == []
-    assert proposed(lookup, [8, 3, 10]).token_ids == [14, 12]
+    assert proposed(lookup, [8, 8, 10]).token_ids == [19, 12]
+
+
+def test_long_answers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.scheduling.drafts.MAX_ANSWER_TOKENS", 1000)
+    lookup = Lookup(SUFFIX)
+    for number in range(50):
+        ended(lookup, [9], [number, *range(1000, 1099)])
+    assert sum(len(index.tokens) for index in (*lookup._answers.values(), *lookup._older.values())) < 1300
+    assert proposed(lookup, [8, 49, 1000]).token_ids == [1001, 1002]
+
+
+def test_long_prompts_are_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.scheduling.drafts.PIECE", 10)
+    lookup, request = Lookup(SUFFIX), make_request([*range(20), 0, 1, 2], 50)
+    assert [lookup.propose(request, 4).token_ids for _ in range(3)] == [[], [], [3, 4, 5]]
 
 
 def test_ngram_looks_at_the_requests_own_text_only() -> None:
@@ -104,7 +121,9 @@ def test_ngram_looks_at_the_requests_own_text_only() -> None:
 
 def test_lookup_stays_fast_where_everything_matches() -> None:
     lookup, request = Lookup(SUFFIX), make_request([5] * 20_000, 50)
-    assert lookup.propose(request, 16).token_ids == [5] * 16
+    while not (guess := lookup.propose(request, 16)).token_ids:
+        pass
+    assert guess.token_ids == [5] * 16
     (places,) = request.speculation.index._places.values()
     assert len(places) < 100
 
