@@ -162,7 +162,7 @@ def test_variables_do_what_the_page_says() -> None:
 # Features that docs/comparison.md lists as missing, with an argument that must be rejected as long as they are.
 MISSING = {
     "LoRA": "--enable-lora",
-    "SpeculationConfig decoding": "--speculative-model x",
+    "Speculative decoding": "--speculative-model x",
     "Images, audio and video": "--allowed-local-media-path x",
     "One engine on several machines": "--nnodes 2",
     "KV offloading": "--kv-offloading-size 4",
