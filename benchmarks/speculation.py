@@ -21,7 +21,7 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
 from inflight.request import Request
-from inflight.scheduling.drafts import Drafting, Guess
+from inflight.scheduling.drafts import AdaptiveSpeculation, Guess
 from inflight.scheduling.scheduler import NoSpeculation
 
 MOST = 3  # drafts of a request in a step
@@ -68,7 +68,10 @@ def measure(
         return batch * output / seconds, [list(made.outputs[0].token_ids) for made in outputs]
 
     _, answers = run()
-    drafting = {share: Drafting(Oracle(share, dict(enumerate(answers)), vocab_size), MOST) for share in right}
+    drafting = {
+        share: AdaptiveSpeculation(Oracle(share, dict(enumerate(answers)), vocab_size), MOST)
+        for share in right
+    }
     rates: dict[float | None, list[float]] = {share: [] for share in (None, *right)}
     for turn in range(1 + turns):  # the first one warms up
         for share in (None, *right):
