@@ -67,6 +67,7 @@ def measure(
         seconds = time.perf_counter() - began_at
         return batch * output / seconds, [list(made.outputs[0].token_ids) for made in outputs]
 
+    scheduler.speculation = NoSpeculation()
     _, answers = run()
     drafting = {
         share: AdaptiveSpeculation(Oracle(share, dict(enumerate(answers)), vocab_size), MOST)

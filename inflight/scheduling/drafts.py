@@ -125,6 +125,7 @@ class HitRate:
 
 PRIOR = 4.0  # how many observations an expectation is worth
 FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
+MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
 RECOVERY = 0.002  # share of the record of drafts that is forgotten with every token without drafts
 
 
@@ -164,17 +165,20 @@ class AdaptiveSpeculation:
             return
         seconds = costs.estimate(num_tokens)
         # How likely a token must be: one more makes the step this much longer for all of them.
-        break_even = num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1)
+        break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
         drafts: dict[int, list[int]] = {}
         slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
         for entry, draft in self._drafts(step, room, break_even):
             drafts[entry] = draft.token_ids
             slots += [(probability, entry) for probability in draft.probabilities]
+        slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
         returned, best, num_drafted = float(num_decodes), num_decodes / seconds, 0
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
-            rate = returned / costs.estimate(num_tokens + number)
+            rate = returned / max(
+                seconds, costs.estimate(num_tokens + number)
+            )  # fewer tokens are never slower
             if rate > best:
                 best, num_drafted = rate, number
         for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():

@@ -218,6 +218,13 @@ def test_drafts_stop_where_every_token_costs_as_much(odds: float) -> None:
     assert ratio(odds, 16, base=0.0, per_token=1.0) > 0.97
 
 
+def test_wrong_drafts_end_where_larger_steps_seem_faster() -> None:
+    """As they may on a busy machine."""
+    machine = Machine(0.0, base=1.0, per_token=-0.05)
+    seconds_for(machine, 1)
+    assert machine.stats.num_drafted < 40
+
+
 def test_refused_requests_do_not_stop_others() -> None:
     right, wrong = Guesser(1.0, PLAIN, seed=1, full=True), Guesser(0.0, PLAIN, seed=2, full=True)
 
