@@ -21,7 +21,8 @@ from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams
 from inflight.request import Request
-from inflight.scheduling.drafts import Drafting, Guess, NoSpeculation
+from inflight.scheduling.drafts import AdaptiveSpeculation, Guess
+from inflight.scheduling.scheduler import NoSpeculation
 
 MOST = 3  # drafts of a request in a step
 
@@ -66,8 +67,12 @@ def measure(
         seconds = time.perf_counter() - began_at
         return batch * output / seconds, [list(made.outputs[0].token_ids) for made in outputs]
 
+    scheduler.speculation = NoSpeculation()
     _, answers = run()
-    drafting = {share: Drafting(Oracle(share, dict(enumerate(answers)), vocab_size), MOST) for share in right}
+    drafting = {
+        share: AdaptiveSpeculation(Oracle(share, dict(enumerate(answers)), vocab_size), MOST)
+        for share in right
+    }
     rates: dict[float | None, list[float]] = {share: [] for share in (None, *right)}
     for turn in range(1 + turns):  # the first one warms up
         for share in (None, *right):

@@ -145,7 +145,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculative:
+class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
     method: str  # auto, suffix or ngram
@@ -161,7 +161,7 @@ class Speculative:
     suffix_decoding_min_token_prob: float = 0.1
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Speculative:
+    def from_options(cls, options: Mapping[str, Any]) -> SpeculationConfig:
         """Read the options that a user gave. Raises ConfigError, in one line."""
         methods = ("auto", "suffix", "ngram")
         known = {item.name: item for item in fields(cls)}
@@ -246,7 +246,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.speculative_config is not None:
-            Speculative.from_options(self.speculative_config)
+            SpeculationConfig.from_options(self.speculative_config)
         weights = (self.tenant_weights or {}).values()
         if not all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights):
             raise ConfigError(

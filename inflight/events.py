@@ -152,7 +152,7 @@ QUEUE_CAUSES = ("step", "memory", "slots", "budget", "policy")
 class TimeBreakdown:
     """Where a request's time went, in seconds. The parts add up to its latency in the engine."""
 
-    queue: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))  # by cause
+    queue: dict[str, float] = field(default_factory=dict.fromkeys(QUEUE_CAUSES, 0.0).copy)  # by cause
     prefill: float = 0.0  # computing its own tokens, also again after a preemption
     prefill_of_others: float = 0.0  # time that prompts of others added to the steps of its decodes
     decode: float = 0.0
@@ -182,11 +182,11 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0  # among the drafted ones
     finish_reason: str | None = None
     stop_token_id: int | None = None
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
     engine_id: str = ""  # the replica that it is on, or was on last
     num_failovers: int = 0  # replicas that died while it ran
     number: int = -1  # on the timeline of that replica; -1: none is recorded
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # among the drafted ones

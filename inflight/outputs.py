@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
+from inflight.events import PositionLogprobs, logprob_columns
 from inflight.scoring import Scale
 from inflight.vllm_names import vllm_attribute
 
@@ -171,22 +171,6 @@ class RequestMetrics:
     @property
     def latency(self) -> float | None:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
-
-    @classmethod
-    def from_records(cls, records: list[RequestRecord]) -> RequestMetrics:
-        """Combine the records of all answers: the earliest start and the latest end."""
-
-        def known(name: str) -> list[float]:
-            return [value for record in records if (value := getattr(record, name)) is not None]
-
-        return cls(
-            arrival_time=min(record.arrived_at for record in records),
-            first_scheduled_time=min(known("admitted_at"), default=None),
-            first_token_time=min(known("first_token_at"), default=None),
-            last_token_time=max(known("last_token_at"), default=None),
-            finished_time=max(known("finished_at"), default=None),
-            num_preemptions=sum(record.num_preemptions for record in records),
-        )
 
 
 @_lazy_logprobs("prompt_logprobs")

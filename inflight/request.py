@@ -221,7 +221,7 @@ class Request:
     hash_state: Any = field(default=None, repr=False)  # SHA-256 state after all of block_hashes, or None
     num_published: int = 0  # leading blocks that are in the prefix cache
 
-    speculation: Any = None  # what drafts.py keeps of it
+    draft_record: Any = None  # what scheduling/drafts.py keeps of it
 
     record: RequestRecord = field(init=False)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # as far as computed

@@ -30,11 +30,12 @@ from inflight.frontend.agents.grammar_writer import INPUT_GRAMMAR, InputGrammar
 from inflight.frontend.agents.parser import MessageParser
 from inflight.frontend.agents.values import bare_text_to_json
 from inflight.frontend.chat import checked_tools, template_messages, template_tools
+from inflight.frontend.input_processor import bad_word_ids
+from inflight.frontend.output_processor import StopStrings
 from inflight.frontend.scoring_inputs import encode_prefixes
 from inflight.frontend.text.chat import encode_chat
 from inflight.frontend.text.chat_template import ChatTemplate
 from inflight.frontend.text.detokenizer import IncrementalDetokenizer
-from inflight.frontend.text.stop_strings import StopStrings, bad_word_ids
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.models.tensors import fill, read_headers
 from inflight.server.anthropic.conversation import chat_of

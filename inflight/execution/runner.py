@@ -160,6 +160,7 @@ class ModelRunner:
         links: StageLinks | None = None,
     ) -> None:
         self.decoder = decoder
+        self._is_first, self._is_last = decoder.shard.is_first, decoder.shard.is_last  # of the stages
         self._links = links
         self._block_size = block_size
         kv_shape = decoder.kv_shape(block_size)
@@ -177,7 +178,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Sampled:
         """Compute the step: its handle is the results."""
         inputs, result = self._prepare(batch), Sampled([[] for _ in range(len(batch))])
-        if not self.decoder.shard.is_last:
+        if not self._is_last:
             assert self._links is not None
             self._links.hand_over(self._forward(inputs, None))
             return result
@@ -223,7 +224,7 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
         """Run the layers that are here, and return the hidden states of these tokens, or of all."""
         decoder, caches, states = self.decoder, self.cache.layers, self._states
-        if decoder.shard.is_first:
+        if self._is_first:
             return decoder.forward(inputs.token_ids, caches, inputs.attention, outputs, states)
         assert self._links is not None
         hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)

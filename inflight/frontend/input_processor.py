@@ -16,7 +16,6 @@ from inflight.constraints.compiler import GrammarCompiler
 from inflight.constraints.validator import GrammarValidator
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError, PromptError, shown
-from inflight.frontend.text.stop_strings import bad_word_ids
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.request import DEFAULT_CONTEXT, Request, RequestContext, RequestSpec
 from inflight.sampling_params import SamplingParams
@@ -32,8 +31,7 @@ _PROMPT_KINDS = "text, a list of token ids, or a mapping with 'prompt' or 'promp
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
     """Check arguments that only vLLM's methods have. Raises ParameterError for arguments that would have an effect."""
-    unknown = translate_arguments(foreign, METHOD_RULES, ParameterError)
-    if unknown:
+    if foreign and (unknown := translate_arguments(foreign, METHOD_RULES, ParameterError)):
         raise ParameterError(f"unknown argument {', '.join(unknown)}", param=min(unknown))
 
 
@@ -326,3 +324,31 @@ def vocabulary_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: t
             code="constraints_unavailable",
         )
     return Vocabulary([decoder.pieces[i] for i in range(vocab_size)], tokenizer.special_ids, ends)
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences whose last token is banned if the tokens before it were just generated.
+
+    Every word is banned both at the start of a text and after a space, as these are different tokens.
+    """
+    stripped = [word.lstrip() or word for word in words]
+    spellings = [*stripped, *(f" {word}" for word in stripped)]
+    encoded = tokenizer.encode_batch(spellings, add_special_tokens=False)
+    for word, ids in zip(words, encoded, strict=False):  # only the spellings without a space
+        if not ids:
+            raise ParameterError(
+                f"bad_words contains {word!r}: this tokenizer has no tokens for it", param="bad_words"
+            )
+    sequences = dict.fromkeys((tuple(ids) for ids in encoded if ids), False)  # whether each is redundant
+    # A sequence that ends in another banned sequence is redundant: the shorter one always applies first. The endings
+    # are a tree of tokens from the last one on, with None where a sequence begins.
+    endings: dict[int | None, Any] = {}
+    for sequence in sorted(sequences, key=len):
+        node = endings
+        for token_id in reversed(sequence):
+            node = node.setdefault(token_id, {})
+            if None in node:
+                sequences[sequence] = True
+                break
+        node[None] = {}
+    return tuple(sequence for sequence, is_redundant in sequences.items() if not is_redundant)

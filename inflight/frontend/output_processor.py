@@ -1,10 +1,11 @@
-"""Turns deltas of token ids into text, parsed messages and outputs."""
+"""Turns deltas of token ids into text, cut at stop strings, into parsed messages and outputs."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.frontend.agents.parser import MessageParser
@@ -18,7 +19,6 @@ from inflight.frontend.agents.source import (
     merge_deltas,
 )
 from inflight.frontend.text.detokenizer import IncrementalDetokenizer
-from inflight.frontend.text.stop_strings import StopStrings
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.outputs import (
     AssistantMessage,
@@ -31,6 +31,102 @@ from inflight.outputs import (
 )
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+
+# ---- stop strings ----
+
+_ROOT = 0
+_CODE_POINTS = 0x110000
+
+
+class _Automaton:
+    """An Aho-Corasick automaton that searches for all stop strings at once.
+
+    Its state is the longest suffix of the text that is a prefix of some stop string. That suffix is exactly the text
+    that must be held back, and keeping it is how a stop string that spans several tokens is found. Time is linear in
+    the text, however many and long the stop strings are. One flat dict of edges is far smaller than one dict per state.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.edges: dict[int, int] = {}  # state * _CODE_POINTS + character -> state
+        self.depth = [0]  # characters from the root
+        self.fallback = [_ROOT]  # the state of the longest proper suffix
+        self.match: list[str | None] = [None]  # the longest stop that ends in this state
+        # Breadth first: a fallback is shorter than its state, so it is complete before it is needed.
+        growing = [(stop, _ROOT) for stop in stops]
+        level = 0
+        while growing:
+            growing = [(stop, self._grow(state, stop, level)) for stop, state in growing]
+            level += 1
+            growing = [(stop, state) for stop, state in growing if len(stop) > level]
+
+    def _grow(self, parent: int, stop: str, level: int) -> int:
+        """Return the state one character further along a stop string, creating it if needed."""
+        character = ord(stop[level])
+        key = parent * _CODE_POINTS + character
+        state = self.edges.get(key)
+        if state is None:
+            fallback = _ROOT if parent == _ROOT else self.step(self.fallback[parent], character)
+            state = self.edges[key] = len(self.depth)
+            self.depth.append(level + 1)
+            self.fallback.append(fallback)
+            self.match.append(self.match[fallback])
+        if len(stop) == level + 1:
+            self.match[state] = stop
+        return state
+
+    def step(self, state: int, character: int) -> int:
+        while True:
+            following = self.edges.get(state * _CODE_POINTS + character)
+            if following is not None:
+                return following
+            if state == _ROOT:
+                return _ROOT
+            state = self.fallback[state]
+
+
+_automaton = lru_cache(maxsize=8)(_Automaton)  # shared by the outputs of one request
+
+
+class StopStrings:
+    """Cuts a text at the stop string that is completed first; if several end there, at the longest."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._automaton = _automaton(tuple(stops))
+        self._include = include
+        self._state = _ROOT
+        self._pending = ""  # as long as the depth of the state
+        self.matched: str | None = None  # the stop string at which the text ended
+
+    def push(self, text: str) -> str:
+        """Return the text that is safe to send, which is all but a possible start of a stop string."""
+        if self.matched is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        if not automaton.edges:  # there are no stops
+            return text
+        for index, character in enumerate(text):
+            state = automaton.step(state, ord(character))
+            stop = automaton.match[state]
+            if stop is not None:
+                return self._end(self._pending + text[: index + 1], stop)
+        self._state = state
+        text = self._pending + text
+        safe = len(text) - automaton.depth[state]
+        self._pending = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the natural end of the output."""
+        pending, self._pending, self._state = self._pending, "", _ROOT
+        return pending
+
+    def _end(self, text: str, stop: str) -> str:
+        self.matched = stop
+        self._pending = ""
+        return text if self._include else text[: len(text) - len(stop)]
+
+
+# ---- answers ----
 
 
 class MessageReader:
@@ -123,7 +219,7 @@ class Answer:
     def push(self, delta: Delta) -> bool:
         """Add a delta. Return True if a stop string ended the answer before the engine did."""
         output = self.output
-        if output.finished:
+        if output.finish_reason is not None:
             return False
         first = len(output.token_ids)
         output.token_ids += delta.token_ids
@@ -196,13 +292,13 @@ class Answer:
         pending = ""
         if self._detokenizer is not None and self._stops.matched is None:
             self._read(len(output.token_ids) - self._hides_last())
-            if output.finished:
+            if output.finish_reason is not None:
                 pending = self._stops.push(self._detokenizer.flush())
                 if self._stops.matched is None:
                     pending += self._stops.flush()
                 self._text += pending
                 self._detokenizer = None
-        if self.reader is not None and output.finished:
+        if self.reader is not None and output.finish_reason is not None:
             self.reader.finish(pending)
 
     def result(self) -> CompletionOutput:
@@ -292,7 +388,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        return all(answer.output.finished for answer in self._answers.values())
+        return all(answer.output.finish_reason is not None for answer in self._answers.values())
 
     def excerpt(self, length: int) -> str:
         """Return the beginning and the end of the prompt's text, in at most about `length` characters."""
@@ -345,5 +441,21 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # reading it gives a list
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,
-            metrics=RequestMetrics.from_records(records),
+            metrics=_metrics(records),
         )
+
+
+def _metrics(records: list[RequestRecord]) -> RequestMetrics:
+    """Combine the records of all answers: the earliest start and the latest end."""
+
+    def known(name: str) -> list[float]:
+        return [value for record in records if (value := getattr(record, name)) is not None]
+
+    return RequestMetrics(
+        arrival_time=min(record.arrived_at for record in records),
+        first_scheduled_time=min(known("admitted_at"), default=None),
+        first_token_time=min(known("first_token_at"), default=None),
+        last_token_time=max(known("last_token_at"), default=None),
+        finished_time=max(known("finished_at"), default=None),
+        num_preemptions=sum(record.num_preemptions for record in records),
+    )

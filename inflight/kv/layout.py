@@ -79,7 +79,9 @@ class KVLayout:
 
     def max_tokens(self, num_blocks: int, chunk: int) -> int:
         """Return the length of the longest request that fits into `num_blocks`, computed `chunk` tokens at a time."""
-        return _max_tokens(self, num_blocks, chunk)
+        if self.blocks_for(_NO_LIMIT, chunk) <= num_blocks:
+            return _NO_LIMIT
+        return bisect_right(range(_NO_LIMIT), num_blocks, key=lambda count: self.blocks_for(count, chunk)) - 1
 
 
 @lru_cache
@@ -89,13 +91,6 @@ def _groups(windows: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
         tables.setdefault(window, []).append(table)
     ordered = sorted(tables, key=lambda window: (window is not None, window))
     return tuple(KVGroup(window, tuple(tables[window])) for window in ordered)
-
-
-@lru_cache
-def _max_tokens(layout: KVLayout, num_blocks: int, chunk: int) -> int:
-    if layout.blocks_for(_NO_LIMIT, chunk) <= num_blocks:
-        return _NO_LIMIT
-    return bisect_right(range(_NO_LIMIT), num_blocks, key=lambda count: layout.blocks_for(count, chunk)) - 1
 
 
 @dataclass(frozen=True, slots=True)

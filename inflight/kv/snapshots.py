@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from inflight.kv.block_pool import BlockPool
 from inflight.kv.prefix_cache import PrefixCache, PrefixHit
 from inflight.request import Request
+
+if TYPE_CHECKING:  # `block_manager.py` imports this module
+    from inflight.kv.block_manager import BlockPool
 
 PROMPT_INTERVAL = 16  # blocks of a prompt between snapshots
 MAX_SHARE = 0.25  # of all blocks

@@ -13,18 +13,21 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import itemgetter, mul
 from typing import Any, NamedTuple, Protocol
 
-from inflight.config import Speculative
+from inflight.config import SpeculationConfig
 from inflight.request import Request
 from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
+from inflight.scheduling.scheduler import NoSpeculation, Speculation, SpeculationStats
 
 
 class Guess(NamedTuple):
     """Guessed tokens. Each is right with its probability, given that those before it are."""
 
     token_ids: list[int]
-    odds: list[float]
+    probabilities: list[float]
 
 
 NO_GUESS = Guess([], [])
@@ -43,55 +46,9 @@ class Drafter(Protocol):
         """Forget all requests that have ended."""
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """Totals of an engine."""
-
-    num_drafts: int = 0  # entries with drafts
-    num_drafted: int = 0  # tokens
-    num_accepted: int = 0
-
-
-class Speculation(Protocol):
-    """What the scheduler asks."""
-
-    stats: SpeculationStats
-
-    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield entries, which all decode, and their drafts, together at most `room` tokens."""
-
-    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
-        """Take in the results of a step."""
-
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Take in how long a step took."""
-
-    def clear(self) -> None:
-        """Forget what requests that have ended leave behind."""
-
-
-class NoSpeculation:
-    """Implements `Speculation` without drafts."""
-
-    def __init__(self) -> None:
-        self.stats = SpeculationStats()
-
-    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:  # noqa: ARG002
-        return iter(())
-
-    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
-        pass
-
-    def observe(self, batch: Batch, seconds: float) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-
 # ---- how many ----
 
-FEW = 4  # steps
+NUM_FIRST_STEPS = 4  # steps
 STEP_WEIGHT = 0.1  # of a step among those of its size
 
 
@@ -109,7 +66,7 @@ class StepCosts:
         count = self._counts[size] = self._counts.get(size, 0) + 1
         if count == 1:
             insort(self._sizes, size)
-        if count <= FEW:  # first steps are often slow
+        if count <= NUM_FIRST_STEPS:  # first steps are often slow
             self._seconds[size] = min(seconds, before)
             return
         change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
@@ -146,8 +103,8 @@ def _size_class(num_tokens: int) -> int:
 
 
 @dataclass(slots=True)
-class Share:
-    """How often something lately was so, beside what was expected before."""
+class HitRate:
+    """How often guesses were right recently, with a prior."""
 
     memory: float  # how many observations count, about
     hits: float = 0.0
@@ -167,7 +124,8 @@ class Share:
 
 
 PRIOR = 4.0  # how many observations an expectation is worth
-FIRST_ODDS = 0.5  # of drafts, before any was verified
+FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
+MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
 RECOVERY = 0.002  # share of the record of drafts that is forgotten with every token without drafts
 
 
@@ -175,85 +133,90 @@ RECOVERY = 0.002  # share of the record of drafts that is forgotten with every t
 class DraftRecord:
     """What speculation keeps of a request."""
 
-    drafts: Share = field(default_factory=lambda: Share(30.0))  # how often its drafts were right
+    drafts: HitRate = field(default_factory=lambda: HitRate(30.0))  # how often its drafts were right
     index: TokenIndex | None = None  # of its own tokens, for lookups
+    has_ended: bool = False
 
 
 def _record(request: Request) -> DraftRecord:
-    if request.speculation is None:
-        request.speculation = DraftRecord()
-    record: DraftRecord = request.speculation
+    if request.draft_record is None:
+        request.draft_record = DraftRecord()
+    record: DraftRecord = request.draft_record
     return record
 
 
-class Drafting:
+class AdaptiveSpeculation:
     """Implements `Speculation` with a drafter."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
         self._drafter = drafter
         self._most = most  # drafts of a request in a step
         self._costs = StepCosts()
-        self._places = [Share(200.0) for _ in range(most)]  # by place in the draft, of all requests lately
+        self._places = [HitRate(200.0) for _ in range(most)]  # by place in the draft, of all requests lately
         self.stats = SpeculationStats()
 
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
-        """Add drafts, the likeliest first, as long as the step yields more tokens per second with them."""
-        batch = step.batch
-        num_tokens = batch.num_tokens
-        if room <= 0 or not batch.num_decodes:
+        """Yield drafts, the likeliest tokens first, as long as the step yields more tokens per second with them."""
+        num_tokens, num_decodes, costs = step.batch.num_tokens, step.batch.num_decodes, self._costs
+        room = min(room, costs.reach - num_tokens)
+        if (
+            room <= 0 or not num_decodes or not costs.knows(num_tokens)
+        ):  # see first what it costs without drafts
             return
-        if not self._costs.knows(num_tokens):
-            return  # to see what it costs without drafts
-        room = min(room, self._costs.reach - num_tokens)
-        seconds = self._costs.estimate(num_tokens)
-        # The tokens that all requests together get for one more in the step must outweigh its time.
-        worth = batch.num_decodes * (self._costs.estimate(num_tokens + 1) / seconds - 1)
-        expected_odds = [place.estimate(FIRST_ODDS) for place in self._places]
+        seconds = costs.estimate(num_tokens)
+        # How likely a token must be: one more makes the step this much longer for all of them.
+        break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
         drafts: dict[int, list[int]] = {}
-        slots: list[tuple[float, int]] = []
-        for entry in range(batch.num_decodes):
+        slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
+        for entry, draft in self._drafts(step, room, break_even):
+            drafts[entry] = draft.token_ids
+            slots += [(probability, entry) for probability in draft.probabilities]
+        slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
+        slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
+        returned, best, num_drafted = float(num_decodes), num_decodes / seconds, 0
+        for number, (probability, _) in enumerate(slots[:room], 1):
+            returned += probability
+            rate = returned / max(
+                seconds, costs.estimate(num_tokens + number)
+            )  # fewer tokens are never slower
+            if rate > best:
+                best, num_drafted = rate, number
+        for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
+            yield entry, drafts[entry][:length]
+
+    def _drafts(self, step: ScheduledStep, room: int, break_even: float) -> Iterator[tuple[int, Guess]]:
+        """Yield the drafts of entries for which one may pay. Their probabilities are those of being returned."""
+        places = [place.estimate(FIRST_PROBABILITY) for place in self._places]
+        for entry in range(step.batch.num_decodes):
             request = step.requests[entry]
             most = min(self._most, request.max_total - request.num_tokens, room)
-            begins = request.num_computed <= request.num_prompt_tokens  # the first output says where it goes
-            if begins or request.num_in_flight > 1 or most <= 0:
+            has_outputs = request.num_computed > request.num_prompt_tokens
+            if not has_outputs or request.num_in_flight > 1 or most <= 0:
                 continue
-            record = _record(request).drafts
-            if record.estimate(expected_odds[0]) <= worth:
-                record.fade(RECOVERY)
-                self._places[0].fade(RECOVERY / batch.num_decodes)
+            drafts = _record(request).drafts
+            if drafts.estimate(places[0]) <= break_even:
+                drafts.fade(RECOVERY)
+                self._places[0].fade(RECOVERY / step.batch.num_decodes)
                 continue
-            token_ids, odds = self._drafter.propose(request, most)
-            if not token_ids:
-                continue
-            drafts[entry] = token_ids
-            reached = 1.0
-            for share, place_odds in zip(odds, expected_odds, strict=False):
-                reached *= min(1.0, share * record.estimate(place_odds))
-                slots.append((-reached, entry))
-        slots.sort()  # a draft's tokens stay in order: each is reached less often than the one before
-        del slots[max(0, room) :]
-        expected, best, num_drafts = float(batch.num_decodes), batch.num_decodes / seconds, 0
-        for number, (reached, _) in enumerate(slots, 1):
-            expected -= reached
-            rate = expected / self._costs.estimate(num_tokens + number)
-            if rate > best:
-                best, num_drafts = rate, number
-        lengths = Counter(entry for _, entry in slots[:num_drafts])
-        for entry, length in lengths.items():
-            yield entry, drafts[entry][:length]
+            token_ids, probabilities = self._drafter.propose(request, most)
+            rates = (drafts.estimate(place) for place in places)
+            each = [min(1.0, own * rate) for own, rate in zip(probabilities, rates, strict=False)]
+            if token_ids:
+                yield entry, Guess(token_ids, list(accumulate(each, mul)))
 
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         for entry, draft in step.batch.drafts.items():
-            num_accepted = max(0, len(sampled.token_ids[entry]) - 1)
+            request, num_accepted = step.requests[entry], max(0, len(sampled.token_ids[entry]) - 1)
             self.stats.num_drafts += 1
             self.stats.num_drafted += len(draft)
             self.stats.num_accepted += num_accepted
-            request = step.requests[entry]
             request.record.num_drafted_tokens += len(draft)
             request.record.num_accepted_tokens += num_accepted
-            self._learn(request, len(draft), num_accepted)
+            if request.record.finish_reason is None:  # otherwise it is not known how far the draft was right
+                self._learn(request, len(draft), num_accepted)
         for request in step.requests:
-            if request.record.finish_reason in ("stop", "length"):
+            if request.record.finish_reason in ("stop", "length") and not _record(request).has_ended:
+                _record(request).has_ended = True
                 self._drafter.ended(request)
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -308,7 +271,8 @@ class TokenIndex:
         return matches
 
 
-MAX_ANSWER_TOKENS = 2_000_000  # of all answers that are kept
+INDEXED_AT_ONCE = 1_000  # tokens of a request that are indexed at once, so that others hardly wait
+MAX_ANSWER_TOKENS = 400_000  # of all answers that are kept
 
 
 class Lookup:
@@ -318,49 +282,45 @@ class Lookup:
     tokens match. Answers are looked up only by requests that may share cached prefixes with them.
     """
 
-    def __init__(self, config: Speculative) -> None:
-        is_own = config.method == "ngram"  # only the request's own tokens
-        self._min_match = config.prompt_lookup_min if is_own else 2
-        self._depth = config.prompt_lookup_max if is_own else config.suffix_decoding_max_tree_depth
-        self._factor = math.inf if is_own else config.suffix_decoding_max_spec_factor
-        self._min_odds = config.suffix_decoding_min_token_prob
-        self._max_answers = 0 if is_own else config.suffix_decoding_max_cached_requests
-        self._answers: dict[str, list[list[int]]] = {}  # by cache key, oldest first
-        self._indices: dict[str, TokenIndex] = {}
-        self._num_answers = self._num_answer_tokens = 0
+    def __init__(self, config: SpeculationConfig) -> None:
+        own_text_only = config.method == "ngram"  # only the request's own tokens
+        self._min_match = config.prompt_lookup_min if own_text_only else 2
+        self._depth = config.prompt_lookup_max if own_text_only else config.suffix_decoding_max_tree_depth
+        self._factor = math.inf if own_text_only else config.suffix_decoding_max_spec_factor
+        self._min_probability = config.suffix_decoding_min_token_prob
+        self._max_answers = 0 if own_text_only else config.suffix_decoding_max_cached_requests
+        # Answers by cache key. When there are many, the older ones are dropped as a whole.
+        self._answers: dict[str, TokenIndex] = {}
+        self._older: dict[str, TokenIndex] = {}
+        self._num_answers = self._num_answer_tokens = 0  # not counting the older ones
 
     def propose(self, request: Request, most: int) -> Guess:
         record = _record(request)
         index = record.index = record.index or TokenIndex(self._min_match)
-        tokens = request.token_ids
-        if len(index.tokens) < len(tokens):
-            index.extend(tokens[len(index.tokens) :])
-        own = self._continue(index, tokens, most)
-        shared = self._indices.get(request.spec.cache_key)
-        if shared is None:
-            return own
-        other = self._continue(shared, tokens, most)
-        return other if sum(other.odds) > sum(own.odds) else own
+        tokens, num_indexed = request.token_ids, len(index.tokens)
+        if num_indexed < len(tokens):
+            index.extend(tokens[num_indexed : num_indexed + INDEXED_AT_ONCE])
+            if len(index.tokens) < len(tokens):
+                return NO_GUESS
+        key = request.spec.cache_key
+        indices = index, self._answers.get(key), self._older.get(key)
+        guesses = [self._continue(known, tokens, most) for known in indices if known is not None]
+        return max(guesses, key=_expected_length)  # of equal ones, the request's own
 
     def _continue(self, index: TokenIndex, tail: Sequence[int], most: int) -> Guess:
-        """Return the best draft: the sum of the probabilities of its tokens is the largest."""
+        """Return the longest draft, by the number of its tokens that are expected to be right."""
         matches = index.lookup(tail, self._depth)
-        best, score = NO_GUESS, 0.0
+        best = NO_GUESS
         for match in sorted({match for match, _ in matches}, reverse=True):
             limit = int(min(most, match * self._factor))
             draft = self._walk(index.tokens, [place for other, place in matches if other >= match], limit)
-            reached, total = 1.0, 0.0
-            for share in draft.odds:
-                reached *= share
-                total += reached
-            if total > score:
-                best, score = draft, total
+            best = max(best, draft, key=_expected_length)
         return best
 
     def _walk(self, tokens: list[int], places: list[int], limit: int) -> Guess:
         """Follow the most frequent continuation of these places."""
         token_ids: list[int] = []
-        odds: list[float] = []
+        probabilities: list[float] = []
         reached = 1.0
         while places and len(token_ids) < limit:
             counts: dict[int, int] = {}
@@ -374,48 +334,39 @@ class Lookup:
             )  # of equally frequent ones, the most recent
             share = counts[token_id] / sum(counts.values())
             reached *= share
-            if token_id == SEPARATOR or reached < self._min_odds:
+            if token_id == SEPARATOR or reached < self._min_probability:
                 break
             token_ids.append(token_id)
-            odds.append(share)
+            probabilities.append(share)
             places = [place + 1 for place in places if place < len(tokens) and tokens[place] == token_id]
-        return Guess(token_ids, odds)
+        return Guess(token_ids, probabilities)
 
     def ended(self, request: Request) -> None:
         answer = request.token_ids[request.num_prompt_tokens :]
         if len(answer) <= self._min_match or not self._max_answers:
             return
-        key = request.spec.cache_key
-        self._answers.setdefault(key, []).append(answer)
-        self._indices.setdefault(key, TokenIndex(self._min_match)).extend([SEPARATOR, *answer])
+        index = self._answers.setdefault(request.spec.cache_key, TokenIndex(self._min_match))
+        index.extend([SEPARATOR, *answer])
         self._num_answers += 1
         self._num_answer_tokens += len(answer)
-        if self._num_answers > self._max_answers or self._num_answer_tokens > MAX_ANSWER_TOKENS:
-            self._forget_half()
-
-    def _forget_half(self) -> None:
-        """Forget the older half of the answers of every key. Indices are built again, so this is rare."""
-        for key, answers in list(self._answers.items()):
-            del answers[: -(-len(answers) // 2)]
-            del self._indices[key]
-            if not answers:
-                del self._answers[key]
-                continue
-            index = self._indices[key] = TokenIndex(self._min_match)
-            for answer in answers:
-                index.extend([SEPARATOR, *answer])
-        kept = [answer for answers in self._answers.values() for answer in answers]
-        self._num_answers, self._num_answer_tokens = len(kept), sum(map(len, kept))
+        if 2 * self._num_answers >= self._max_answers or 2 * self._num_answer_tokens >= MAX_ANSWER_TOKENS:
+            self._older, self._answers = self._answers, {}
+            self._num_answers = self._num_answer_tokens = 0
 
     def clear(self) -> None:
         self._answers.clear()
-        self._indices.clear()
+        self._older.clear()
         self._num_answers = self._num_answer_tokens = 0
+
+
+def _expected_length(guess: Guess) -> float:
+    """Return how many tokens are expected to be right."""
+    return float(sum(accumulate(guess.probabilities, mul)))
 
 
 def make_speculation(options: Mapping[str, Any] | None) -> Speculation:
     """Return what `speculative_config` asks for."""
     if options is None:
         return NoSpeculation()
-    config = Speculative.from_options(options)
-    return Drafting(Lookup(config), config.num_speculative_tokens)
+    config = SpeculationConfig.from_options(options)
+    return AdaptiveSpeculation(Lookup(config), config.num_speculative_tokens)

@@ -108,7 +108,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         if len(token_ids) == 1:
             counts.accept(request, 1)
         elif token_ids:
-            token_ids = tokens_to_end(request, token_ids)
+            token_ids = sampled.token_ids[index] = tokens_to_end(request, token_ids)
             counts.accept(request, len(token_ids))
         else:
             counts.complete(request)

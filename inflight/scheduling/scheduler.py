@@ -8,7 +8,9 @@ admitted. A policy may reserve part of the step for waiting requests, which are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
@@ -16,12 +18,56 @@ from inflight.kv.block_manager import BlockManager
 from inflight.kv.prefix_cache import PrefixHit
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep
-from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.scheduling.drafts import NoSpeculation, Speculation
-from inflight.scheduling.policy import Policy, TokenBudget
+from inflight.scheduling.policy import CheckedPolicy, Policy, TokenBudget
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.results import end_with_errors, take_results
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Totals of an engine."""
+
+    num_drafts: int = 0  # entries with drafts
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0
+
+
+class Speculation(Protocol):
+    """Which tokens decodes verify beside their own (`drafts.py`)."""
+
+    stats: SpeculationStats
+
+    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield entries, which all decode, and their drafts, together at most `room` tokens."""
+
+    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
+        """Take in the results of a step."""
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Take in how long a step took."""
+
+    def clear(self) -> None:
+        """Forget what requests that have ended leave behind."""
+
+
+class NoSpeculation:
+    """Implements `Speculation` without drafts."""
+
+    def __init__(self) -> None:
+        self.stats = SpeculationStats()
+
+    def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:  # noqa: ARG002
+        return iter(())
+
+    def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
+        pass
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
 
 
 class Scheduler:
@@ -37,6 +83,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.blocks = blocks
+        most = blocks.max_tokens(limits.max_num_batched_tokens)
+        self._max_kv_tokens = min(most, limits.max_kv_tokens)  # of a request on its own
         self.token_budget = token_budget or TokenBudget(limits.max_num_batched_tokens)
         self.speculation = speculation or NoSpeculation()
         self._checked = CheckedPolicy(policy)
@@ -63,11 +111,10 @@ class Scheduler:
             raise RequestError(
                 f"request {request.request_id!r} already has all of its {request.max_tokens} output tokens"
             )
-        max_kv_tokens = min(self.blocks.max_tokens(limit), self.limits.max_kv_tokens)
-        if request.num_to_compute > max_kv_tokens:  # it would not fit even on its own
+        if request.num_to_compute > self._max_kv_tokens:
             raise RequestError(
                 f"request {request.request_id!r} may reach {request.num_to_compute} tokens: this engine has KV "
-                f"memory for {max_kv_tokens}"
+                f"memory for {self._max_kv_tokens}"
             )
         self.pool.add(request, self._num_steps)
 

@@ -21,7 +21,7 @@ from inflight import LLM, Policy, RequestOutput, SamplingParams
 from inflight.entrypoints import offline
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.request import Request
-from inflight.scheduling.checked_policy import CheckedPolicy
+from inflight.scheduling.policy import CheckedPolicy
 from inflight.timeline.chunks import SlotKind
 from inflight.timeline.recorder import NoRecorder, Recorder
 from tests.e2e.conftest import Folder

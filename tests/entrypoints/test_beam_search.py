@@ -10,12 +10,11 @@ import pytest
 
 from inflight.entrypoints.beam_search import BeamSearchParams, beam_search
 from inflight.errors import ParameterError
-from inflight.events import RequestRecord
 from inflight.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inflight.sampling_params import SamplingParams
 
 NUM_TOKENS, END = 4, 3
-METRICS = RequestMetrics.from_records([RequestRecord("r", "", 0, 1)])
+METRICS = RequestMetrics(0.0, None, None, None, None, 0)
 
 
 def logprobs_after(tokens: list[int]) -> list[float]:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import ParameterError, PromptError, RequestError
-from inflight.frontend.input_processor import InputProcessor, split_prompts
-from inflight.frontend.text.stop_strings import bad_word_ids
+from inflight.frontend.input_processor import InputProcessor, bad_word_ids, split_prompts
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.request import Request, RequestContext
 from inflight.sampling_params import SamplingParams

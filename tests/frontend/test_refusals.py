@@ -209,7 +209,6 @@ def test_template_errors_are_short() -> None:
         "entrypoints/llm.py",
         "entrypoints/async_engine.py",
         "frontend/input_processor.py",
-        "frontend/text/stop_strings.py",
     ],
 )
 def test_every_request_error_has_a_param(file: str) -> None:

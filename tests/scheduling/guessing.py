@@ -6,7 +6,7 @@ from random import Random
 
 from inflight.kv.layout import KVLayout
 from inflight.request import Request
-from inflight.scheduling.drafts import Drafter, Drafting, Guess, StepCosts
+from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter, Guess, StepCosts
 from tests.support.fake_runner import PLAIN, expected_tokens
 
 
@@ -46,7 +46,7 @@ class FreeSteps(StepCosts):
         return 1.0
 
 
-class Eager(Drafting):
+class Eager(AdaptiveSpeculation):
     """Verifies all drafts that there is room for, however often they are wrong."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
@@ -59,5 +59,5 @@ class Eager(Drafting):
 
 def guessing(
     odds: float, layout: KVLayout = PLAIN, most: int = 3, seed: int = 0, full: bool = False
-) -> Drafting:
+) -> AdaptiveSpeculation:
     return Eager(Guesser(odds, layout, seed, full), most)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from inflight.request import Request
-from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.policy import CheckedPolicy, Policy
 from tests.scheduling.hostile import HOSTILE, Refusing
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request

@@ -76,5 +76,5 @@ def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("name", ["target_step_ms", "max_num_seqs"])
 def test_help_shows_device_dependent_defaults(name: str) -> None:
-    gpu, cpu = getattr(CudaPlatform, name), getattr(CpuPlatform, name)
+    gpu, cpu = getattr(CudaPlatform.defaults, name), getattr(CpuPlatform.defaults, name)
     assert SERVE_OPTIONS[name].default_text == f"{gpu:,g} on a GPU, {cpu:,g} on a CPU"

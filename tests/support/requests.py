@@ -14,10 +14,9 @@ from inflight.kv.layout import KVLayout
 from inflight.kv.prefix_cache import ChainHashCache, PrefixCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling.drafts import Speculation
 from inflight.scheduling.policy import Policy, make_policy
 from inflight.scheduling.request_pool import Limits
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import Scheduler, Speculation
 from tests.support.fake_runner import FakeRunner
 from tests.support.steps import StepRecord, observe
 

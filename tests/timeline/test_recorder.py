@@ -12,7 +12,7 @@ from hypothesis.stateful import invariant
 from inflight.events import Delta
 from inflight.request import RequestOrigin
 from inflight.scheduling.batch import Batch, ScheduledStep
-from inflight.scheduling.drafts import NoSpeculation
+from inflight.scheduling.scheduler import NoSpeculation
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunk_json import chunk_json
 from inflight.timeline.chunks import COLUMNS, RecordedRequest, SlotKind, TimelineQuery, decode_chunk

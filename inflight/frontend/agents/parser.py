@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from inflight.errors import ConfigError
@@ -186,6 +187,7 @@ def _read_reasoning(
     return called
 
 
+@cache
 def _tool_format(name: str | None, reasoning_format: str | None) -> ToolFormat:
     format_name = tool_format_name(name)
     if format_name is not None:

@@ -4,7 +4,7 @@ A format is read by a generator that looks like a parser of complete text. Where
 arrived yet, it yields None and is resumed when there is more. So no format knows how the text was split into deltas,
 and none can depend on it.
 
-Speculative reading (is this the start of a call, or only text that looks like one?) happens between `hold` and
+SpeculationConfig reading (is this the start of a call, or only text that looks like one?) happens between `hold` and
 `release` or `rewind`. It is limited to a number of characters, after which the text appears to end.
 """
 

@@ -12,14 +12,13 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionLayer
-from inflight.layers.kernels import FusableLayer, Residual
+from inflight.layers.kernels import FusableLayer, Linear, Residual
 from inflight.layers.rotary import Rope
 from inflight.models.decoders.mlps import DenseMlp
 from inflight.models.decoders.spec import Shard
 from inflight.models.decoders.sublayers import (
     LayerBuilder,
     MixerStep,
-    add_output,
     features_of,
     norm_targets,
 )
@@ -268,3 +267,20 @@ class SelfAttention:
         query = query * (squares[:, :1] / whole.query_size + eps).rsqrt() * self.q_norm
         key = key * (squares[:, 1:] / whole.kv_size + eps).rsqrt() * self.k_norm
         return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
+
+
+def add_output(
+    output: Linear,
+    residual: Residual,
+    mixed: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    next_norm: Tensor | None,
+    output_tokens: Tensor | None,
+) -> Residual:
+    """Return the residual plus a mixer's output projection, of `output_tokens` alone if given."""
+    if output_tokens is not None:
+        residual, mixed = Residual(residual.x[output_tokens], None), mixed[output_tokens]
+        if not len(output_tokens):
+            return residual
+    return output.add_to(residual, mixed, norm, eps, next_norm)

@@ -212,7 +212,7 @@ class Decoder:
         layer_inputs: Tensor | None = None,
     ) -> Tensor:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten: on a CPU the first
-        plain ones in one compiled call (layers/native_decoder.py), and others one by one.
+        plain ones in one compiled call (layers/native_kernels.py), and others one by one.
 
         `layer_inputs` are [T, num_layers, size].
         """

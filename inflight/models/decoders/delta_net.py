@@ -10,11 +10,11 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Residual
 from inflight.layers.recurrent import DeltaNetLayer, DeltaNetShape
+from inflight.models.decoders.attention import add_output
 from inflight.models.decoders.spec import Shard
 from inflight.models.decoders.sublayers import (
     LayerBuilder,
     MixerStep,
-    add_output,
     features_of,
     norm_targets,
 )

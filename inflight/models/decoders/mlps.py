@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from inflight.layers.kernels import ExpertRouting, Experts, ExpertsShape, Linear, Residual
+from inflight.layers.kernels import ExpertRouting, Experts, ExpertsShape, Linear, Residual, check_gate
 from inflight.models.decoders.spec import EXPERTS_DOWN, EXPERTS_GATE_UP, Shard
 from inflight.models.decoders.sublayers import LayerBuilder, Mlp, norm_targets
 from inflight.models.tensors import (
@@ -68,6 +68,7 @@ class DenseMlp:
     """Implements `Mlp`: norm, gate and up in one product, activation, down."""
 
     def __init__(self, mlp: DenseMlpSpec, layer: LayerBuilder) -> None:
+        check_gate(mlp.activation)
         spec, shard = layer.spec, layer.shard
         inner = len(shard.part(mlp.inner))
         self._spec = spec
@@ -133,6 +134,7 @@ class ExpertsMlp:
         self.shared_down: Linear | None = None
         self.shared_gate: Linear | None = None
         if mlp.shared_inner:
+            check_gate(mlp.activation)
             inner = len(shard.part(mlp.shared_inner))
             self.shared_gate_up = layer.linear(f"{self.shared_part}.gate_up", hidden, 2 * inner)
             self.shared_down = layer.linear(f"{self.shared_part}.down", inner, hidden)

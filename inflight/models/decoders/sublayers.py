@@ -125,23 +125,6 @@ class LayerBuilder:
         return self.rotary_tables[rope]
 
 
-def add_output(
-    output: Linear,
-    residual: Residual,
-    mixed: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    next_norm: Tensor | None,
-    output_tokens: Tensor | None,
-) -> Residual:
-    """Return the residual plus a mixer's output projection, of `output_tokens` alone if given."""
-    if output_tokens is not None:
-        residual, mixed = Residual(residual.x[output_tokens], None), mixed[output_tokens]
-        if not len(output_tokens):
-            return residual
-    return output.add_to(residual, mixed, norm, eps, next_norm)
-
-
 def norm_targets(spec: DecoderSpec, part: str, **norms: Tensor | None) -> dict[str, NormWeight]:
     """Return the targets of the norms that exist, by name after the part of the layer that they belong to."""
     return {

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from inflight.errors import ParameterError
-from inflight.frontend.text.stop_strings import StopStrings, _Automaton, bad_word_ids
+from inflight.frontend.input_processor import bad_word_ids
+from inflight.frontend.output_processor import StopStrings, _Automaton
 from inflight.frontend.text.tokenizer import Tokenizer
 
 from .samples import metaspace_backend, tokenizer

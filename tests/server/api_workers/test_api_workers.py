@@ -144,7 +144,8 @@ def test_workers_give_the_same_answers_and_metrics_are_summed(server: TwoWorkers
 def test_limits_of_a_key_hold_across_workers(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json=ENDLESS) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the response closes with it
+        next(lines)
         assert refusal(second.post("/v1/completions", json=GOOD)) == (429, "concurrency_limit_exceeded")
         assert refusal(second.post("/tokenize", json={"prompt": "x"})) == (429, "concurrency_limit_exceeded")
     wait_until(lambda: second.post("/v1/completions", json=GOOD).status_code == 200, "the end of it")
@@ -200,7 +201,8 @@ def test_pages_of_a_list_cover_the_requests_of_all_workers_once(server: TwoWorke
 def test_list_counts_once_against_a_key_whichever_workers_it_asks(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json={**ENDLESS, "request_id": "single"}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the response closes with it
+        next(lines)
         for path in ("/v1/requests", "/v1/requests/single"):
             assert refusal(second.get(path)) == (429, "concurrency_limit_exceeded")
     wait_until(lambda: second.get("/v1/requests").status_code == 200, "its end")
@@ -323,7 +325,8 @@ def test_sleep_and_wake_up_apply_to_all_workers(server: TwoWorkers) -> None:
     admin = {"authorization": "Bearer the-admin-key"}
     assert refusal(first.post("/sleep")) == (401, "invalid_admin_key")
     with first.stream("POST", "/v1/completions", json=ENDLESS) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the response closes with it
+        next(lines)
         assert second.get("/load").json() == {"server_load": 1}
         assert refusal(second.post("/sleep", headers=admin)) == (409, "engine_busy")
     wait_until(lambda: first.get("/load").json() == {"server_load": 0}, "the end of it")

@@ -163,7 +163,8 @@ def test_each_key_has_its_own_places_for_viewers(two_keys: Live, monkeypatch: py
     monkeypatch.setattr(routes, "MAX_VIEWERS", 1)
     live, (one, two, admin) = two_keys, bearer("one-key", "two-key", "the-admin")
     with live.http.stream("GET", "/v1/steps", headers=one) as response:
-        assert next(response.iter_lines()) == ": connected"
+        lines = response.iter_lines()  # kept: the response closes with it
+        assert next(lines) == ": connected"
         refused = live.http.get("/v1/steps", headers=one)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_viewers")
         for headers in (two, admin):
@@ -268,7 +269,8 @@ def test_trace_of_a_client_that_leaves_does_not_count(two_keys: Live) -> None:
 
 def test_open_stream_does_not_delay_the_shutdown(backend: Backend) -> None:
     with live_server(backend) as live, live.http.stream("GET", "/v1/steps") as response:
-        assert next(response.iter_lines()) == ": connected"
+        lines = response.iter_lines()  # kept: the response closes with it
+        assert next(lines) == ": connected"
         live.stop()
 
 
