@@ -53,12 +53,13 @@ STEPS = (1, 2, 16, 64, 512)  # tokens
 SHARED_MEMORY = 227 << 10  # of a program on an H200
 
 
+@pytest.mark.timeout(900)  # half a minute of computing, on machines that are busy at times
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, other tests launch these kernels")
 def test_launches_compile_for_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     result = subprocess.run(
-        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True, timeout=840
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
