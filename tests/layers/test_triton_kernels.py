@@ -214,4 +214,4 @@ def test_mismatched_tensors_are_rejected() -> None:
     with pytest.raises(ConfigError, match="created without one"):
         linear.load_bias(torch.ones(6))
     with pytest.raises(ConfigError, match="must be one of silu, gelu_tanh"):
-        linear.gated(Residual(draw(1, 4), None), 1e-6, "relu")
+        kernels.gate(draw(1, 4), "relu")
