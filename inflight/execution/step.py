@@ -55,7 +55,7 @@ class HostStep:
 
     @property
     def first_samples(self) -> list[int]:
-        """Those of the sampled tokens that follow no draft."""
+        """The samples that follow no draft, one for each entry that samples."""
         entries = self.sampling_entries
         if not self.batch.drafts:
             return list(range(len(entries)))

@@ -158,7 +158,7 @@ NO_HIT = PrefixHit()
 
 
 class PrefixCache:
-    """What the block manager asks of a prefix cache. This one stores nothing."""
+    """The interface of a prefix cache, and a cache that stores nothing."""
 
     num_queries = 0  # tokens looked up
     num_hits = 0  # tokens found

@@ -141,7 +141,7 @@ class StateInputs:
 
 
 class KeptTokens:
-    """What recurrent layers on a CPU need to take back refused drafts: the states before the step, and their inputs.
+    """States before a step and the inputs of its layers, from which recurrent layers on a CPU take back refused drafts.
 
     The tokens before the first refused one are computed again from there, so the bits are those of a step without
     drafts.

@@ -131,7 +131,7 @@ RECOVERY = 0.002  # share of the record of drafts that is forgotten with every t
 
 @dataclass(slots=True)
 class DraftRecord:
-    """What speculation keeps of a request."""
+    """The state of speculation for one request."""
 
     drafts: HitRate = field(default_factory=lambda: HitRate(30.0))  # how often its drafts were right
     index: TokenIndex | None = None  # of its own tokens, for lookups

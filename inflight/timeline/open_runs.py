@@ -28,7 +28,7 @@ DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKin
 
 
 class StepOutcome(NamedTuple):
-    """What came of a step that was collected or failed."""
+    """The results of a step that was collected or failed."""
 
     deltas: Sequence[Delta] = ()
     ended: Sequence[Request] = ()  # the requests that ended with it
