@@ -20,8 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-clients docs setup kernels web lint types layering tests clean
 
-demo: $(VENV)/.demo
-	$(BIN)/inflight compare --html compare.html --png compare.png
+demo: $(VENV)/.base
+	$(BIN)/inflight compare --html compare.html
 
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
@@ -46,10 +46,6 @@ $(VENV)/.pip: pyproject.toml constraints.txt
 
 $(VENV)/.base: $(VENV)/.pip
 	$(PIP) --editable .
-	touch $@
-
-$(VENV)/.demo: $(VENV)/.base
-	$(PIP) --editable '.[pictures]'
 	touch $@
 
 $(VENV)/.server: $(VENV)/.base

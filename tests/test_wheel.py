@@ -108,7 +108,7 @@ def test_wheel_metadata_is_complete(wheel: Path) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("inflight-llm", __version__)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "inflight = inflight.__main__:main" in commands
-    assert {"server", "constraints", "pictures", "otel"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"server", "constraints", "otel", "ray"} <= set(metadata.get_all("Provides-Extra", []))
 
 
 def test_compare_works_from_the_wheel(environment: Path, empty: Path) -> None:

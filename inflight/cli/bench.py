@@ -119,7 +119,7 @@ class LoadOptions:
     )
 
     json: str | None = option(None, OUTPUT, "Write the figures to this file; - prints them.")
-    plot: Path | None = option(None, OUTPUT, "Plot latency over rate to this .svg or .png file.")
+    plot: Path | None = option(None, OUTPUT, "Plot latency over rate to this .svg file.")
     goodput: tuple[str, ...] = option(
         (),
         OUTPUT,
@@ -317,16 +317,11 @@ class ResultFiles:
 
 def _check_files(options: LoadOptions) -> None:
     """Check the output files before anything is measured."""
-    plot = options.plot
-    for path in (None if options.json in (None, "-") else Path(str(options.json)), plot):
+    for path in (None if options.json in (None, "-") else Path(str(options.json)), options.plot):
         if path is not None:
             check_writable(path)
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise ConfigError(f"plot is {str(plot)!r}: its name must end in .svg or .png")
-    if plot is not None and plot.suffix == ".png":
-        from inflight.bench.compare.drawing import require_pillow
-
-        require_pillow()
+    if options.plot is not None and options.plot.suffix != ".svg":
+        raise ConfigError(f"plot is {str(options.plot)!r}: its name must end in .svg")
 
 
 @contextmanager

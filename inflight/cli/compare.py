@@ -79,12 +79,10 @@ def compare(
     ] = DEFAULT_STRATEGIES,
     as_json: Annotated[bool, _output("Print the results as one JSON object.", "--json")] = False,
     html: Annotated[Path | None, _output("Write an HTML page to this file.")] = None,
-    svg: Annotated[Path | None, _output("Write the picture to this file, as SVG.")] = None,
-    png: Annotated[Path | None, _output("Write the picture to this file, as PNG.")] = None,
     quiet: Annotated[bool, _output("Print neither table nor picture.", "--quiet", "-q")] = False,
 ) -> None:
     """Run the same requests one at a time, in static batches and with continuous batching, and show the difference."""
-    names = _check(strategies, html, svg, png)
+    names = _check(strategies, html)
     if workload not in ("chat", "rerank"):
         raise ParameterError(f"workload is {workload!r}: it must be chat or rerank")
     if workload == "rerank" and (lengths, max_tokens, temperature) != ("real", None, None):
@@ -104,11 +102,11 @@ def compare(
         requests = PairWorkload(num_requests, arrivals, seed)
     with_progress = partial(_progress, num_requests, not quiet and sys.stderr.isatty())
     comparison = _measure(model, requests, names, max_num_seqs, with_progress)
-    _write(comparison, html, svg, png)
+    if html is not None:
+        _write(comparison, html)
     _print(comparison, as_json, quiet)
-    paths = [str(path) for path in (html, svg, png) if path is not None]
-    if paths and not quiet:
-        print(f"wrote {', '.join(paths)}", file=sys.stderr)
+    if html is not None and not quiet:
+        print(f"wrote {html}", file=sys.stderr)
 
 
 def _measure(
@@ -137,9 +135,8 @@ def _measure(
         engine.close()
 
 
-def _check(strategies: str, *files: Path | None) -> list[str]:
+def _check(strategies: str, html: Path | None) -> list[str]:
     """Return the strategies' names, after checking everything that can be checked before the model is loaded."""
-    from inflight.bench.compare.drawing import require_pillow
     from inflight.scheduling.policy import make_policy
 
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -149,11 +146,8 @@ def _check(strategies: str, *files: Path | None) -> list[str]:
         )
     for name in names:
         make_policy(name)
-    for path in files:
-        if path is not None:
-            check_writable(path)
-    if files[-1] is not None:
-        require_pillow()
+    if html is not None:
+        check_writable(html)
     return names
 
 
@@ -173,22 +167,13 @@ def _progress(total: int, show: bool) -> Iterator[Progress | None]:
         yield advance
 
 
-def _write(
-    comparison: Comparison | RerankComparison, html: Path | None, svg: Path | None, png: Path | None
-) -> None:
-    from inflight.bench.compare.drawing import to_svg, write_png
+def _write(comparison: Comparison | RerankComparison, html: Path) -> None:
     from inflight.bench.compare.page import to_html
-    from inflight.bench.compare.picture import draw
 
     try:
-        if html is not None:
-            html.write_text(to_html(comparison), encoding="utf-8")
-        if svg is not None:
-            svg.write_text(to_svg(draw(comparison)), encoding="utf-8")
-        if png is not None:
-            write_png(draw(comparison), png)
+        html.write_text(to_html(comparison), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write the picture: {error}") from error
+        raise ConfigError(f"cannot write the page: {error}") from error
 
 
 def _print(comparison: Comparison | RerankComparison, as_json: bool, quiet: bool) -> None:

@@ -175,7 +175,7 @@ def test_wrong_key_is_reported(
         (("--save-result", "--result-dir", "/proc/nowhere"), "result_dir is '/proc/nowhere'"),
         (("--dataset", "no/such/file"), "cannot read the dataset"),
         (("--json", "no/such/folder/x.json"), "an existing folder"),
-        (("--plot", "x.pdf"), "must end in .svg or .png"),
+        (("--plot", "x.pdf"), "must end in .svg"),
         (("--url", "localhost:8000"), "url is 'localhost:8000'"),
         (("--url", "http://x:port"), "url is 'http://x:port'"),
         (("--url", "http://127.0.0.1:1"), "no answer from http://127.0.0.1:1"),

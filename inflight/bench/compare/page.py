@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
-from inflight.bench.compare.timeline import ComparisonView, Span, TimeAxis, Timeline
+from inflight.bench.compare.timeline import ComparisonView, Span, Timeline, shown_seconds
 from inflight.timeline.chunks import SlotKind
 from inflight.web import comparison_document
 
@@ -43,8 +43,8 @@ def to_html(comparison: ComparisonView) -> str:
         definitions="\n".join(definitions),
     )
     view = {
-        "titles": {name: f"{name}: {comparison.short_summary(name)}" for name in comparison.results},
-        "seconds": TimeAxis.from_timelines(comparison.timelines).limit,
+        "titles": {name: f"{name}: {comparison.summary(name)}" for name in comparison.results},
+        "seconds": shown_seconds(comparison.timelines),
         "padded": comparison.padded,
         "legend": [
             ("free" if entry.kind is None else entry.kind.name.lower(), entry.text)
@@ -66,7 +66,7 @@ def _table(comparison: ComparisonView) -> str:
 
 
 def _text_version(comparison: ComparisonView) -> str:
-    parts = ["<h3>Requests</h3>", _list(requests_as_text(comparison))]
+    parts = ["<h3>Requests</h3>", _list(map(comparison.describe_request, range(comparison.num_requests)))]
     for timeline in comparison.timelines:
         parts += [f"<h3>{escape(timeline.strategy)}</h3>", _list(slots_as_text(comparison, timeline))]
     return "\n".join(parts)
@@ -77,14 +77,6 @@ def _list(lines: Iterable[str]) -> str:
 
 
 # ---- the picture as text ----
-
-
-def requests_as_text(comparison: ComparisonView) -> list[str]:
-    """Describe each request in one line."""
-    return [
-        "; ".join(comparison.describe_request(number).splitlines())
-        for number in range(comparison.num_requests)
-    ]
 
 
 def slots_as_text(comparison: ComparisonView, timeline: Timeline) -> list[str]:

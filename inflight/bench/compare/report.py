@@ -11,7 +11,6 @@ from inflight.bench.compare.measure import Figures, StrategyRun, compute_figures
 from inflight.bench.compare.timeline import (
     LegendEntry,
     RequestInfo,
-    Span,
     StrategyComparison,
     join_words,
     lay_out,
@@ -23,7 +22,6 @@ from inflight.loading.engine import LoadedEngine
 from inflight.timeline.chunks import SlotKind
 
 STRATEGIES = ("sequential", "static", "continuous")
-CLOSE_STEPS = 96
 
 Progress = Callable[[str, int], None]  # called with the strategy and its number of finished requests
 
@@ -82,7 +80,6 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
     legend = LEGEND
     definitions = DEFINITIONS
     table = ROWS
-    close_steps = CLOSE_STEPS
     throughput = "produces {} times as many tokens per second as {}"
 
     @property
@@ -97,28 +94,12 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
 
     def summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures
-        steps = f"{figures.num_steps:,} steps, {figures.slot_use:.0%} of slot-steps used"
-        return f"{self.short_summary(strategy)}, {steps}"
-
-    def short_summary(self, strategy: str) -> str:
-        figures = self.results[strategy].figures
         return f"{figures.total_time:.2f} s, {figures.tokens_per_second:,.0f} tokens/s"
 
     def describe_request(self, request: int) -> str:
         info = self.requests[request]
         tokens = f"{info.num_prompt_tokens} prompt tokens, {info.num_output_tokens} output tokens"
-        return f"{super().describe_request(request)}\n{tokens}"
-
-    def describe_span(self, span: Span) -> str:
-        steps = (
-            f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
-        )
-        activity = {
-            SlotKind.PREFILL: "prompt",
-            SlotKind.DECODE: f"{span.num_tokens} tokens",
-            SlotKind.HELD: "finished, slot held",
-        }
-        return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, {steps}: {activity[span.kind]}"
+        return f"{super().describe_request(request)}; {tokens}"
 
     @property
     def subtitle(self) -> str:

@@ -30,7 +30,6 @@ from inflight.request import Request
 from inflight.timeline.chunks import SlotKind
 from inflight.timeline.steps import RecordedStep
 
-CLOSE_STEPS = 12  # each step scores many pairs
 PADDED = "static"  # the strategy whose batches are padded to their longest text
 
 LEGEND = (
@@ -101,7 +100,6 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     legend = LEGEND
     definitions = DEFINITIONS
     table = ROWS
-    close_steps = CLOSE_STEPS
     padded = (PADDED,)
     throughput = "scores {} times as many pairs per second as {}"
 
@@ -123,16 +121,7 @@ class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
 
     def summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures
-        return f"{self.short_summary(strategy)}, {figures.num_steps:,} steps, {figures.padding:.0%} padding"
-
-    def short_summary(self, strategy: str) -> str:
-        figures = self.results[strategy].figures
         return f"{figures.total_time:.2f} s, {figures.pairs_per_second:,.0f} pairs/s"
-
-    def describe_span(self, span: Span) -> str:
-        pair = self.requests[span.request]
-        activity = "padding" if span.kind is SlotKind.PADDING else f"{pair.num_tokens} tokens"
-        return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, step {span.first}: {activity}"
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -11,8 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from inflight.bench.compare.picture import decode_colour, prefill_colour
-from inflight.bench.compare.timeline import ComparisonView, TimeAxis, Timeline, ticks
+from inflight.bench.compare.timeline import ComparisonView, Timeline, shown_seconds, ticks
 from inflight.timeline.chunks import SlotKind
 from inflight.timeline.terminal import Bar, Cell, slot_cells
 
@@ -24,6 +23,16 @@ FOLD = 2  # if more slots than this are never used, they share one line
 Marks = dict[SlotKind, str]
 _MARKS = {SlotKind.PREFILL: "▓", SlotKind.DECODE: "━", SlotKind.HELD: "·", SlotKind.PADDING: "·"}
 _ASCII_MARKS = {SlotKind.PREFILL: "#", SlotKind.DECODE: "-", SlotKind.HELD: ".", SlotKind.PADDING: "."}
+# An answer's colour and its prompt's, told apart also by people who confuse red and green.
+_COLOURS = (
+    ("#4ba3e3", "#00558a"),
+    ("#f0b43c", "#8a5700"),
+    ("#3cc79b", "#006e50"),
+    ("#e08fbd", "#8a3c66"),
+    ("#8fd0f5", "#25658f"),
+    ("#f2824a", "#8f3900"),
+    ("#a99df0", "#544b8f"),
+)
 _WASTED = (SlotKind.HELD, SlotKind.PADDING)
 
 
@@ -49,15 +58,15 @@ def table(comparison: ComparisonView) -> Table:
 
 def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
     """Draw every strategy's slots on the same time scale, as wide as the console."""
-    axis = TimeAxis.from_timelines(comparison.timelines)
+    seconds = shown_seconds(comparison.timelines)
     num_columns = max(console.width - GUTTER, MIN_COLUMNS)
     coloured = console.color_system is not None
     marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
     yield _legend(comparison, coloured, marks)
     for timeline in comparison.timelines:
         yield Text()
-        yield _title(comparison, timeline, axis)
-        cells, empty = _cells(timeline, axis, num_columns), [None] * num_columns
+        yield _title(comparison, timeline, seconds)
+        cells, empty = _cells(timeline, seconds, num_columns), [None] * num_columns
         unused = timeline.num_slots - timeline.num_slots_used
         shown = timeline.num_slots_used if unused > FOLD else timeline.num_slots
         for slot in range(shown):
@@ -65,25 +74,25 @@ def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
             yield line.append_text(_slot_line(comparison, cells.get(slot, empty), coloured, marks))
         if shown < timeline.num_slots:
             yield Text(f"{shown + 1:>{GUTTER - 1}} to {timeline.num_slots}: never used", style="dim")
-    yield _axis_line(axis, num_columns)
+    yield _axis_line(seconds, num_columns)
 
 
-def _title(comparison: ComparisonView, timeline: Timeline, axis: TimeAxis) -> Text:
+def _title(comparison: ComparisonView, timeline: Timeline, seconds: float) -> Text:
     text = Text(timeline.strategy, style="bold")
-    text.append(f"  {comparison.short_summary(timeline.strategy)}", style="not bold")
-    if timeline.duration > axis.limit:
-        num_done = timeline.num_done(axis.limit)
-        text.append(f"; shown up to {axis.limit:.2f} s, {num_done} done", style="not bold dim")
+    text.append(f"  {comparison.summary(timeline.strategy)}", style="not bold")
+    if timeline.duration > seconds:
+        num_done = timeline.num_done(seconds)
+        text.append(f"; shown up to {seconds:.2f} s, {num_done} done", style="not bold dim")
     return text
 
 
-def _cells(timeline: Timeline, axis: TimeAxis, num_columns: int) -> dict[int, list[Cell | None]]:
-    """Return the columns of every slot that is used on the axis."""
+def _cells(timeline: Timeline, seconds: float, num_columns: int) -> dict[int, list[Cell | None]]:
+    """Return the columns of every slot that is used in the seconds shown."""
     bars: list[Bar] = []
     for span in timeline.spans:
-        low, high = axis.interval(timeline, span)
-        if low < axis.limit:
-            bars.append(Bar(span.slot, span.request, span.kind, low / axis.limit, high / axis.limit))
+        begin, end = timeline.interval(span)
+        if begin < seconds:
+            bars.append(Bar(span.slot, span.request, span.kind, begin / seconds, end / seconds))
     return slot_cells(bars, num_columns)
 
 
@@ -111,9 +120,10 @@ def _style(cell: Cell | None, coloured: bool) -> Style:
         return Style()
     if cell.kind in _WASTED:
         return Style(color="bright_black")
+    answer, prompt = _COLOURS[cell.request % len(_COLOURS)]
     if cell.kind is SlotKind.PREFILL:
-        return Style(color="#ffffff", bgcolor=prefill_colour(cell.request), bold=True)
-    return Style(color="#101214", bgcolor=decode_colour(cell.request))
+        return Style(color="#ffffff", bgcolor=prompt, bold=True)
+    return Style(color="#101214", bgcolor=answer)
 
 
 def _legend(comparison: ComparisonView, coloured: bool, marks: Marks) -> Text:
@@ -126,11 +136,11 @@ def _legend(comparison: ComparisonView, coloured: bool, marks: Marks) -> Text:
     return text
 
 
-def _axis_line(axis: TimeAxis, num_columns: int) -> Text:
+def _axis_line(seconds: float, num_columns: int) -> Text:
     line = [" "] * (GUTTER + num_columns)
-    for number in ticks(axis.limit, max(2, num_columns // 10)):
+    for number in ticks(seconds, max(2, num_columns // 10)):
         text = f"{number:g} s"
-        column = GUTTER + int(number / axis.limit * (num_columns - 1))
+        column = GUTTER + int(number / seconds * (num_columns - 1))
         if column + len(text) <= len(line):
             line[column : column + len(text)] = text
     return Text("".join(line).rstrip(), style="dim")

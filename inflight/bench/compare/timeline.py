@@ -4,8 +4,8 @@
     slot 1   |P B B . . . . .  |          A  a token is produced (decode)
              step 0 ...                   .  a finished request still holds the slot
 
-Adjacent cells of the same kind and request are merged into one span. An axis maps spans to a picture's width, and
-`ComparisonView` is what tables, pictures and pages know about a comparison.
+Adjacent cells of the same kind and request are merged into one span. `ComparisonView` is what tables, pictures and
+pages know about a comparison.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Timeline:
     def num_slots_used(self) -> int:
         return 1 + max(span.slot for span in self.spans)
 
+    def interval(self, span: Span) -> tuple[float, float]:
+        """Return when a span begins and ends."""
+        low, high = self.begins[span.first], self.ends[span.last - 1]
+        return low + span.begin * (high - low), low + span.end * (high - low)
+
     def num_done(self, moment: float) -> int:
         """Return how many requests had all their tokens at the given moment."""
         num_steps = bisect_right(self.ends, moment)
@@ -124,53 +129,14 @@ def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:
         spans.append(cell)
 
 
-# ---- axes ----
+def shown_seconds(timelines: Sequence[Timeline]) -> float:
+    """Return how many seconds pictures show: as many as the slowest strategy takes.
 
-
-@dataclass(frozen=True, slots=True)
-class TimeAxis:
-    """The whole run, from its start to `limit` seconds later."""
-
-    limit: float
-    unit: str = "s"
-
-    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:
-        """Return where a span begins and ends on this axis."""
-        return _part(span, timeline.begins[span.first], timeline.ends[span.last - 1])
-
-    def end(self, timeline: Timeline) -> float:
-        return timeline.duration
-
-    @classmethod
-    def from_timelines(cls, timelines: Sequence[Timeline]) -> TimeAxis:
-        """Return an axis that ends with the slowest strategy.
-
-        If that strategy is so slow that all others would become slivers, the axis ends with the second slowest.
-        """
-        durations = sorted((timeline.duration for timeline in timelines), reverse=True)
-        cut = len(durations) > 1 and durations[0] > CUT * durations[1]
-        return cls(durations[1] if cut else durations[0])
-
-
-@dataclass(frozen=True, slots=True)
-class StepAxis:
-    """The first `limit` steps, each equally wide."""
-
-    limit: float
-    unit: str = "steps"
-
-    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:  # noqa: ARG002
-        return _part(span, span.first, span.last)
-
-    def end(self, timeline: Timeline) -> float:
-        return timeline.num_steps
-
-
-Axis = TimeAxis | StepAxis
-
-
-def _part(span: Span, low: float, high: float) -> tuple[float, float]:
-    return low + span.begin * (high - low), low + span.end * (high - low)
+    If that strategy is so slow that all others would become slivers, pictures end with the second slowest.
+    """
+    durations = sorted((timeline.duration for timeline in timelines), reverse=True)
+    cut = len(durations) > 1 and durations[0] > CUT * durations[1]
+    return durations[1] if cut else durations[0]
 
 
 def ticks(limit: float, most: int = 12) -> list[float]:
@@ -186,7 +152,7 @@ def ticks(limit: float, most: int = 12) -> list[float]:
 
 class LegendEntry(NamedTuple):
     kind: SlotKind | None  # None: an empty slot
-    text: str  # for pictures
+    text: str  # for pages
     short_text: str  # for terminals; "" leaves the entry out
 
 
@@ -218,14 +184,12 @@ class StrategyComparison(ABC, Generic[F, R]):
     requests: list[R]
     results: dict[str, StrategyResult[F]]  # strategy -> result, in the order of the runs
 
-    close_steps: ClassVar[int]  # how many steps the close-up shows
     legend: ClassVar[tuple[LegendEntry, ...]]
     definitions: ClassVar[tuple[tuple[str, str], ...]]  # the table's terms and their meanings
     throughput: ClassVar[str]  # "produces {} times as many tokens per second as {}"
     padded: ClassVar[tuple[str, ...]] = ()  # strategies that pad every text to the longest one of its step
-    table: ClassVar[
-        Sequence[tuple[str, Callable[[Any], str]]]
-    ]  # its rows: names, and how figures are written
+    # The table's rows: names, and how figures are written.
+    table: ClassVar[Sequence[tuple[str, Callable[[Any], str]]]]
 
     @property
     @abstractmethod
@@ -244,15 +208,7 @@ class StrategyComparison(ABC, Generic[F, R]):
 
     @abstractmethod
     def summary(self, strategy: str) -> str:
-        """Return a strategy's figures in one line."""
-
-    @abstractmethod
-    def short_summary(self, strategy: str) -> str:
         """Return a strategy's most important figures."""
-
-    @abstractmethod
-    def describe_span(self, span: Span) -> str:
-        """Return the text shown when the mouse hovers over a span."""
 
     @property
     def headline(self) -> str:

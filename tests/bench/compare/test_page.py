@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.bench.compare.page import requests_as_text, slots_as_text, to_html
+from inflight.bench.compare.page import slots_as_text, to_html
 from inflight.bench.compare.report import Comparison
 from inflight.bench.compare.timeline import lay_out
 from tests.bench.compare import hand_made
@@ -99,8 +99,7 @@ def test_text_version_lists_requests_and_slots(comparison: Comparison) -> None:
     first = timeline.spans[0]
     alone = replace(timeline, num_slots=3, spans=[replace(first, last=first.first + 1)])
     assert slots_as_text(comparison, alone) == ["slot 1: A in step 0", "never used: 2 of 3 slots"]
-    assert len(requests_as_text(comparison)) == comparison.num_requests
-    title = comparison.requests[0].title
-    assert requests_as_text(comparison)[0].startswith(
-        f"A: {title}; {comparison.requests[0].num_prompt_tokens} prompt"
+    first_request = comparison.requests[0]
+    assert comparison.describe_request(0).startswith(
+        f"A: {first_request.title}; {first_request.num_prompt_tokens} prompt"
     )

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from inflight.bench.compare.report import Comparison
-from inflight.bench.compare.timeline import TimeAxis, Timeline, lay_out, request_label, ticks
+from inflight.bench.compare.timeline import Timeline, lay_out, request_label, shown_seconds, ticks
 from inflight.timeline.chunks import SlotKind
 from tests.bench.compare import hand_made
 from tests.bench.compare.conftest import NUM_SLOTS
@@ -106,13 +106,13 @@ def test_num_done_counts_requests_with_all_their_tokens() -> None:
     assert [timeline.num_done(moment) for moment in (0.0, 1.5, 2.0, 3.0, 5.0, 6.0)] == [0, 0, 1, 2, 3, 4]
 
 
-def test_time_axis_cuts_only_a_far_slower_strategy() -> None:
+def test_pictures_cut_only_a_far_slower_strategy() -> None:
     def lasting(seconds: float) -> Timeline:
         return Timeline("any", 1, [0.0], [seconds], [])
 
-    assert TimeAxis.from_timelines([lasting(9), lasting(3), lasting(2)]).limit == 3
-    assert TimeAxis.from_timelines([lasting(4), lasting(3), lasting(2)]).limit == 4
-    assert TimeAxis.from_timelines([lasting(4)]).limit == 4
+    assert shown_seconds([lasting(9), lasting(3), lasting(2)]) == 3
+    assert shown_seconds([lasting(4), lasting(3), lasting(2)]) == 4
+    assert shown_seconds([lasting(4)]) == 4
 
 
 @pytest.mark.parametrize("limit", [10, 96, 0.034, 7, 1])
