@@ -36,8 +36,8 @@ class Oracle:
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    def propose(self, request: Request, most: int) -> Guess:
-        tokens = request.token_ids
+    def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
+        tokens = [*request.token_ids, *ahead]
         first = len(tokens) - request.num_prompt_tokens
         truth = self._answers[tokens[0]][first : first + most]
         rng = self._random
@@ -70,7 +70,7 @@ def measure(
     scheduler.speculation = NoSpeculation()
     _, answers = run()
     drafting = {
-        share: AdaptiveSpeculation(Oracle(share, dict(enumerate(answers)), vocab_size), MOST)
+        share: AdaptiveSpeculation([Oracle(share, dict(enumerate(answers)), vocab_size)], MOST)
         for share in right
     }
     rates: dict[float | None, list[float]] = {share: [] for share in (None, *right)}

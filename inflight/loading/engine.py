@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
@@ -26,10 +26,11 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
-from inflight.scheduling.drafts import make_speculation
+from inflight.scheduling.drafts import AdaptiveSpeculation
+from inflight.scheduling.lookup import Lookup
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import NoSpeculation, Scheduler, Speculation
 
 if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
@@ -62,7 +63,7 @@ def decoder_core(
         raise ConfigError(
             "speculative_config is set: so far, speculation runs only on a CPU and without pipeline stages"
         )
-    speculation = make_speculation(options.speculative_config)
+    speculation = make_speculation(options)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -82,6 +83,14 @@ def decoder_core(
         extras["sleep_support"] = ModelSleepSupport(decoder, platform.device, make_runner)
     runner, experts = make_runner(), expert_counts(decoder)
     return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
+
+
+def make_speculation(options: SchedulerConfig) -> Speculation:
+    """Return what `speculative_config` asks for."""
+    if options.speculative_config is None:
+        return NoSpeculation()
+    config = SpeculationConfig.from_options(options.speculative_config)
+    return AdaptiveSpeculation([Lookup(config)], config.num_speculative_tokens)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

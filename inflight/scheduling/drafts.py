@@ -8,19 +8,19 @@ both are measured all the time, and a draft is made only where it pays.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, mul
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from inflight.config import SpeculationConfig
 from inflight.request import Request
 from inflight.scheduling.batch import Batch, Sampled, ScheduledStep
-from inflight.scheduling.scheduler import NoSpeculation, Speculation, SpeculationStats
+from inflight.scheduling.scheduler import SpeculationStats
+
+Kept = TypeVar("Kept")
 
 
 class Guess(NamedTuple):
@@ -36,8 +36,8 @@ NO_GUESS = Guess([], [])
 class Drafter(Protocol):
     """Guesses what follows."""
 
-    def propose(self, request: Request, most: int) -> Guess:
-        """Return guesses of the at most `most` tokens that follow all tokens of a request, which are known."""
+    def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
+        """Guess the at most `most` tokens that follow all tokens of a request, which are known, and those `ahead`."""
 
     def ended(self, request: Request) -> None:
         """Note that a request has all its tokens."""
@@ -126,83 +126,111 @@ class HitRate:
 PRIOR = 4.0  # how many observations an expectation is worth
 FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
-RECOVERY = 0.002  # share of the record of drafts that is forgotten with every token without drafts
+RECOVERY = 0.002  # share of the record of a drafter that is forgotten with every token that it does not draft
 
 
-@dataclass(slots=True)
 class DraftRecord:
     """The state of speculation for one request."""
 
-    drafts: HitRate = field(default_factory=lambda: HitRate(30.0))  # how often its drafts were right
-    index: TokenIndex | None = None  # of its own tokens, for lookups
-    has_ended: bool = False
+    def __init__(self, num_drafters: int = 0) -> None:
+        self.rates = [HitRate(30.0) for _ in range(num_drafters)]  # how often each drafter was right
+        self.parts: list[tuple[int, int]] = []  # of the draft being verified: drafter, number of tokens
+        self.has_ended = False
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, drafter: object, create: Callable[[], Kept]) -> Kept:
+        """Return what a drafter keeps of the request, created at first."""
+        if drafter not in self._kept:
+            self._kept[drafter] = create()
+        kept: Kept = self._kept[drafter]
+        return kept
 
 
-def _record(request: Request) -> DraftRecord:
+def record_of(request: Request, num_drafters: int = 0) -> DraftRecord:
     if request.draft_record is None:
-        request.draft_record = DraftRecord()
+        request.draft_record = DraftRecord(num_drafters)
     record: DraftRecord = request.draft_record
     return record
 
 
-class AdaptiveSpeculation:
-    """Implements `Speculation` with a drafter."""
+class _Draft(NamedTuple):
+    token_ids: list[int]
+    probabilities: list[float]  # of each being returned
+    parts: list[tuple[int, int]]  # drafter, number of tokens
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
-        self._drafter = drafter
+
+class AdaptiveSpeculation:
+    """Implements `Speculation` with drafters."""
+
+    def __init__(self, drafters: Sequence[Drafter], most: int) -> None:
+        self._drafters = drafters
         self._most = most  # drafts of a request in a step
         self._costs = StepCosts()
-        self._places = [HitRate(200.0) for _ in range(most)]  # by place in the draft, of all requests lately
+        # Of all requests lately: by drafter, and by place in what it proposed.
+        self._places = [[HitRate(200.0) for _ in range(most)] for _ in drafters]
         self.stats = SpeculationStats()
 
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield drafts, the likeliest tokens first, as long as the step yields more tokens per second with them."""
         num_tokens, num_decodes, costs = step.batch.num_tokens, step.batch.num_decodes, self._costs
         room = min(room, costs.reach - num_tokens)
-        if (
-            room <= 0 or not num_decodes or not costs.knows(num_tokens)
-        ):  # see first what it costs without drafts
+        # See first what the step costs without drafts.
+        if room <= 0 or not num_decodes or not costs.knows(num_tokens):
             return
         seconds = costs.estimate(num_tokens)
         # How likely a token must be: one more makes the step this much longer for all of them.
         break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
-        drafts: dict[int, list[int]] = {}
+        drafts: dict[int, _Draft] = {}
         slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
         for entry, draft in self._drafts(step, room, break_even):
-            drafts[entry] = draft.token_ids
+            drafts[entry] = draft
             slots += [(probability, entry) for probability in draft.probabilities]
         slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
         returned, best, num_drafted = float(num_decodes), num_decodes / seconds, 0
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
-            rate = returned / max(
-                seconds, costs.estimate(num_tokens + number)
-            )  # fewer tokens are never slower
+            # Fewer tokens are never slower.
+            rate = returned / max(seconds, costs.estimate(num_tokens + number))
             if rate > best:
                 best, num_drafted = rate, number
         for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
-            yield entry, drafts[entry][:length]
+            record_of(step.requests[entry]).parts = drafts[entry].parts
+            yield entry, drafts[entry].token_ids[:length]
 
-    def _drafts(self, step: ScheduledStep, room: int, break_even: float) -> Iterator[tuple[int, Guess]]:
-        """Yield the drafts of entries for which one may pay. Their probabilities are those of being returned."""
-        places = [place.estimate(FIRST_PROBABILITY) for place in self._places]
+    def _drafts(self, step: ScheduledStep, room: int, break_even: float) -> Iterator[tuple[int, _Draft]]:
+        """Yield the drafts of entries for which one may pay."""
+        places = [[place.estimate(FIRST_PROBABILITY) for place in places] for places in self._places]
         for entry in range(step.batch.num_decodes):
             request = step.requests[entry]
             most = min(self._most, request.max_total - request.num_tokens, room)
             has_outputs = request.num_computed > request.num_prompt_tokens
             if not has_outputs or request.num_in_flight > 1 or most <= 0:
                 continue
-            drafts = _record(request).drafts
-            if drafts.estimate(places[0]) <= break_even:
-                drafts.fade(RECOVERY)
-                self._places[0].fade(RECOVERY / step.batch.num_decodes)
-                continue
-            token_ids, probabilities = self._drafter.propose(request, most)
-            rates = (drafts.estimate(place) for place in places)
-            each = [min(1.0, own * rate) for own, rate in zip(probabilities, rates, strict=False)]
-            if token_ids:
-                yield entry, Guess(token_ids, list(accumulate(each, mul)))
+            rates = record_of(request, len(places)).rates
+            paying = []  # drafters
+            for drafter, rate in enumerate(rates):
+                if rate.estimate(places[drafter][0]) > break_even:
+                    paying.append(drafter)
+                else:
+                    rate.fade(RECOVERY)
+                    self._places[drafter][0].fade(RECOVERY / step.batch.num_decodes)
+            if paying and (draft := self._draft(request, most, places, paying)).token_ids:
+                yield entry, draft
+
+    def _draft(self, request: Request, most: int, places: list[list[float]], paying: list[int]) -> _Draft:
+        """Return the guess of that drafter which is expected to be right for most tokens."""
+        best, length = _Draft([], [], []), 0.0
+        for drafter in paying:
+            token_ids, shares = self._drafters[drafter].propose(request, [], most)
+            rate = record_of(request).rates[drafter]
+            rates = map(rate.estimate, places[drafter])
+            each = [min(1.0, share * rate) for share, rate in zip(shares, rates, strict=False)]
+            probabilities = list(accumulate(each, mul))
+            if sum(probabilities) > length:
+                best = _Draft(token_ids, probabilities, [(drafter, len(token_ids))])
+                length = sum(probabilities)
+        return best
 
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         for entry, draft in step.batch.drafts.items():
@@ -215,158 +243,31 @@ class AdaptiveSpeculation:
             if request.record.finish_reason is None:  # otherwise it is not known how far the draft was right
                 self._learn(request, len(draft), num_accepted)
         for request in step.requests:
-            if request.record.finish_reason in ("stop", "length") and not _record(request).has_ended:
-                _record(request).has_ended = True
-                self._drafter.ended(request)
+            if request.record.finish_reason in ("stop", "length"):
+                record = record_of(request, len(self._drafters))
+                if not record.has_ended:
+                    record.has_ended = True
+                    for drafter in self._drafters:
+                        drafter.ended(request)
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        record = _record(request).drafts
-        for place in range(min(num_accepted + 1, num_drafted)):  # the rest were not reached
-            record.add(place < num_accepted)
-            self._places[place].add(place < num_accepted)
+        record, first = record_of(request), 0
+        num_reached = min(num_accepted + 1, num_drafted)  # the rest were not compared
+        for drafter, length in record.parts:
+            for place in range(min(length, num_reached - first)):
+                is_right = first + place < num_accepted
+                record.rates[drafter].add(is_right)
+                self._places[drafter][place].add(is_right)
+            first += length
 
     def observe(self, batch: Batch, seconds: float) -> None:
         self._costs.observe(batch.num_tokens, seconds)
 
     def clear(self) -> None:
-        self._drafter.clear()
+        for drafter in self._drafters:
+            drafter.clear()
 
 
-# ---- lookup ----
-
-MAX_PLACES = 16  # the most recent places that a lookup compares
-SEPARATOR = -1  # between answers
-
-
-class TokenIndex:
-    """Tokens, and where each run of `size` of them was followed by more."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.tokens: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, and index what is followed by them."""
-        tokens, size, places = self.tokens, self.size, self._places
-        first = max(len(tokens), size)
-        tokens += token_ids
-        for place in range(first, len(tokens)):
-            found = places.setdefault(tuple(tokens[place - size : place]), [])
-            found.append(place)
-            if len(found) > 2 * MAX_PLACES:
-                del found[:MAX_PLACES]
-
-    def lookup(self, tail: Sequence[int], depth: int) -> list[tuple[int, int]]:
-        """Return (match, place): as many of the tail's last tokens, at most `depth`, also stand before this place."""
-        tokens, size = self.tokens, self.size
-        found = self._places.get(tuple(tail[-size:]), ())
-        most = min(depth, len(tail))
-        matches = []
-        for place in found[-MAX_PLACES:]:
-            match = size
-            while match < most and match < place and tokens[place - 1 - match] == tail[-1 - match]:
-                match += 1
-            matches.append((match, place))
-        return matches
-
-
-INDEXED_AT_ONCE = 1_000  # tokens of a request that are indexed at once, so that others hardly wait
-MAX_ANSWER_TOKENS = 400_000  # of all answers that are kept
-
-
-class Lookup:
-    """Implements `Drafter`: text that stood before, in the request itself or in earlier answers, is continued alike.
-
-    Where the last tokens stood before, the draft follows the most frequent continuation, and it is longer the more
-    tokens match. Answers are looked up only by requests that may share cached prefixes with them.
-    """
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        own_text_only = config.method == "ngram"  # only the request's own tokens
-        self._min_match = config.prompt_lookup_min if own_text_only else 2
-        self._depth = config.prompt_lookup_max if own_text_only else config.suffix_decoding_max_tree_depth
-        self._factor = math.inf if own_text_only else config.suffix_decoding_max_spec_factor
-        self._min_probability = config.suffix_decoding_min_token_prob
-        self._max_answers = 0 if own_text_only else config.suffix_decoding_max_cached_requests
-        # Answers by cache key. When there are many, the older ones are dropped as a whole.
-        self._answers: dict[str, TokenIndex] = {}
-        self._older: dict[str, TokenIndex] = {}
-        self._num_answers = self._num_answer_tokens = 0  # not counting the older ones
-
-    def propose(self, request: Request, most: int) -> Guess:
-        record = _record(request)
-        index = record.index = record.index or TokenIndex(self._min_match)
-        tokens, num_indexed = request.token_ids, len(index.tokens)
-        if num_indexed < len(tokens):
-            index.extend(tokens[num_indexed : num_indexed + INDEXED_AT_ONCE])
-            if len(index.tokens) < len(tokens):
-                return NO_GUESS
-        key = request.spec.cache_key
-        indices = index, self._answers.get(key), self._older.get(key)
-        guesses = [self._continue(known, tokens, most) for known in indices if known is not None]
-        return max(guesses, key=_expected_length)  # of equal ones, the request's own
-
-    def _continue(self, index: TokenIndex, tail: Sequence[int], most: int) -> Guess:
-        """Return the longest draft, by the number of its tokens that are expected to be right."""
-        matches = index.lookup(tail, self._depth)
-        best = NO_GUESS
-        for match in sorted({match for match, _ in matches}, reverse=True):
-            limit = int(min(most, match * self._factor))
-            draft = self._walk(index.tokens, [place for other, place in matches if other >= match], limit)
-            best = max(best, draft, key=_expected_length)
-        return best
-
-    def _walk(self, tokens: list[int], places: list[int], limit: int) -> Guess:
-        """Follow the most frequent continuation of these places."""
-        token_ids: list[int] = []
-        probabilities: list[float] = []
-        reached = 1.0
-        while places and len(token_ids) < limit:
-            counts: dict[int, int] = {}
-            for place in places:
-                if place < len(tokens):
-                    counts[tokens[place]] = counts.get(tokens[place], 0) + 1
-            if not counts:
-                break
-            token_id = max(
-                reversed(counts), key=counts.__getitem__
-            )  # of equally frequent ones, the most recent
-            share = counts[token_id] / sum(counts.values())
-            reached *= share
-            if token_id == SEPARATOR or reached < self._min_probability:
-                break
-            token_ids.append(token_id)
-            probabilities.append(share)
-            places = [place + 1 for place in places if place < len(tokens) and tokens[place] == token_id]
-        return Guess(token_ids, probabilities)
-
-    def ended(self, request: Request) -> None:
-        answer = request.token_ids[request.num_prompt_tokens :]
-        if len(answer) <= self._min_match or not self._max_answers:
-            return
-        index = self._answers.setdefault(request.spec.cache_key, TokenIndex(self._min_match))
-        index.extend([SEPARATOR, *answer])
-        self._num_answers += 1
-        self._num_answer_tokens += len(answer)
-        if 2 * self._num_answers >= self._max_answers or 2 * self._num_answer_tokens >= MAX_ANSWER_TOKENS:
-            self._older, self._answers = self._answers, {}
-            self._num_answers = self._num_answer_tokens = 0
-
-    def clear(self) -> None:
-        self._answers.clear()
-        self._older.clear()
-        self._num_answers = self._num_answer_tokens = 0
-
-
-def _expected_length(guess: Guess) -> float:
+def expected_length(guess: Guess) -> float:
     """Return how many tokens are expected to be right."""
     return float(sum(accumulate(guess.probabilities, mul)))
-
-
-def make_speculation(options: Mapping[str, Any] | None) -> Speculation:
-    """Return what `speculative_config` asks for."""
-    if options is None:
-        return NoSpeculation()
-    config = SpeculationConfig.from_options(options)
-    return AdaptiveSpeculation(Lookup(config), config.num_speculative_tokens)

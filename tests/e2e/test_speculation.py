@@ -39,8 +39,9 @@ class Oracle:
             told = self.answers.setdefault(tuple(output.prompt_token_ids), [])
             told += [list(answer.token_ids) for answer in output.outputs]
 
-    def propose(self, request: Request, most: int) -> Guess:
-        prompt, known = request.token_ids[: request.num_prompt_tokens], request.token_ids
+    def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
+        known = [*request.token_ids, *ahead]
+        prompt = known[: request.num_prompt_tokens]
         outputs = known[len(prompt) :]
         whole = next(
             (answer for answer in self.answers[tuple(prompt)] if answer[: len(outputs)] == outputs), outputs

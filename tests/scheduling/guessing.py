@@ -20,10 +20,11 @@ class Guesser:
         self._random = Random(seed)
         self.num_ended = 0
 
-    def propose(self, request: Request, most: int) -> Guess:
+    def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
         assert len(request.token_ids) == request.num_tokens - 1, "all tokens but the next are known"
+        known = [*request.token_ids, *ahead]
         count = most if self._full else self._random.randint(0, most)
-        right = expected_tokens(request.token_ids, count, layout=self._layout)
+        right = expected_tokens(known, count, layout=self._layout)
         ids = [token if self._random.random() < self._odds else self._random.randrange(50) for token in right]
         return Guess(ids, [1.0] * len(ids))
 
@@ -50,7 +51,7 @@ class Eager(AdaptiveSpeculation):
     """Verifies all drafts that there is room for, however often they are wrong."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
-        super().__init__(drafter, most)
+        super().__init__([drafter], most)
         self._costs = FreeSteps()
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:

@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 
-from inflight.config import SpeculationConfig
+from inflight.config import SchedulerConfig, SpeculationConfig
 from inflight.errors import ConfigError
 from inflight.kv.layout import KVLayout
+from inflight.loading.engine import make_speculation
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
-from inflight.scheduling.drafts import (
-    SEPARATOR,
-    AdaptiveSpeculation,
-    Guess,
-    Lookup,
-    StepCosts,
-    make_speculation,
-)
-from tests.scheduling.guessing import Guesser
+from inflight.scheduling.drafts import AdaptiveSpeculation, Guess, StepCosts, record_of
+from inflight.scheduling.lookup import SEPARATOR, Lookup, TokenIndex
+from inflight.scheduling.scheduler import NoSpeculation
+from tests.scheduling.guessing import FreeSteps, Guesser
 from tests.support.fake_runner import PLAIN, expected_tokens
 from tests.support.requests import FakeEngine, make_request
 
@@ -28,7 +24,7 @@ SUFFIX = SpeculationConfig("suffix")
 
 
 def proposed(lookup: Lookup, tokens: list[int], most: int = 16, **fields: Any) -> Guess:
-    return lookup.propose(make_request(tokens, 50, **fields), most)
+    return lookup.propose(make_request(tokens, 50, **fields), [], most)
 
 
 # ---- lookups ----
@@ -65,9 +61,9 @@ def test_unlikely_continuations_are_left_out() -> None:
 
 def test_index_grows_with_the_request() -> None:
     lookup, request = Lookup(SUFFIX), make_request([1, 2, 3], 50)
-    assert lookup.propose(request, 4).token_ids == []
+    assert lookup.propose(request, [], 4).token_ids == []
     request.token_ids += [4, 1, 2]
-    assert lookup.propose(request, 4).token_ids == [3, 4]
+    assert lookup.propose(request, [], 4).token_ids == [3, 4]
 
 
 def ended(lookup: Lookup, prompt: list[int], answer: list[int], **fields: Any) -> None:
@@ -104,7 +100,7 @@ def test_old_answers_are_forgotten() -> None:
 
 
 def test_long_answers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inflight.scheduling.drafts.MAX_ANSWER_TOKENS", 1000)
+    monkeypatch.setattr("inflight.scheduling.lookup.MAX_ANSWER_TOKENS", 1000)
     lookup = Lookup(SUFFIX)
     for number in range(50):
         ended(lookup, [9], [number, *range(1000, 1099)])
@@ -113,9 +109,9 @@ def test_long_answers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_long_prompts_are_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inflight.scheduling.drafts.INDEXED_AT_ONCE", 10)
+    monkeypatch.setattr("inflight.scheduling.lookup.INDEXED_AT_ONCE", 10)
     lookup, request = Lookup(SUFFIX), make_request([*range(20), 0, 1, 2], 50)
-    assert [lookup.propose(request, 4).token_ids for _ in range(3)] == [[], [], [3, 4, 5]]
+    assert [lookup.propose(request, [], 4).token_ids for _ in range(3)] == [[], [], [3, 4, 5]]
 
 
 def test_ngram_looks_at_the_requests_own_text_only() -> None:
@@ -128,10 +124,10 @@ def test_ngram_looks_at_the_requests_own_text_only() -> None:
 
 def test_lookup_stays_fast_where_everything_matches() -> None:
     lookup, request = Lookup(SUFFIX), make_request([5] * 20_000, 50)
-    while not (guess := lookup.propose(request, 16)).token_ids:
+    while not (guess := lookup.propose(request, [], 16)).token_ids:
         pass
     assert guess.token_ids == [5] * 16
-    (places,) = request.draft_record.index._places.values()
+    (places,) = record_of(request).kept(lookup, lambda: TokenIndex(2))._places.values()
     assert len(places) < 100
 
 
@@ -174,7 +170,7 @@ class Machine(AdaptiveSpeculation):
     """Learns from steps that take so many seconds for so many tokens."""
 
     def __init__(self, odds: float, base: float, per_token: float) -> None:
-        super().__init__(Guesser(odds, PLAIN, seed=1, full=True), 3)
+        super().__init__([Guesser(odds, PLAIN, seed=1, full=True)], 3)
         self._line = base, per_token
         self.seconds = 0.0
 
@@ -229,8 +225,8 @@ def test_refused_requests_do_not_stop_others() -> None:
     right, wrong = Guesser(1.0, PLAIN, seed=1, full=True), Guesser(0.0, PLAIN, seed=2, full=True)
 
     class Mixed:
-        def propose(self, request: Request, most: int) -> Guess:
-            return (right if request.request_id == "right" else wrong).propose(request, most)
+        def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
+            return (right if request.request_id == "right" else wrong).propose(request, ahead, most)
 
         def ended(self, request: Request) -> None:
             pass
@@ -238,7 +234,7 @@ def test_refused_requests_do_not_stop_others() -> None:
         def clear(self) -> None:
             pass
 
-    drafting = AdaptiveSpeculation(Mixed(), 3)
+    drafting = AdaptiveSpeculation([Mixed()], 3)
     engine = FakeEngine(num_blocks=400, speculation=drafting)
     requests = [engine.add(make_request([1, 2], 120, name)) for name in ("right", "wrong")]
     while engine.core.has_work:
@@ -251,6 +247,17 @@ def test_refused_requests_do_not_stop_others() -> None:
     assert refused.num_drafted_tokens < 40
 
 
+def test_drafter_that_is_right_is_preferred_to_one_that_is_not() -> None:
+    drafters = [Guesser(odds, PLAIN, seed=3, full=True) for odds in (0.0, 1.0, 0.5)]
+    drafting = AdaptiveSpeculation(drafters, 3)
+    drafting._costs = FreeSteps()
+    engine = FakeEngine(num_blocks=400, speculation=drafting)
+    request = engine.add(make_request([1, 2], 150))
+    engine.run()
+    assert request.record.num_accepted_tokens > 0.9 * request.record.num_drafted_tokens > 90
+    assert all(drafter.num_ended == 1 for drafter in drafters)
+
+
 def test_drafts_never_exceed_the_room_of_a_step() -> None:
     rng = Random(0)
     for _ in range(30):
@@ -261,7 +268,7 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
             max_num_seqs=4,
             max_num_batched_tokens=limit,
             max_kv_tokens=rng.randint(30, 60),
-            speculation=AdaptiveSpeculation(Guesser(0.7, layout, seed=rng.randrange(99), full=True), 6),
+            speculation=AdaptiveSpeculation([Guesser(0.7, layout, seed=rng.randrange(99), full=True)], 6),
         )
         for number in range(5):
             engine.add(make_request([number, 1], 20, f"r{number}"))
@@ -293,11 +300,13 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
 )
 def test_wrong_options_are_rejected_in_one_line(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        make_speculation(options)
+        SpeculationConfig.from_options(options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_without_the_option_nothing_is_drafted() -> None:
-    assert make_speculation(None).stats.num_drafts == 0
-    assert isinstance(make_speculation({"method": "auto"}), AdaptiveSpeculation)
+    assert isinstance(make_speculation(SchedulerConfig()), NoSpeculation)
+    assert isinstance(
+        make_speculation(SchedulerConfig(speculative_config={"method": "auto"})), AdaptiveSpeculation
+    )
