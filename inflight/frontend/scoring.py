@@ -106,10 +106,11 @@ class ScoringCall:
     on_record: Callable[[RequestRecord], None] = lambda _: None  # called for each finished text
 
     @classmethod
-    def pop(cls, options: dict[str, Any]) -> ScoringCall:
-        """Take `CallOptions` out of a call's keyword arguments: the parameters of its task remain."""
-        names = [item.name for item in fields(cls) if item.name in options]
-        return cls(RequestContext.pop(options), **{name: options.pop(name) for name in names})
+    def split(cls, options: Mapping[str, Any]) -> tuple[ScoringCall, Any]:
+        """Separate a call's keyword arguments into `CallOptions` and the parameters of its task."""
+        params = dict(options)
+        names = [item.name for item in fields(cls) if item.name in params]
+        return cls(RequestContext.pop(params), **{name: params.pop(name) for name in names}), params
 
 
 class ScoringProcessor:
