@@ -82,10 +82,7 @@ def with_options(lark: str) -> str:
 
 
 def json_rule(
-    schema: Any,
-    whitespace: str = _WHITESPACE,
-    layout: Mapping[str, Any] | None = None,
-    one_of: bool = False,
+    schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None, one_of: bool = False
 ) -> str:
     """Return the right side of a rule for JSON that a checked schema allows."""
     options = {**_JSON_OPTIONS, **(layout or {})}

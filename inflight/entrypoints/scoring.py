@@ -191,10 +191,7 @@ class AsyncScoringMethods(ABC):
         return Classifications(job.finish(pooled.matrix), job.processor.facts.labels, job.scale, *counts)
 
     async def score(
-        self,
-        query: str | Sequence[str],
-        documents: str | Sequence[str],
-        **options: Unpack[_ScoreOptions],
+        self, query: str | Sequence[str], documents: str | Sequence[str], **options: Unpack[_ScoreOptions]
     ) -> Scores:
         """Return how well each document answers the query: one query for all documents, or one for each."""
         call, params = ScoringCall.split(options)
@@ -204,11 +201,7 @@ class AsyncScoringMethods(ABC):
         return Scores(job.finish(pooled.matrix), job.scale, *counts)
 
     async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        **options: Unpack[_ScoreOptions],
+        self, query: str, documents: Sequence[str], top_n: int | None = None, **options: Unpack[_ScoreOptions]
     ) -> Ranking:
         """Score all documents and return the best first, at most `top_n` of them."""
         check_top_n(top_n)
@@ -224,12 +217,7 @@ class ScoringRun:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        job: ScoringJob,
-        call: ScoringCall,
-        request_id: str,
-        threads: Executor,
+        self, client: EngineClient, job: ScoringJob, call: ScoringCall, request_id: str, threads: Executor
     ) -> None:
         self._client = client
         self._job = job

@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 
 from inflight.errors import EngineError, ParameterError, PromptError, RequestError, shown
 from inflight.events import Delta, RequestRecord
-from inflight.frontend.input_processor import (
-    Prompt,
-    as_ids,
-    check_arguments,
-    split_prompts,
-)
+from inflight.frontend.input_processor import Prompt, as_ids, check_arguments, split_prompts
 from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs, TextGroup, TextItem
 from inflight.outputs import RerankResult
 from inflight.request import (
@@ -33,15 +28,7 @@ from inflight.request import (
     RequestSpec,
 )
 from inflight.sampling_params import SamplingParams
-from inflight.scoring import (
-    ClassifyParams,
-    EmbedParams,
-    PoolingFacts,
-    Scale,
-    ScoreParams,
-    Task,
-    tasks_of,
-)
+from inflight.scoring import ClassifyParams, EmbedParams, PoolingFacts, Scale, ScoreParams, Task, tasks_of
 
 Matrix = NDArray[np.float32]
 

@@ -59,11 +59,7 @@ _LIST = query_parameters(
     ("after", "string", "The id of a request: return requests that were sent before it."),
 )
 _ANSWERS = query_parameters(
-    (
-        "limit",
-        "integer",
-        f"The most answers to return: at most {MAX_ANSWERS}; {DEFAULT_ANSWERS} by default.",
-    ),
+    ("limit", "integer", f"The most answers to return: at most {MAX_ANSWERS}; {DEFAULT_ANSWERS} by default."),
     ("after", "integer", "The index of an answer: return the answers after it."),
 )
 
