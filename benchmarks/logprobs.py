@@ -51,13 +51,15 @@ class CannedRunner:
             self._wanted[row] = -1 if request.params.logprobs is None else request.params.logprobs
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         columns = self._columns[: len(entries)]
-        with_logprobs = [entry for entry in entries if self._wanted[batch.rows[entry]] >= 0]
+        with_logprobs = [
+            sample for sample, entry in enumerate(entries) if self._wanted[batch.rows[entry]] >= 0
+        ]
         logprobs = None
         if with_logprobs:
             width = columns.shape[2]
             logprobs = PendingLogprobs(columns.flatten(), [width - 1] * len(with_logprobs), width)
         sampled = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
-        samples = PendingSamples(len(batch), entries, sampled, logprobs, with_logprobs)
+        samples = PendingSamples(batch, entries, sampled, logprobs, with_logprobs)
         return GpuStepHandle(len(batch), [samples])
 
     def collect(self, handle: GpuStepHandle) -> Sampled:

@@ -56,6 +56,7 @@ class LaunchedStep:
     handle: Any
     scheduled_at: float
     launched_at: float
+    waited: float = 0.0  # seconds for which the device had nothing to do, so that drafts follow known tokens
 
 
 class EngineCore:
@@ -211,10 +212,15 @@ class EngineCore:
         return max(launched.launched_at, self._collected_at)
 
     def step(self) -> list[Delta]:
-        """Launch the next batch, then collect the one that is due.
+        """Launch the next batch, then collect the one that is due; or first collect all, if drafts are to follow what
+        they sample.
 
         An error in a step ends the request that caused it, not the loop, unless the device is lost.
         """
+        deltas: list[Delta] = []
+        waits = bool(self._in_flight) and self.scheduler.speculation.waits
+        while waits and self._in_flight:
+            deltas += self._collect()
         scheduled_at = self.clock()
         step = self._schedule()
         if step is not None:
@@ -224,12 +230,13 @@ class EngineCore:
             except DeviceLostError:
                 raise
             except Exception as error:
-                return self._fail(LaunchedStep(step, None, scheduled_at, launched_at), error)
-            self._in_flight.append(LaunchedStep(step, handle, scheduled_at, launched_at))
+                return deltas + self._fail(LaunchedStep(step, None, scheduled_at, launched_at), error)
+            waited = launched_at - self._collected_at if waits else 0.0
+            self._in_flight.append(LaunchedStep(step, handle, scheduled_at, launched_at, waited))
             self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
-                return []
-        return self._collect() if self._in_flight else []
+                return deltas
+        return deltas if waits or not self._in_flight else self._collect()
 
     def _schedule(self) -> ScheduledStep | None:
         step = self.scheduler.schedule(self.clock())
@@ -251,7 +258,7 @@ class EngineCore:
         now, batch = self.clock(), launched.step.batch
         device_began_at = self._device_began_at(launched)
         self._step_times.observe(batch, now - device_began_at)
-        self.scheduler.speculation.observe(batch, now - device_began_at)
+        self.scheduler.speculation.observe(batch, now - device_began_at, launched.waited)
         self.scheduler.token_budget.observe(
             batch.num_tokens, now - device_began_at, batch.num_prompt_tokens > 0
         )

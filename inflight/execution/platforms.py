@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, KVBudgetError, as_gib
@@ -48,13 +48,25 @@ class DeviceDefaults:
     pipeline_depth: int
     target_step_ms: float
     max_text_tokens: int  # of a step of an encoder
+    max_samples: int | None  # of a step with drafts, unless there are more requests; None: no limit
     kv_cache_dtypes: tuple[str, ...]
 
 
 DEFAULTS = {
-    "cpu": DeviceDefaults(256, 512, 1, 100.0, 1024, ("auto", "int8")),
-    "cuda": DeviceDefaults(1024, 8192, 2, 14.0, 16384, ("auto", "fp8")),
+    "cpu": DeviceDefaults(256, 512, 1, 100.0, 1024, None, ("auto", "int8")),
+    "cuda": DeviceDefaults(1024, 8192, 2, 14.0, 16384, 512, ("auto", "fp8")),
 }
+
+
+def max_samples(options: SchedulerConfig, defaults: DeviceDefaults) -> int | None:
+    """Return how many samples a step with drafts may have; None: there are no drafts, or there is no limit."""
+    if options.speculative_config is None or defaults.max_samples is None:
+        return None
+    max_rows = options.max_num_seqs or defaults.max_num_seqs
+    return max(max_rows, min(defaults.max_samples, SAMPLES_OF_ROW * max_rows))
+
+
+SAMPLES_OF_ROW = 16  # with few rows
 
 
 class Platform(Protocol):

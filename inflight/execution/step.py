@@ -21,6 +21,9 @@ Ints = NDArray[np.int32]
 class HostStep:
     """A batch as arrays: B entries (the first `num_decodes` decode), T tokens and S samples.
 
+    Where decodes are split, each of their tokens is an entry: a row with drafts then has several, and the batch's
+    entries are counted differently. `sampling_entries` are always those of the batch.
+
     Sample i needs the hidden state of the step's token `sample_tokens[i]`. The first ones sample a token each, for
     `sampling_entries`, in which an entry may occur several times; the others belong to `pooled_entries`.
     """
@@ -38,11 +41,17 @@ class HostStep:
     sample_tokens: Ints  # [S]
     sample_rows: Ints  # [S], -1 where no token is sampled
     sample_lengths: Ints  # [S] the position that the sampled token will have
+    draft_ids: Ints | None = (
+        None  # [T] the tokens that are drafts, -1 for others; None: decodes are not split
+    )
     pooled_entries: list[int] = field(default_factory=list)  # of the samples that only need the hidden state
     scores: bool = False  # whether prompt tokens are scored, which needs the hidden states of all tokens
     # On GPUs: whether decodes that share a prefix read it together, and whether all their contexts are short.
     prefix: bool = False
     short_context: bool = False
+    # On GPUs: the most samples of a row that must be taken one after another, because the next depends on what its row
+    # has sampled so far beyond its tokens, such as counts for penalties.
+    places: int = 1
 
     @property
     def only_decodes(self) -> bool:
@@ -52,6 +61,11 @@ class HostStep:
     def sampling_rows(self) -> Ints:
         """The row of each sampled token."""
         return self.sample_rows[: len(self.sampling_entries)]
+
+    @property
+    def sample_drafts(self) -> Ints | None:
+        """The draft that each sample follows, -1 where there is none; None: decodes are not split."""
+        return None if self.draft_ids is None else self.draft_ids[self.sample_tokens]
 
     @property
     def first_samples(self) -> list[int]:
@@ -70,12 +84,17 @@ class HostStep:
         self.sample_lengths = np.concatenate((self.sample_lengths, self.context_lens[added]))
 
 
-def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
+def host_step(batch: Batch, tables: Ints, block_size: int, split_decodes: bool = False) -> HostStep:
     """Convert a batch to arrays.
 
-    `tables` [num_tables, max_rows, max_blocks] are the block tables, including this step's blocks.
+    `tables` [num_tables, max_rows, max_blocks] are the block tables, including this step's blocks. `split_decodes`: let
+    each token of a decode be an entry.
     """
     rows, starts, counts = np.array((batch.rows, batch.starts, batch.counts), dtype=np.int32)
+    num_decodes, entries, draft_ids = batch.num_decodes, None, None
+    if split_decodes and batch.drafts:
+        entries, rows, starts, counts, draft_ids = _split(batch, rows, starts, counts)
+        num_decodes += batch.num_drafts
     lengths = starts + counts
     ends = np.cumsum(counts, dtype=np.int32)
     if batch.num_tokens == len(rows):
@@ -86,7 +105,13 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         positions = np.repeat(starts, counts) + offsets
     slot_mapping = tables[:, token_rows, positions // block_size] * block_size + positions % block_size
     sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
-    if batch.drafts:
+    if entries is not None:
+        sampling = [entry for entry, origin in enumerate(entries) if batch.samples[origin]]
+        sample_tokens, sample_rows, sample_lengths = (
+            column[sampling] for column in (sample_tokens, sample_rows, sample_lengths)
+        )
+        sampling = entries[sampling].tolist()
+    elif batch.drafts:
         sampling, behind = _samples_of_drafts(batch)
         sample_rows = rows[sampling]
         sample_tokens, sample_lengths = sample_tokens[sampling] - behind, lengths[sampling] - behind
@@ -104,7 +129,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
     query_starts[1:] = ends
     return HostStep(
         batch=batch,
-        num_decodes=batch.num_decodes,
+        num_decodes=num_decodes,
         num_tokens=batch.num_tokens,
         rows=rows,
         context_lens=lengths,
@@ -116,7 +141,25 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         sample_tokens=sample_tokens,
         sample_rows=sample_rows,
         sample_lengths=sample_lengths,
+        draft_ids=draft_ids,
     )
+
+
+def _split(batch: Batch, rows: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Let each token of a decode be an entry.
+
+    Return the entry in the batch, the row, the start and the count of each, and the drafts by token.
+    """
+    parts = counts.copy()
+    parts[batch.num_decodes :] = 1
+    entries = np.arange(len(rows), dtype=np.int32).repeat(parts)
+    ends = parts.cumsum(dtype=np.int32)
+    offsets = np.arange(len(entries), dtype=np.int32) - (ends - parts)[entries]
+    draft_ids = np.full(batch.num_tokens, -1, dtype=np.int32)
+    for entry, draft in batch.drafts.items():
+        draft_ids[ends[entry] - len(draft) : ends[entry]] = draft
+    whole = entries >= batch.num_decodes
+    return entries, rows[entries], starts[entries] + offsets, np.where(whole, counts[entries], 1), draft_ids
 
 
 def _samples_of_drafts(batch: Batch) -> tuple[list[int], Ints]:

@@ -16,7 +16,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner, asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import begin_ranks, stage_links
-from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts
+from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts, max_samples
 from inflight.frontend.frontend import Frontend
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
@@ -59,10 +59,13 @@ def decoder_core(
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
-    if options.speculative_config is not None and (platform.device.type != "cpu" or limits.num_stages > 1):
-        raise ConfigError(
-            "speculative_config is set: so far, speculation runs only on a CPU and without pipeline stages"
-        )
+    if options.speculative_config is not None:
+        if limits.num_stages > 1:
+            raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
+        if decoder.spec.has_states and limits.max_samples < sys.maxsize:
+            raise ConfigError(
+                "speculative_config is set: so far, models with recurrent layers speculate only on CPUs"
+            )
     speculation = make_speculation(options)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
@@ -137,6 +140,7 @@ def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens
         # By default the blocks are the only limit: tokens of a shared prefix count once per request that has it, so
         # there may be many more of them than slots.
         max_kv_tokens=options.max_kv_tokens or sys.maxsize,
+        max_samples=max_samples(options, platform.defaults) or sys.maxsize,
     )
 
 

@@ -123,6 +123,10 @@ class HitRate:
         return (self.hits + PRIOR * expected) / (self.tries + PRIOR)
 
 
+# While steps have drafts, each waits for the results of the one before it, which drafts continue. After some steps
+# without, they no longer wait, but for one of many: maybe drafts pay again.
+PATIENCE, PROBE_INTERVAL = 4, 32
+WAIT_WEIGHT = 0.1  # of the last wait
 PRIOR = 4.0  # how many observations an expectation is worth
 FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
@@ -164,14 +168,21 @@ class AdaptiveSpeculation:
 
     def __init__(self, drafters: Sequence[Drafter], most: int) -> None:
         self._drafters = drafters
+        self._waited = 0.0  # about how many seconds steps with drafts wait for those before them
+        self._num_plain = 0  # steps since the last one with drafts
         self._most = most  # drafts of a request in a step
         self._costs = StepCosts()
         # Of all requests lately: by drafter, and by place in what it proposed.
         self._places = [[HitRate(200.0) for _ in range(most)] for _ in drafters]
         self.stats = SpeculationStats()
 
+    @property
+    def waits(self) -> bool:
+        return self._num_plain < PATIENCE or self._num_plain % PROBE_INTERVAL == 0
+
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield drafts, the likeliest tokens first, as long as the step yields more tokens per second with them."""
+        self._num_plain += 1
         num_tokens, num_decodes, costs = step.batch.num_tokens, step.batch.num_decodes, self._costs
         room = min(room, costs.reach - num_tokens)
         # See first what the step costs without drafts.
@@ -191,9 +202,10 @@ class AdaptiveSpeculation:
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
             # Fewer tokens are never slower.
-            rate = returned / max(seconds, costs.estimate(num_tokens + number))
+            rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + self._waited)
             if rate > best:
                 best, num_drafted = rate, number
+        self._num_plain *= not num_drafted
         for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
             record_of(step.requests[entry]).parts = drafts[entry].parts
             yield entry, drafts[entry].token_ids[:length]
@@ -260,8 +272,10 @@ class AdaptiveSpeculation:
                 self._places[drafter][place].add(is_right)
             first += length
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
         self._costs.observe(batch.num_tokens, seconds)
+        if waited:
+            self._waited += WAIT_WEIGHT * (waited - self._waited)
 
     def clear(self) -> None:
         for drafter in self._drafters:

@@ -11,6 +11,7 @@ causes.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from inflight.errors import EngineError
@@ -29,6 +30,7 @@ class Limits:
     max_num_batched_tokens: int  # tokens computed in one step
     max_kv_tokens: int  # tokens resident across all running requests
     num_stages: int = 1  # steps computed at once by different pipeline stages; they share no request
+    max_samples: int = sys.maxsize  # tokens sampled in one step
 
 
 class RequestPool:

@@ -8,6 +8,7 @@ admitted. A policy may reserve part of the step for waiting requests, which are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,14 +39,18 @@ class Speculation(Protocol):
 
     stats: SpeculationStats
 
+    @property
+    def waits(self) -> bool:
+        """Whether drafts are worth waiting for the results of all steps in flight before the next one is formed."""
+
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield entries, which all decode, and their drafts, together at most `room` tokens."""
 
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         """Take in the results of a step."""
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Take in how long a step took."""
+    def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
+        """Take in how long a step took, and how long the device waited for it because of drafts."""
 
     def clear(self) -> None:
         """Forget what requests that have ended leave behind."""
@@ -53,6 +58,8 @@ class Speculation(Protocol):
 
 class NoSpeculation:
     """Implements `Speculation` without drafts."""
+
+    waits = False
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
@@ -63,7 +70,7 @@ class NoSpeculation:
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         pass
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
         pass
 
     def clear(self) -> None:
@@ -202,9 +209,18 @@ class Scheduler:
 
     def _add_drafts(self, step: ScheduledStep, max_tokens: int) -> None:
         """Let decodes verify drafts with the tokens and the memory that nobody else needs in this step."""
-        blocks, counts = self.blocks, self.pool.counts
-        room = min(max_tokens - step.batch.num_tokens, self.limits.max_kv_tokens - counts.num_resident)
+        blocks, counts, limits = self.blocks, self.pool.counts, self.limits
+        room = min(
+            max_tokens - step.batch.num_tokens,
+            limits.max_kv_tokens - counts.num_resident,
+            limits.max_samples - len(step),
+        )
         for entry, token_ids in self.speculation.choose(step, room):
+            if (
+                limits.max_samples < sys.maxsize
+                and step.requests[entry].params.structured_outputs is not None
+            ):
+                continue  # so far, GPUs have one mask for each row
             num_others = len(self.pool.running)  # which may each need a block for the next step
             count, updates = blocks.make_room_for_drafts(step.requests[entry], len(token_ids), num_others)
             if count:

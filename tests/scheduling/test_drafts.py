@@ -174,7 +174,7 @@ class Machine(AdaptiveSpeculation):
         self._line = base, per_token
         self.seconds = 0.0
 
-    def observe(self, batch: Batch, seconds: float) -> None:  # noqa: ARG002
+    def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:  # noqa: ARG002
         base, per_token = self._line
         took = base + per_token * batch.num_tokens
         self.seconds += took

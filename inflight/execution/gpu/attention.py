@@ -30,9 +30,9 @@ class PlannedTables:
 
 
 class DeviceAttention(StepPart):
-    def __init__(self, decoder: Decoder, shape: KVShape, rows: DeviceRows) -> None:
+    def __init__(self, decoder: Decoder, shape: KVShape, rows: DeviceRows, max_decodes: int) -> None:
         self._rows = rows
-        planners = _planners(decoder, shape, len(rows.tokens))
+        planners = _planners(decoder, shape, max_decodes)
         # By block table; None: no layer here has keys and values in it.
         self._planned = [
             None if planner is None else PlannedTables(window, planner)
@@ -142,7 +142,7 @@ def _items(sections: dict[str, Tensor], name: str, programs: int) -> Items:
     return Items(sections[f"{name}_items"], sections[f"num_{name}_items"], programs)
 
 
-def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[AttentionPlanner | None]:
+def _planners(decoder: Decoder, shape: KVShape, max_decodes: int) -> list[AttentionPlanner | None]:
     """Return the planner of each block table, one for all tables whose layers have heads of the same shape; None for
     tables of layers that other stages have."""
     backend, processors = decoder.attention, _num_processors(decoder.device)
@@ -158,7 +158,7 @@ def _planners(decoder: Decoder, shape: KVShape, max_rows: int) -> list[Attention
                 backend.tuning_for(heads),
                 heads,
                 shape.block_size,
-                max_rows,
+                max_decodes,
                 processors,
                 is_quantized=is_quantized,
             )

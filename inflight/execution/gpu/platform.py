@@ -18,7 +18,7 @@ from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import DEFAULTS, EncoderKernels
+from inflight.execution.platforms import DEFAULTS, EncoderKernels, max_samples
 from inflight.execution.runner import StageLinks
 from inflight.kv.budget import (
     CONTEXT_MEMORY,
@@ -114,6 +114,7 @@ class CudaPlatform:
             graphs=graphs and capturable and not config.model.enforce_eager,
             grammars=grammars,
             links=links,
+            max_samples=max_samples(options, self.defaults),
         )
         if isinstance(runner.steps, StepGraphs):
             shapes = runner.buckets.usual()

@@ -34,11 +34,13 @@ class TableUpdates(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """ids[t] = tokens[rows[t], positions[t]], or 0 in padding, where rows[t] < 0. [T] int32 each."""
+    """ids[t] = tokens[rows[t], positions[t]], or 0 in padding, where rows[t] < 0; drafts[t] where that is not negative.
+    [T] int32 each."""
 
     rows: Tensor
     positions: Tensor
     ids: Tensor
+    drafts: Tensor | None = None
 
 
 class DeviceRows(StepPart):
@@ -52,8 +54,10 @@ class DeviceRows(StepPart):
         device: torch.device,
         num_tables: int = 1,
         max_tokens: int = 0,  # of a step
+        verifies: bool = False,  # whether steps may have drafts
     ) -> None:
         self.device = device
+        self._verifies = verifies
         self.block_size = block_size
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
@@ -106,7 +110,8 @@ class DeviceRows(StepPart):
     def sections(self, shape: StepShape) -> dict[str, Section]:
         num_tokens = shape.num_tokens
         num_updates = max(min(self.mirror.shape[1], num_tokens), MIN_UPDATES)
-        return {
+        sections = {"draft_ids": Section(num_tokens, -1)} if self._verifies else {}
+        return sections | {
             "token_rows": Section(num_tokens, -1),
             "positions": Section(num_tokens),
             "sample_tokens": Section(shape.num_samples, -1),
@@ -119,6 +124,8 @@ class DeviceRows(StepPart):
         put(sections["token_rows"], step.token_rows)
         put(sections["positions"], step.positions)
         put(sections["sample_tokens"], step.sample_tokens)
+        if step.draft_ids is not None:
+            put(sections["draft_ids"], step.draft_ids)
         rows, columns, block_ids = self.updates
         if len(rows) > len(sections["update_rows"]):
             self.write_tables()
@@ -129,7 +136,8 @@ class DeviceRows(StepPart):
 
     def open(self, shape: StepShape, sections: dict[str, Tensor]) -> None:
         updates = TableUpdates(sections["update_rows"], sections["update_columns"], sections["update_blocks"])
-        tokens = StepTokens(sections["token_rows"], sections["positions"], self.token_ids(shape))
+        ids, drafts = self.token_ids(shape), sections.get("draft_ids")
+        tokens = StepTokens(sections["token_rows"], sections["positions"], ids, drafts)
         open_step(self.tokens, self.block_tables, updates, tokens)
 
     def token_ids(self, shape: StepShape) -> Tensor:
@@ -160,21 +168,21 @@ def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step:
     """Apply table updates and gather a step's tokens. tokens [max_rows, max_len], block_tables [num_tables, max_rows,
     max_blocks]"""
     num_updates = len(updates.rows)
-    rows, positions, ids = step or (updates.rows, updates.columns, updates.block_ids)
+    rows, positions, ids, drafts = step or (updates.rows, updates.columns, updates.block_ids, None)
     num_tokens = 0 if step is None else len(ids)
     grid = (triton.cdiv(max(num_updates, num_tokens), PROGRAM_SIZE),)
     strides = block_tables.stride(1), tokens.stride(0)
     _open_step[grid](
-        block_tables, *updates, num_updates, tokens, rows, positions, ids, num_tokens, *strides,
-        SIZE=PROGRAM_SIZE,
+        block_tables, *updates, num_updates, tokens, rows, positions, ids, ids if drafts is None else drafts,
+        num_tokens, *strides, DRAFTS=drafts is not None, SIZE=PROGRAM_SIZE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_updates", "num_tokens"])
 def _open_step(
     tables, update_rows, columns, block_ids, num_updates,
-    tokens, token_rows, positions, ids, num_tokens,
-    table_stride, token_stride, SIZE: tl.constexpr,
+    tokens, token_rows, positions, ids, drafts, num_tokens,
+    table_stride, token_stride, DRAFTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     row = tl.load(update_rows + i, mask=i < num_updates, other=-1)
@@ -184,4 +192,7 @@ def _open_step(
     row = tl.load(token_rows + i, mask=i < num_tokens, other=-1)
     position = tl.load(positions + i, mask=row >= 0, other=0)
     token_id = tl.load(tokens + row.to(tl.int64) * token_stride + position, mask=row >= 0, other=0)
+    if DRAFTS:
+        draft = tl.load(drafts + i, mask=row >= 0, other=-1)
+        token_id = tl.where(draft < 0, token_id, draft)
     tl.store(ids + i, token_id, mask=i < num_tokens)

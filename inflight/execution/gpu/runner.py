@@ -74,7 +74,9 @@ class GpuRunner:
         graphs: bool = True,
         grammars: GrammarCompiler | None = None,
         links: StageLinks | None = None,
+        max_samples: int | None = None,
     ) -> None:
+        """`max_samples`: of a step whose decodes have drafts; None: there are none."""
         spec, device, shard = decoder.spec, decoder.device, decoder.shard
         self.decoder = decoder
         self.block_size = block_size
@@ -83,8 +85,9 @@ class GpuRunner:
         kv_shape = decoder.kv_shape(block_size)
         self.cache = decoder.attention.allocate(kv_shape, num_blocks, device)
         num_tables = len(kv_shape.windows)
-        self.rows = DeviceRows(max_rows, max_len, block_size, device, num_tables, max_tokens)
-        self.attention = DeviceAttention(decoder, kv_shape, self.rows)
+        verifies = max_samples is not None
+        self.rows = DeviceRows(max_rows, max_len, block_size, device, num_tables, max_tokens, verifies)
+        self.attention = DeviceAttention(decoder, kv_shape, self.rows, max_samples or max_rows)
         states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
         self.states: DeviceStates | None = None
         if states:
@@ -93,13 +96,13 @@ class GpuRunner:
         self.scores: PromptScores | None = None
         self.scored = ScoredRows()
         if self.samples:
-            self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars)
+            self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars, max_samples)
             self.scores = PromptScores(decoder, self.rows, self.scored, self.sampling.workspace)
         self.parts = self.step_parts()
         self._begin, self._fill, self._results = (
             overridden(self.parts, method) for method in ("begin", "fill", "results")
         )
-        self.buckets = Buckets(max_rows, max_tokens, self.attention.short_context_sizes)
+        self.buckets = Buckets(max_rows, max_tokens, self.attention.short_context_sizes, max_samples)
         self.upload: PackedUpload[StepShape] = PackedUpload(
             partial(merged_sections, self.parts), self.buckets.largest(), device
         )
@@ -135,7 +138,7 @@ class GpuRunner:
     def _launch(self, batch: Batch) -> GpuStepHandle:
         self._finish_last()
         self.change_rows(batch)
-        step = host_step(batch, self.rows.mirror, self.block_size)
+        step = host_step(batch, self.rows.mirror, self.block_size, split_decodes=True)
         masks = None if self.sampling is None else self.sampling.start_masks(step)
         shape, layout = self._send(step)
         if self.links is not None and len(self._received):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from inflight.execution.sampling.triton.sample import (
     sample_tokens,
 )
 from inflight.execution.step import HostStep, Ints, failure
-from inflight.scheduling.batch import Admission, Sampled
+from inflight.scheduling.batch import Admission, Batch, Sampled
 
 
 class PendingLogprobs(NamedTuple):
@@ -46,11 +47,11 @@ class PendingLogprobs(NamedTuple):
 class PendingSamples:
     """The tokens of a step, and their log-probabilities, being copied to host memory."""
 
-    num_entries: int
+    batch: Batch
     sampling_entries: list[int]
     sampled: Tensor  # [2, S] int32, padded: token ids, and 0 or why sampling failed
-    logprobs: PendingLogprobs | None = None  # for `logprob_entries`, in order
-    logprob_entries: list[int] = field(default_factory=list)
+    logprobs: PendingLogprobs | None = None  # for `logprob_samples`, in order
+    logprob_samples: list[int] = field(default_factory=list)
     # By sample, where the constraint failed.
     failures: dict[int, RequestFailure] = field(default_factory=dict)
 
@@ -61,34 +62,61 @@ class PendingSamples:
 
     def read_into(self, result: Sampled) -> None:
         token_ids, bad = self.sampled.tolist()
-        entries = self.sampling_entries
-        if entries == list(range(self.num_entries)):
+        entries, num_entries = self.sampling_entries, len(self.batch)
+        if entries == list(range(num_entries)):
             result.token_ids = [[token_id] for token_id in token_ids[: len(entries)]]
         else:
-            result.token_ids = [[] for _ in range(self.num_entries)]
-            for entry, token_id in zip(entries, token_ids, strict=False):
-                result.token_ids[entry].append(token_id)
+            result.token_ids = [[] for _ in range(num_entries)]
+            for sample in self._samples(token_ids, bad):
+                result.token_ids[entries[sample]].append(token_ids[sample])
         if any(bad):
-            for index, (entry, code) in enumerate(zip(entries, bad, strict=False)):
-                if code:
-                    result.errors[entry] = self.failures.get(index) or failure(code)
+            for sample in self._samples(token_ids, bad):
+                if bad[sample]:
+                    result.errors[entries[sample]] = self.failures.get(sample) or failure(bad[sample])
         if self.logprobs is not None:
-            for entry, position in zip(self.logprob_entries, self.logprobs.read(), strict=True):
-                result.logprobs.setdefault(entry, []).append(position)
+            taken = set(self._samples(token_ids, bad))
+            for sample, position in zip(self.logprob_samples, self.logprobs.read(), strict=True):
+                if sample in taken:
+                    result.logprobs.setdefault(entries[sample], []).append(position)
+
+    def _samples(self, token_ids: list[int], bad: list[int]) -> Iterable[int]:
+        """Return the samples that follow right tokens: not those behind a draft that was not sampled before it."""
+        entries, drafts = self.sampling_entries, self.batch.drafts
+        if not drafts:
+            return range(len(entries))
+        taken, last, place = [], -1, 0
+        for sample, entry in enumerate(entries):
+            if entry != last:
+                last, place = entry, 0
+            elif place < 0 or bad[sample - 1] or token_ids[sample - 1] != drafts[entry][place]:
+                place = -1
+                continue
+            else:
+                place += 1
+            taken.append(sample)
+        return taken
 
 
 class DeviceSampling(StepPart):
     """Samples a token for each sample of a step, inside its graph."""
 
-    def __init__(self, rows: DeviceRows, vocab_size: int, grammars: GrammarCompiler | None) -> None:
+    def __init__(
+        self,
+        rows: DeviceRows,
+        vocab_size: int,
+        grammars: GrammarCompiler | None,
+        max_samples: int | None = None,  # of steps with drafts; None: there are none
+    ) -> None:
         self._rows = rows
+        self._verifies = max_samples is not None
         max_rows, device = len(rows.tokens), rows.device
+        max_samples = max_samples or max_rows
         self.state = TritonSamplingRows(max_rows, vocab_size, device)
         self.constrained = ConstrainedRows(self.state, grammars, partial(_use_device, device))
-        self.workspace = SamplingWorkspace.allocate(max_rows, vocab_size, device)
-        self._sampled = torch.zeros(2 * max_rows, dtype=torch.int32, device=device)
+        self.workspace = SamplingWorkspace.allocate(max_samples, vocab_size, device)
+        self._sampled = torch.zeros(2 * max_samples, dtype=torch.int32, device=device)
         # Packed, for the samples that want log-probabilities: see `LogprobBuffers`.
-        self._logprobs = torch.zeros(max_rows * 3 * (1 + MAX_LOGPROBS), dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(max_samples * 3 * (1 + MAX_LOGPROBS), dtype=torch.int32, device=device)
         # By sample of the last step, negative where no log-probabilities are wanted; None: nowhere.
         self._logprob_counts: Ints | None = None
 
@@ -97,8 +125,18 @@ class DeviceSampling(StepPart):
         self.state.set_many(sampling, self._rows.tokens)
         self.constrained.admit(admissions)
 
+    def begin(self, step: HostStep) -> None:
+        """Find drafts whose samples must be taken one after another."""
+        batch, stateful = step.batch, self.state.stateful
+        if batch.drafts and stateful:
+            drafts = batch.drafts.items()
+            step.places = 1 + max(
+                (len(ids) for entry, ids in drafts if batch.rows[entry] in stateful), default=0
+            )
+
     def sections(self, shape: StepShape) -> dict[str, Section]:
-        return {
+        drafts = {"sample_drafts": Section(shape.num_samples, -1)} if self._verifies else {}
+        return drafts | {
             "sample_rows": Section(shape.num_samples, -1),
             "sample_lengths": Section(shape.num_samples),
             "logprob_counts": Section(shape.num_samples, -1),
@@ -109,6 +147,8 @@ class DeviceSampling(StepPart):
     def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         put(sections["sample_rows"], step.sample_rows)
         put(sections["sample_lengths"], step.sample_lengths)
+        if (drafts := step.sample_drafts) is not None:
+            put(sections["sample_drafts"], drafts)
         counts = self._logprob_counts = self.state.logprob_counts(step.sampling_rows)
         if counts is not None:
             put(sections["logprob_counts"], counts)
@@ -126,20 +166,19 @@ class DeviceSampling(StepPart):
         )
         ids, bad = self._results(shape)
         batch = SamplingBatch(sections["sample_rows"], sections["sample_lengths"], ids, bad, logprobs)
-        tokens = self._rows.tokens
-        sample_tokens(logits, batch, self.state, tokens, self.workspace)
+        drafts = sections["sample_drafts"] if shape.places > 1 else None
+        sample_tokens(logits, batch, self.state, self._rows.tokens, self.workspace, drafts, shape.places)
 
     def fetch(self, step: HostStep, shape: StepShape, masks: StepMasks | None) -> PendingSamples:
         """Start copying the results of the last step to host memory."""
         entries, counts = step.sampling_entries, self._logprob_counts
         samples = PendingSamples(
-            len(step.rows), entries, to_host(self._results(shape), None if masks is None else UNKNOWN)
+            step.batch, entries, to_host(self._results(shape), None if masks is None else UNKNOWN)
         )
         if masks is not None:
             samples.failures = masks.failures()
         if counts is not None:
-            pairs = zip(entries, counts, strict=True)
-            samples.logprob_entries = [entry for entry, count in pairs if count >= 0]
+            samples.logprob_samples = np.flatnonzero(counts >= 0).tolist()
             num_logprobs, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
             results = to_host(self._logprobs[: len(num_logprobs) * 3 * width])
             samples.logprobs = PendingLogprobs(results, num_logprobs, width)

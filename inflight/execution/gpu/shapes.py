@@ -18,6 +18,8 @@ USUAL_SAMPLES = 512
 SAMPLE_SIZES = ((1024, (64, 256, USUAL_SAMPLES)), (1 << 30, (64, USUAL_SAMPLES)))
 # Decodes that share a prefix, as those of one agent do. Larger shapes are captured on first use.
 USUAL_SHARING = 64
+# Turns of samples (`HostStep.places`). Steps with more tokens are captured on first use.
+FEWEST_TURNS, USUAL_TURNS = 4, 8
 # Capacity for chunks costs time, see `Items`; more of them in one step are rare.
 FEW_CHUNKS = 32
 
@@ -33,6 +35,7 @@ class StepShape:
     prefix: bool  # whether decodes that share a prefix read it together
     scores: bool = False  # whether prompt tokens are scored, which needs the hidden states of all tokens
     short_context: bool = False  # whether all contexts are short, which uses a different tile
+    places: int = 1  # samples of a row that are taken one after another: see `HostStep.places`
 
     @property
     def chunks(self) -> bool:
@@ -42,18 +45,28 @@ class StepShape:
 class Buckets:
     """The available shapes. Small steps are rounded finely, because their time depends most on their size."""
 
-    def __init__(self, max_entries: int, max_tokens: int, short_context_sizes: Collection[int] = ()) -> None:
-        """`short_context_sizes`: numbers of decodes that have a variant for short contexts."""
+    def __init__(
+        self,
+        max_entries: int,
+        max_tokens: int,
+        short_context_sizes: Collection[int] = (),
+        max_samples: int | None = None,
+    ) -> None:
+        """`short_context_sizes`: numbers of decodes that have a variant for short contexts.
+
+        `max_samples`: of a step whose decodes have drafts; None: there are none."""
         self.max_entries = max_entries
+        self.verifies = max_samples is not None
+        self.max_samples = max_samples or max_entries
         self._short_context_sizes = short_context_sizes
-        self.decodes = sizes_up_to(max_entries, DECODE_STEPS)
+        self.decodes = sizes_up_to(self.max_samples, DECODE_STEPS)
         self.tokens = token_sizes(max_tokens)
 
     def largest(self) -> tuple[StepShape, ...]:
         """Return the shapes that take the most memory."""
-        tokens, entries = self.tokens[-1], self.max_entries
-        mixed = self.mixed(tokens, entries, entries, entries, prefix=True)
-        return mixed, self.decode(entries, prefix=True, short_context=True)
+        tokens, samples = self.tokens[-1], self.max_samples
+        mixed = self.mixed(tokens, samples, self.max_entries, samples, prefix=True)
+        return mixed, self.decode(samples, prefix=True, short_context=True)
 
     def usual(self) -> list[StepShape]:
         """Return the shapes of nearly all steps, largest first: later captures reuse the memory of earlier ones."""
@@ -62,6 +75,10 @@ class Buckets:
             for size in self.decodes
             for short_context in (False, size in self._short_context_sizes)
         ]
+        if self.verifies:
+            decodes += [
+                self.decode(size, prefix=False, places=2) for size in self.decodes if size <= USUAL_TURNS
+            ]
         sharing = [self.decode(size, prefix=True) for size in self.decodes if 1 < size <= USUAL_SHARING]
         mixed = [
             self.mixed(tokens, size, 1, size, prefix=False)
@@ -75,14 +92,16 @@ class Buckets:
         """Return the shape of a step."""
         num_decodes = step.num_decodes
         if step.only_decodes:
-            return self.decode(num_decodes, step.prefix, step.short_context)
+            return self.decode(num_decodes, step.prefix, step.short_context, step.places)
         num_chunks, num_samples = len(step.rows) - num_decodes, len(step.sample_tokens)
-        return self.mixed(step.num_tokens, num_decodes, num_chunks, num_samples, step.prefix, step.scores)
+        return self.mixed(
+            step.num_tokens, num_decodes, num_chunks, num_samples, step.prefix, step.scores, step.places
+        )
 
-    def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
+    def decode(self, count: int, prefix: bool, short_context: bool = False, places: int = 1) -> StepShape:
         """Return the shape of `count` entries with one token each."""
         size = round_up(count, self.decodes)
-        return StepShape(size, size, 0, size, prefix, short_context=short_context)
+        return StepShape(size, size, 0, size, prefix, short_context=short_context, places=_rounded(places))
 
     def mixed(
         self,
@@ -92,18 +111,24 @@ class Buckets:
         num_samples: int,
         prefix: bool,
         scores: bool = False,
+        places: int = 1,
     ) -> StepShape:
         """Return the shape of a step with chunks, and possibly decodes."""
         size = round_up(num_tokens, self.tokens)
         # Nearly all decodes sample, and few other entries do: one size serves both.
         decodes = min(round_up(max(num_decodes, num_samples), self._samples(size)), size)
         chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
-        return StepShape(size, decodes, chunks, decodes, prefix, scores)
+        return StepShape(size, decodes, chunks, decodes, prefix, scores, places=_rounded(places))
 
     def _samples(self, num_tokens: int) -> list[int]:
         """Return the numbers of samples available for a step of `num_tokens`."""
         sizes = next(sizes for bound, sizes in SAMPLE_SIZES if num_tokens <= bound)
-        return [*(size for size in sizes if size < self.max_entries), self.max_entries]
+        return [*(size for size in sizes if size < self.max_samples), self.max_samples]
+
+
+def _rounded(places: int) -> int:
+    """Return how many turns a step takes that needs this many: one, or four, or the next power of two."""
+    return 1 if places == 1 else max(FEWEST_TURNS, 1 << (places - 1).bit_length())
 
 
 def token_sizes(max_tokens: int) -> list[int]:

@@ -66,13 +66,13 @@ class DeviceStates(StepPart):
         return sections
 
     def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
-        num_decodes = step.num_decodes
+        num_decodes, batch = step.num_decodes, step.batch
         sections["num_state_decodes"][0] = num_decodes
         if step.only_decodes:
             return
-        ordered = sorted(step.batch.captures, key=lambda capture: (capture.entry, capture.position))
+        ordered = sorted(batch.captures, key=lambda capture: (capture.entry, capture.position))
         starts, contexts = step.query_starts[num_decodes:], step.context_lens[num_decodes:]
-        wanted = [(capture.entry - num_decodes, capture.position) for capture in ordered]
+        wanted = [(capture.entry - batch.num_decodes, capture.position) for capture in ordered]
         plan = plan_pieces(starts, contexts - np.diff(starts), step.rows[num_decodes:], wanted)
         put_items(sections["pieces"], sections["num_pieces"], plan.pieces)
         put_items(sections["state_entries"], sections["num_state_entries"], plan.entries)

@@ -41,6 +41,7 @@ RECURRENT = SHAPES["qwen3.5-9b"] | {
 }
 MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {}),
+    (DENSE, {"speculative_config": {"method": "suffix"}}),
     (DENSE, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     (DENSE, {"quantization": "int8"}),
     (DENSE, {"quantization": "int4"}),

@@ -56,6 +56,7 @@ BIAS = tl.constexpr(8)
 LOGPROBS = tl.constexpr(16)
 ADJUSTS = tl.constexpr(15)  # any flag that changes logits
 SPECIAL = tl.constexpr(31)  # any flag
+STATEFUL = tl.constexpr(5)  # any flag with state that changes with every token
 
 # 16 bits per token of a row: how often it occurs in the outputs; the highest bit is set if it occurs in the prompt.
 COUNT = tl.constexpr(0x7FFF)

@@ -56,7 +56,7 @@ class TritonSamplingRows:
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
         self._num_rows_with_logprobs = 0
         self._lists: dict[int, _Lists] = {}
-        self._stateful: set[int] = set()  # rows with penalties or rules, whose steps update device state
+        self.stateful: set[int] = set()  # rows with penalties or rules, whose steps update device state
 
     def set_many(self, admissions: Sequence[tuple[int, RequestSpec]], tokens: Tensor) -> None:
         """Assign each request to its row; the last one wins if a row occurs twice. `tokens` is [max_rows, max_len]."""
@@ -68,7 +68,7 @@ class TritonSamplingRows:
         self._num_rows_with_logprobs += int((self._num_logprobs[[*latest]] >= 0).sum() - had_logprobs.sum())
         words = self._to_device(np.frombuffer(packed, dtype=np.int32)).view(len(latest), -1)
         self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
-        started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self._stateful]
+        started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self.stateful]
         if started:
             self._start(started, tokens)
 
@@ -109,7 +109,7 @@ class TritonSamplingRows:
         )
         self._lists[row] = lists
         penalises = has_penalties(params)
-        (self._stateful.add if penalises or rules else self._stateful.discard)(row)
+        (self.stateful.add if penalises or rules else self.stateful.discard)(row)
         flags = PENALTIES.value * penalises
         mask = first_mask(params, self.vocab_size)
         if mask.size:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from inflight.errors import EngineError
@@ -15,6 +16,7 @@ from inflight.execution.sampling.interface import pack_columns
 from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.gumbel import FEW, gumbel_kernel, special_gumbel_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
+from inflight.execution.sampling.triton.row_table import FLAGS, STATEFUL, WORDS
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.layers.triton_utils.pdl import launch_options, supports_pdl
 
@@ -149,25 +151,81 @@ def sample_tokens(
     state: TritonSamplingRows,
     tokens: Tensor,
     workspace: SamplingWorkspace,
+    drafts: Tensor | None = None,
+    places: int = 1,
 ) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and ids[i].
 
     logits [S, V] float32, contiguous in the last dimension, are not modified. tokens [max_rows, max_len] int32.
+
+    A row may occur several times in succession: sample i then follows the token drafts[i] (-1 at a row's first one),
+    and means nothing if sample i - 1 is another token, or nothing. Rows with penalties or rules, whose state changes
+    with every token, take up to `places` samples one after another, and only as long as drafts are right.
     """
     workspace.check(logits)
-    _launch_gumbel(logits, batch, state, workspace)
-    _choose(logits, batch, state, tokens, workspace)
-    _write_logprobs(logits, batch.ids, batch.logprobs, workspace, supports_pdl(logits.device))
+    pdl = supports_pdl(logits.device)
+    if drafts is None or places == 1:
+        _launch_gumbel(logits, batch, state, workspace, pdl)
+        _choose(logits, batch, state, tokens, workspace, pdl)
+    else:
+        active = torch.empty(2, len(batch.rows), dtype=torch.int32, device=logits.device)
+        for place in range(places):
+            # Kernels that are launched early would read `active` too early.
+            part = replace(batch, rows=active[place % 2])
+            _take_turns(batch, drafts, state, active[(place + 1) % 2], part.rows, place)
+            _launch_gumbel(logits, part, state, workspace, pdl=False)
+            _choose(logits, part, state, tokens, workspace, pdl=False)
+    _write_logprobs(logits, batch.ids, batch.logprobs, workspace, pdl)
+
+
+TURNS_SIZE = 256
+
+
+def _take_turns(
+    batch: SamplingBatch,
+    drafts: Tensor,
+    state: TritonSamplingRows,
+    before: Tensor,
+    active: Tensor,
+    place: int,
+) -> None:
+    """Write to `active` [S] the rows of the samples whose turn it is, and -1 for the others. `before`: those of the
+    last turn."""
+    num_samples = len(batch.rows)
+    _take_turns_kernel[(triton.cdiv(num_samples, TURNS_SIZE),)](
+        batch.rows, drafts, state.table, before, batch.ids, batch.bad, active, num_samples,
+        FIRST=place == 0, SIZE=TURNS_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def _take_turns_kernel(
+    rows, drafts, table, before, ids, bad, active, num_samples, FIRST: tl.constexpr, SIZE: tl.constexpr
+):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(rows + i, mask=i < num_samples, other=-1)
+    draft = tl.load(drafts + i, mask=row >= 0, other=-1)
+    flags = tl.load(table + row.to(tl.int64) * WORDS + FLAGS, mask=row >= 0, other=0)
+    in_turns = (flags & STATEFUL) != 0
+    if FIRST:
+        taken = ~in_turns | (draft < 0)
+    else:
+        follows = in_turns & (draft >= 0) & (i > 0)
+        was_active = tl.load(before + i - 1, mask=follows, other=-1) >= 0
+        is_right = tl.load(ids + i - 1, mask=follows, other=-1) == draft
+        is_bad = tl.load(bad + i - 1, mask=follows, other=1) != 0
+        taken = follows & was_active & is_right & ~is_bad
+    tl.store(active + i, tl.where(taken, row, -1), mask=i < num_samples)
 
 
 def _launch_gumbel(
-    logits: Tensor, batch: SamplingBatch, state: TritonSamplingRows, workspace: SamplingWorkspace
+    logits: Tensor, batch: SamplingBatch, state: TritonSamplingRows, workspace: SamplingWorkspace, pdl: bool
 ) -> None:
     """Find the Gumbel-max winner of every chunk of logits [S, V].
 
     The second launch does it for rows that modify their logits or want log-probabilities.
     """
-    pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
+    vocab_size = logits.shape[1]
     constants = {
         "GROUPS": GROUPS_OF_CHUNK,
         "GROUP": workspace.group,
@@ -212,9 +270,10 @@ def _choose(
     state: TritonSamplingRows,
     tokens: Tensor,
     workspace: SamplingWorkspace,
+    pdl: bool,
 ) -> None:
     """Choose a token for each row of logits [S, V]."""
-    pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
+    vocab_size = logits.shape[1]
     choose_kernel[(len(logits),)](
         logits,
         batch.rows,

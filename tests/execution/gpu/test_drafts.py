@@ -1,0 +1,75 @@
+"""Drafts in the GPU runner, in Triton's interpreter: the tokens and log-probabilities are those of the CPU without."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from inflight.execution import platforms
+from inflight.layers.attention.triton import rope_write
+from inflight.outputs import RequestOutput
+from tests.e2e.test_speculation import Oracle
+from tests.execution.gpu.interpreted import InterpretedPlatform
+from tests.scheduling.guessing import Eager
+from tests.support.checkpoints import write_checkpoint
+
+PROMPTS = [[*range(40, 47)], [9, 8], [*range(20, 33)], [*range(40, 43)], [7, 7, 7]]
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 1},
+    {
+        "temperature": 0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "logprobs": 0,
+    },
+    {"temperature": 0, "logit_bias": {3: 2.0}, "min_tokens": 6, "stop_token_ids": [*range(100)]},
+    {"temperature": 0.7, "top_k": 5, "seed": 2, "n": 2},
+)
+
+
+def answer(
+    folder: Path, oracle: Oracle | None = None, **options: Any
+) -> tuple[list[RequestOutput], int, int]:
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "block_size": 4, "num_blocks": 80}
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **fields) for fields in PARAMS]
+    speculative = None if oracle is None else {"method": "suffix"}
+    with LLM(
+        folder,
+        skip_tokenizer_init=True,
+        show_progress=False,
+        speculative_config=speculative,
+        **sizes,
+        **options,
+    ) as llm:
+        if oracle is not None:
+            llm._engine.core.scheduler.speculation = Eager(oracle, 3)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        stats = llm.stats()
+        assert stats.kv.num_used == 0
+    return outputs, stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    expected, _, _ = answer(folder, device="cpu")
+    oracle = Oracle(random.Random(0), 0.7)
+    oracle.learn(expected)
+    monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    outputs, num_drafted, num_accepted = answer(folder, oracle, dtype="float32")
+    for output, whole in zip(outputs, expected, strict=True):
+        for ours, theirs in zip(output.outputs, whole.outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.finish_reason == theirs.finish_reason
+            if theirs.logprobs is not None:
+                assert ours.logprobs is not None
+                assert [[*position] for position in ours.logprobs] == [
+                    [*position] for position in theirs.logprobs
+                ]
+    assert 0 < num_accepted < num_drafted
