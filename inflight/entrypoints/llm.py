@@ -209,8 +209,7 @@ class LLM(ScoringMethods):
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
         self._compute(
-            OfflineRun(requests, len(requests), lambda request_id: by_id[request_id].push, "generating"),
-            show,
+            OfflineRun(requests, len(requests), lambda request_id: by_id[request_id].push, "generating"), show
         )
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
