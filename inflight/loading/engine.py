@@ -28,12 +28,16 @@ from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
 from inflight.scheduling.drafts import AdaptiveSpeculation
 from inflight.scheduling.lookup import Lookup
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import NoSpeculation, Scheduler, Speculation
 
 if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
+
+# The most drafts of a request in a step unless configured: of a model's predictor, and of lookups.
+MODEL_DRAFTS, LOOKUP_DRAFTS = 3, 16
 
 
 def decoder_core(
@@ -66,7 +70,8 @@ def decoder_core(
             raise ConfigError(
                 "speculative_config is set: so far, models with recurrent layers speculate only on CPUs"
             )
-    speculation = make_speculation(options)
+    predicts = decoder.predictor is not None and platform.device.type == "cpu"
+    speculation = make_speculation(options, predicts)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -88,12 +93,19 @@ def decoder_core(
     return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
 
 
-def make_speculation(options: SchedulerConfig) -> Speculation:
-    """Return what `speculative_config` asks for."""
+def make_speculation(options: SchedulerConfig, predicts: bool = False) -> Speculation:
+    """Return what `speculative_config` asks for. `predicts`: whether the model can guess further tokens itself."""
     if options.speculative_config is None:
         return NoSpeculation()
     config = SpeculationConfig.from_options(options.speculative_config)
-    return AdaptiveSpeculation([Lookup(config)], config.num_speculative_tokens)
+    if config.method == "mtp" and not predicts:
+        raise ConfigError(
+            "speculative_config: method is mtp, but the model was loaded without its layer that predicts further "
+            "tokens, or for a GPU, where it does not run yet"
+        )
+    if predicts and config.method in ("auto", "mtp"):
+        return ModelSpeculation(ModelDrafter(), config.num_speculative_tokens or MODEL_DRAFTS)
+    return AdaptiveSpeculation([Lookup(config)], config.num_speculative_tokens or LOOKUP_DRAFTS)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

@@ -109,7 +109,8 @@ def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
             shard_of(spec, 0, tensor)
         except ConfigError:
             continue
-        for pipeline in range(1, min(count // tensor, spec.num_layers) + 1):
+        most = spec.num_layers if spec.predictor is None else 1
+        for pipeline in range(1, min(count // tensor, most) + 1):
             yield tensor, pipeline
 
 

@@ -60,7 +60,8 @@ class StepCosts:
         self._counts: dict[int, int] = {}  # of the steps observed
         self._sizes: list[int] = []  # those observed, in order
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float) -> float:
+        """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
         before = self._seconds.get(size, seconds)
         count = self._counts[size] = self._counts.get(size, 0) + 1
@@ -68,11 +69,15 @@ class StepCosts:
             insort(self._sizes, size)
         if count <= NUM_FIRST_STEPS:  # first steps are often slow
             self._seconds[size] = min(seconds, before)
-            return
+            return 1.0
         change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
         factor = 1 + STEP_WEIGHT * (change - 1)
-        for other in self._sizes:  # contexts and the machine's load change all of them
-            self._seconds[other] *= factor
+        self.scale(factor)  # contexts and the machine's load change all of them
+        return factor
+
+    def scale(self, factor: float) -> None:
+        for size in self._sizes:
+            self._seconds[size] *= factor
 
     def knows(self, num_tokens: int) -> bool:
         """Return whether a step of about this size was observed."""
@@ -180,6 +185,9 @@ class AdaptiveSpeculation:
     def waits(self) -> bool:
         return self._num_plain < PATIENCE or self._num_plain % PROBE_INTERVAL == 0
 
+    def num_wanted(self, step: ScheduledStep) -> int:  # noqa: ARG002
+        return 0
+
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield drafts, the likeliest tokens first, as long as the step yields more tokens per second with them."""
         self._num_plain += 1
@@ -275,7 +283,10 @@ class AdaptiveSpeculation:
     def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
         self._costs.observe(batch.num_tokens, seconds)
         if waited:
-            self._waited += WAIT_WEIGHT * (waited - self._waited)
+            self._note_wait(waited)
+
+    def _note_wait(self, waited: float) -> None:
+        self._waited += WAIT_WEIGHT * (waited - self._waited)
 
     def clear(self) -> None:
         for drafter in self._drafters:

@@ -6,7 +6,9 @@ from random import Random
 
 from inflight.kv.layout import KVLayout
 from inflight.request import Request
+from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter, Guess, StepCosts
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from tests.support.fake_runner import PLAIN, expected_tokens
 
 
@@ -53,6 +55,22 @@ class Eager(AdaptiveSpeculation):
     def __init__(self, drafter: Drafter, most: int) -> None:
         super().__init__([drafter], most)
         self._costs = FreeSteps()
+
+    def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+
+class EagerModel(ModelSpeculation):
+    """Wants a model's guesses in every step, as many as it is asked to, and verifies all that there is room for."""
+
+    def __init__(self, most: int, model: ModelDrafter | None = None, random: Random | None = None) -> None:
+        super().__init__(model or ModelDrafter(), most)
+        self._by_number = [FreeSteps() for _ in range(most + 1)]
+        self._random = random  # wants any number, or none, from step to step
+
+    def num_wanted(self, step: ScheduledStep) -> int:
+        super().num_wanted(step)
+        return self._most if self._random is None else self._random.randint(0, self._most)
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass

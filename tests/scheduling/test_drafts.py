@@ -283,7 +283,7 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "method is None: it must be one of auto, suffix, ngram"),
+        ({}, "method is None: it must be one of auto, mtp, suffix, ngram"),
         ({"method": "eagle"}, "method is 'eagle'"),
         ({"method": "suffix", "tokens": 3}, "speculative_config has tokens: allowed are method, "),
         (
