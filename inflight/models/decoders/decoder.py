@@ -259,10 +259,18 @@ class Decoder:
         mlps = [layer.mlp for layer in self.layers]
         return [mlp.experts.tokens for mlp in mlps if isinstance(mlp, ExpertsMlp)]
 
-    def logits(self, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks. A predictor has its own `norm`."""
-        norm = self.final_norm if norm is None else norm
-        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
+        return self._logits(hidden, self.final_norm)
+
+    def predicted_logits(self, hidden: Tensor, num_tokens: int | None = None) -> Tensor:
+        """Return the logits that follow a predictor's hidden states. Ranks that hold the whole vocabulary may compute
+        those of its first tokens alone, [S, num_tokens]."""
+        assert self.predictor is not None
+        return self._logits(hidden, self.predictor.final_norm, num_tokens)
+
+    def _logits(self, hidden: Tensor, norm: Tensor, num_tokens: int | None = None) -> Tensor:
+        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps, num_tokens)
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
         if self.spec.logit_softcap is not None:
