@@ -13,6 +13,7 @@ from inflight.scheduling.drafts import (
     NO_GUESS,
     RECOVERY,
     AdaptiveSpeculation,
+    Constraints,
     Drafter,
     Guess,
     StepCosts,
@@ -57,8 +58,14 @@ class ModelSpeculation(AdaptiveSpeculation):
     known for each number, and how often guesses were right by their place.
     """
 
-    def __init__(self, model: ModelDrafter, most: int, others: Sequence[Drafter] = ()) -> None:
-        super().__init__([model, *others], most)
+    def __init__(
+        self,
+        model: ModelDrafter,
+        most: int,
+        others: Sequence[Drafter] = (),
+        constraints: Constraints | None = None,
+    ) -> None:
+        super().__init__([model, *others], most, constraints)
         self._model = model
         self._num_wanted = most
         self._by_number = [StepCosts() for _ in range(most + 1)]  # of guesses
