@@ -148,7 +148,7 @@ class CacheConfig:
 class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
-    method: str  # auto, mtp, suffix or ngram
+    method: str  # auto, mtp, suffix, ngram or grammar
     # The most drafts of a request in a step; None: 3 with mtp, otherwise 16.
     num_speculative_tokens: int | None = None
     # ngram: how many of the last tokens must stand earlier in the request's own text, at most and at least.
@@ -164,7 +164,7 @@ class SpeculationConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculationConfig:
         """Read the options that a user gave. Raises ConfigError, in one line."""
-        methods = ("auto", "mtp", "suffix", "ngram")
+        methods = ("auto", "mtp", "suffix", "ngram", "grammar")
         known = {item.name: item for item in fields(cls)}
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config is {shown(options)}: it must map names to values")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
 from inflight.engine.client import ResetPrefixCache, Sleep, WakeUp
-from inflight.engine.stats import EngineStats, MetricValue, metrics_of
+from inflight.engine.stats import ENGINE_METRICS, EngineStats, MetricValue
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
     LocalEngine,
@@ -253,7 +253,8 @@ class LLM(ScoringMethods):
 
     def get_metrics(self) -> list[MetricValue]:
         """Return the engine's metrics under the names that the server's /metrics uses."""
-        return metrics_of(self.stats())
+        stats = self.stats()
+        return [MetricValue(f"inflight:{item.name}", item.kind, item.read(stats)) for item in ENGINE_METRICS]
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as vLLM does."""

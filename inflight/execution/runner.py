@@ -308,8 +308,8 @@ class ModelRunner:
             failures: dict[int, RequestFailure] = {}
             if masks is not None:
                 failures = masks.failures()
-                self.constrained.expect(masks, partial(list, sampled.token_ids))
             right: list[int] = []
+            again: list[int] = []  # the samples of this pass that are followed by those
             for index, sample in enumerate(samples):
                 entry, token_id = entries[sample], sampled.token_ids[index]
                 result.token_ids[entry].append(token_id)
@@ -317,10 +317,17 @@ class ModelRunner:
                     result.errors[entry] = failures.get(index) or failure(sampled.bad[index])
                 elif drafts and drafts.get(entry, ())[place : place + 1] == [token_id]:
                     right.append(sample + 1)
+                    again.append(index)
             for index, position in sampled.logprobs.items():
                 result.logprobs.setdefault(entries[samples[index]], []).append(position)
+            if masks is not None:
+                if drafts:
+                    self.constrained.advance(masks, sampled.token_ids, again)
+                else:
+                    self.constrained.expect(masks, partial(list, sampled.token_ids))
             samples = right
             place += 1
+        self.constrained.expect_others()
 
     def _choose(self, logits: Tensor, rows: Tensor, lengths: Tensor) -> Samples:
         """Choose token number lengths[i] of rows[i] from logits[i], and write it to its row."""

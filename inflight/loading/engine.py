@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.drafts import GrammarDrafts
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner, asleep
@@ -26,7 +27,7 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
-from inflight.scheduling.drafts import AdaptiveSpeculation
+from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter
 from inflight.scheduling.lookup import Lookup
 from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
@@ -71,7 +72,7 @@ def decoder_core(
                 "speculative_config is set: so far, models with recurrent layers speculate only on CPUs"
             )
     predicts = decoder.predictor is not None and platform.device.type == "cpu"
-    speculation = make_speculation(options, predicts)
+    speculation = make_speculation(options, grammars, predicts)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -93,7 +94,9 @@ def decoder_core(
     return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
 
 
-def make_speculation(options: SchedulerConfig, predicts: bool = False) -> Speculation:
+def make_speculation(
+    options: SchedulerConfig, grammars: GrammarCompiler, predicts: bool = False
+) -> Speculation:
     """Return what `speculative_config` asks for. `predicts`: whether the model can guess further tokens itself."""
     if options.speculative_config is None:
         return NoSpeculation()
@@ -103,9 +106,14 @@ def make_speculation(options: SchedulerConfig, predicts: bool = False) -> Specul
             "speculative_config: method is mtp, but the model was loaded without its layer that predicts further "
             "tokens, or for a GPU, where it does not run yet"
         )
+    constraints = GrammarDrafts(grammars)
     if predicts and config.method in ("auto", "mtp"):
-        return ModelSpeculation(ModelDrafter(), config.num_speculative_tokens or MODEL_DRAFTS)
-    return AdaptiveSpeculation([Lookup(config)], config.num_speculative_tokens or LOOKUP_DRAFTS)
+        most = config.num_speculative_tokens or MODEL_DRAFTS
+        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints)
+    drafters: list[Drafter] = [constraints]
+    if config.method != "grammar":
+        drafters.append(Lookup(config))
+    return AdaptiveSpeculation(drafters, config.num_speculative_tokens or LOOKUP_DRAFTS, constraints)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

@@ -14,6 +14,7 @@ from inflight.scheduling.drafts import (
     NUM_FIRST_STEPS,
     RECOVERY,
     AdaptiveSpeculation,
+    Constraints,
     Drafter,
     Guess,
     StepCosts,
@@ -61,8 +62,14 @@ class ModelSpeculation(AdaptiveSpeculation):
     each number is measured: first a few times, then now and then, as it may turn out to be more or less.
     """
 
-    def __init__(self, model: ModelDrafter, most: int, others: Sequence[Drafter] = ()) -> None:
-        super().__init__([model, *others], most)
+    def __init__(
+        self,
+        model: ModelDrafter,
+        most: int,
+        others: Sequence[Drafter] = (),
+        constraints: Constraints | None = None,
+    ) -> None:
+        super().__init__([model, *others], most, constraints)
         self._model = model
         self._num_wanted = most
         self._by_number = [StepCosts() for _ in range(most + 1)]  # of guesses

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from inflight import LLM, SamplingParams
+from inflight.constraints.drafts import GrammarDrafts
 from inflight.request import Request
 from inflight.scheduling.batch import Sampled, ScheduledStep
-from inflight.scheduling.model_drafts import ModelDrafter
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from tests.e2e.test_speculation import Oracle, draw_options, draw_requests
 from tests.scheduling.guessing import EagerModel
 from tests.support.checkpoints import VOCAB_SIZE, write_tokenizer
@@ -54,8 +55,12 @@ def test_model_drafts_change_no_token(family: str, written: dict[str, tuple[Path
         llm = LLM(str(folder), speculative_config=MTP, **draw_options(rng, hard))
         oracle = Oracle(rng, odds)
         oracle.learn(expected)
-        llm._engine.core.scheduler.speculation = EagerModel(
-            rng.choice((1, 3, 6)), Replaced(oracle), rng.choice((None, rng))
+        scheduler = llm._engine.core.scheduler
+        assert isinstance(scheduler.speculation, ModelSpeculation)
+        grammars = scheduler.speculation._constraints
+        assert isinstance(grammars, GrammarDrafts)
+        scheduler.speculation = EagerModel(
+            rng.choice((1, 3, 6)), Replaced(oracle), rng.choice((None, rng)), grammars
         )
         for _ in range(2):  # with a cold cache, then with a warm one
             outputs = llm.generate(prompts, params, priority=[rng.randrange(3) for _ in prompts])

@@ -12,6 +12,7 @@ from inflight.kv.layout import KVLayout
 from inflight.loading.engine import make_speculation
 from inflight.scheduling.batch import Batch, ScheduledStep
 from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
+from tests.constraints.walking import compiler
 from tests.scheduling.guessing import EagerModel
 from tests.support.fake_runner import expected_tokens
 from tests.support.requests import FakeEngine, make_request
@@ -122,7 +123,7 @@ def test_right_guesses_of_a_model_are_accepted() -> None:
 
 def test_method_decides_who_drafts() -> None:
     def of(method: str, predicts: bool) -> object:
-        return make_speculation(SchedulerConfig(speculative_config={"method": method}), predicts)
+        return make_speculation(SchedulerConfig(speculative_config={"method": method}), compiler(), predicts)
 
     assert isinstance(of("mtp", True), ModelSpeculation)
     assert isinstance(of("auto", True), ModelSpeculation)

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from inflight import __version__
 from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, EngineStats, MetricKind
@@ -297,12 +297,10 @@ def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric
 
 def exposition(families: list[Metric]) -> bytes:
     """Return metrics as text, for Prometheus. It takes milliseconds: not for the event loop."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))
 
 
-class _Families:
+class _Families(Collector):
     """A Prometheus collector of ready-made metric families."""
 
     def __init__(self, families: list[Metric]) -> None:

@@ -48,7 +48,7 @@ def answer(
         **options,
     ) as llm:
         if oracle is not None:
-            llm._engine.core.scheduler.speculation = Eager(oracle, 3)
+            llm._engine.core.scheduler.speculation = Eager([oracle], 3)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         stats = llm.stats()
         assert stats.kv.num_used == 0
