@@ -59,13 +59,8 @@ def decoder_core(
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
-    if options.speculative_config is not None:
-        if limits.num_stages > 1:
-            raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-        if decoder.spec.has_states and limits.max_samples < sys.maxsize:
-            raise ConfigError(
-                "speculative_config is set: so far, models with recurrent layers speculate only on CPUs"
-            )
+    if options.speculative_config is not None and limits.num_stages > 1:
+        raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
     speculation = make_speculation(options)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
