@@ -2,13 +2,15 @@
 
     python -m benchmarks.speculation --shape qwen3-0.6b --dtype bfloat16 --batch 1 8
     python -m benchmarks.speculation --shape qwen3-0.6b --dtype bfloat16 --quantization int4 --right 0 0.8
+    python -m benchmarks.speculation --shape qwen3.5-0.8b --dtype bfloat16 --method mtp
     python -m benchmarks.speculation --shape llama-3.1-8b --device cuda --batch 1 8 32 128 256 --right 0 0.8
 
 The model's next token is a permutation of its last one: embeddings are so large that layers hardly change them, and the
 head's rows are those of the embedding, permuted. A step costs what it costs with any weights, and the answers are
 known. A drafter that knows them guesses up to three tokens at a time, each right with a probability, independently, and
 the engine chooses how many to verify. The rates are output tokens per second as a caller of `LLM.generate` sees them,
-and the medians of turns without and with drafts in alternation. The drafter takes no time.
+and the medians of turns without and with drafts in alternation. The drafter takes no time, but with `--method mtp` the
+model's own layer guesses first, and what it guessed is then replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from inflight import LLM, SamplingParams
 from inflight.models.decoders.decoder import Decoder
 from inflight.request import Request
 from inflight.scheduling.drafts import AdaptiveSpeculation, Guess
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from inflight.scheduling.scheduler import NoSpeculation
 
 MOST = 3  # drafts of a request in a step
@@ -75,14 +78,37 @@ class Oracle:
         pass
 
 
+class Replaced(ModelDrafter):
+    """The model drafts as many tokens as an oracle then replaces."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+
+    def receive(self, request: Request, token_ids: list[int]) -> None:
+        super().receive(request, self._oracle.propose(request, [], len(token_ids)).token_ids)
+
+
+def drafting_with(oracle: Oracle, method: str) -> AdaptiveSpeculation:
+    return (
+        ModelSpeculation(Replaced(oracle), MOST) if method == "mtp" else AdaptiveSpeculation([oracle], MOST)
+    )
+
+
 def measure(
-    llm: LLM, following: list[int], batch: int, right: list[float], prompt: int, output: int, turns: int
+    llm: LLM,
+    method: str,
+    following: list[int],
+    batch: int,
+    right: list[float],
+    prompt: int,
+    output: int,
+    turns: int,
 ) -> list[list[str]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(llm.vocab_size) for _ in range(prompt)] for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     scheduler = llm._engine.core.scheduler
-    drafting = {share: AdaptiveSpeculation([Oracle(share, following)], MOST) for share in right}
+    drafting = {share: drafting_with(Oracle(share, following), method) for share in right}
     rates: dict[float | None, list[float]] = {share: [] for share in (None, *right)}
     for turn in range(1 + turns):  # the first one warms up
         for share in (None, *right):
@@ -120,6 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--method", choices=("suffix", "mtp"), default="suffix")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quantization")
@@ -138,7 +165,7 @@ def main() -> None:
         "dtype": args.dtype,
         "quantization": args.quantization,
         "device": args.device,
-        "speculative_config": {"method": "suffix"},
+        "speculative_config": {"method": args.method},
     }
     if args.device == "cpu":
         options["num_blocks"] = 64 + max(args.batch) * (args.prompt + args.output) // 8
@@ -150,7 +177,9 @@ def main() -> None:
     rows = [
         row
         for batch in args.batch
-        for row in measure(llm, following, batch, args.right, args.prompt, args.output, args.turns)
+        for row in measure(
+            llm, args.method, following, batch, args.right, args.prompt, args.output, args.turns
+        )
     ]
     header = ["requests", "right", "tok/s without", "with drafts", "ratio", "drafted", "accepted"]
     title = f"{args.shape}, {args.dtype}{f', {args.quantization}' if args.quantization else ''}"

@@ -148,8 +148,9 @@ class CacheConfig:
 class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
-    method: str  # auto, suffix or ngram
-    num_speculative_tokens: int = 16  # the most drafts of a request in a step
+    method: str  # auto, mtp, suffix, ngram or grammar
+    # The most drafts of a request in a step; None: 3 with mtp, otherwise 16.
+    num_speculative_tokens: int | None = None
     # ngram: how many of the last tokens must stand earlier in the request's own text, at most and at least.
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
@@ -163,7 +164,7 @@ class SpeculationConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculationConfig:
         """Read the options that a user gave. Raises ConfigError, in one line."""
-        methods = ("auto", "suffix", "ngram")
+        methods = ("auto", "mtp", "suffix", "ngram", "grammar")
         known = {item.name: item for item in fields(cls)}
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config is {shown(options)}: it must map names to values")
@@ -177,7 +178,7 @@ class SpeculationConfig:
         for name, value in options.items():
             if name == "method":
                 continue
-            is_count = isinstance(known[name].default, int)
+            is_count = not isinstance(known[name].default, float)
             most = 1.0 if name.endswith("prob") else 1_000_000
             least = 0 if name.endswith(("requests", "prob")) else 1 if is_count else 0.01
             is_number = isinstance(value, int if is_count else (int, float)) and not isinstance(value, bool)

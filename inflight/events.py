@@ -38,9 +38,7 @@ def pack_logprobs(candidates: Sequence[TokenLogprob]) -> PositionLogprobs:
     return _layout(len(candidates)).pack(*ids, *logprobs, *ranks)
 
 
-def logprob_columns(
-    position: PositionLogprobs,
-) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+def logprob_columns(position: PositionLogprobs) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """Return the token ids, log-probabilities and ranks at a position, as they are packed."""
     num = len(position) // 12
     values = _layout(num).unpack(position)

@@ -210,9 +210,8 @@ class Request:
     num_charged: int = 0
 
     # Block manager state.
-    tables: list[list[int]] = field(
-        default_factory=list
-    )  # bundles of each KV group; empty: it holds no memory
+    # The bundles of each KV group; empty: it holds no memory.
+    tables: list[list[int]] = field(default_factory=list)
     first_blocks: list[int] = field(default_factory=list)  # of each group: bundles before it are released
     kv_capacity: int = 0  # tokens that fit into its tables
     branch: int = 0  # blocks after which its tokens differ from the cached ones, if that matters

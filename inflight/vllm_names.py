@@ -11,15 +11,7 @@ from typing import Any
 
 from inflight.errors import InflightError
 from inflight.vllm_options import ENGINE_RULES
-from inflight.vllm_rules import (
-    IGNORED,
-    MAX_SHOWN,
-    CompatRule,
-    CompatRules,
-    as_text,
-    join_reasons,
-    plain_size,
-)
+from inflight.vllm_rules import IGNORED, MAX_SHOWN, CompatRule, CompatRules, as_text, join_reasons, plain_size
 
 LLM_RULES = CompatRules(
     (
@@ -44,9 +36,7 @@ SAMPLING_RULES = CompatRules(
         ),
         CompatRule("guided_decoding PARAMS", {}, "use structured_outputs"),
         CompatRule(
-            "logits_processors LIST",
-            {},
-            "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+            "logits_processors LIST", {}, "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
         ),
         CompatRule("extra_args DICT", {}, "there are no plug-ins that would read it"),
         CompatRule("flat_logprobs", {}, "logprobs are a dict per position"),
@@ -57,11 +47,7 @@ SAMPLING_RULES = CompatRules(
             "thinking_token_budget N", {"-1": ""}, "pass max_reasoning_tokens to chat", off_matters=True
         ),
         CompatRule("repetition_detection PARAMS", {}, "use repetition_penalty or frequency_penalty"),
-        CompatRule(
-            "stream_interval N",
-            {"1": ""},
-            "slow readers receive several tokens at a time",
-        ),
+        CompatRule("stream_interval N", {"1": ""}, "slow readers receive several tokens at a time"),
         CompatRule("skip_clone", IGNORED, "the engine always keeps its own copy"),
         CompatRule("skip_reading_prefix_cache", {}, "use a prompt with its own cache_salt"),
         CompatRule("output_text_buffer_length N", IGNORED, "it is derived from stop"),

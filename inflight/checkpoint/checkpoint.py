@@ -229,11 +229,7 @@ def _download(
         ) from None
     try:
         path = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=ignored,
+            model, revision=revision, cache_dir=download_dir, allow_patterns=patterns, ignore_patterns=ignored
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
         revision_text = f" at revision {revision!r}" if revision else ""

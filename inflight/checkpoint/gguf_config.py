@@ -28,11 +28,7 @@ _SAMPLING = {
 }
 _END_TOKENS = ("eos", "eot", "eom")
 # Metadata that would change the computation, with the values that are supported.
-_FIXED = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "use_parallel_residual": (False, True),
-}
+_FIXED = {"attention.causal": (True,), "attention.clamp_kqv": (0.0,), "use_parallel_residual": (False, True)}
 
 
 class Reader(Fields):

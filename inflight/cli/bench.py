@@ -78,10 +78,7 @@ class LoadOptions:
         None, LOAD, "Number of requests.", at_least=1, unset="400, or the number of lines of the dataset"
     )
     prompt_len: str | None = option(
-        None,
-        LOAD,
-        "Prompt length in tokens, LOW:HIGH.",
-        unset="100:1024; 1024 with --random-range-ratio",
+        None, LOAD, "Prompt length in tokens, LOW:HIGH.", unset="100:1024; 1024 with --random-range-ratio"
     )
     output_len: str | None = option(
         None,
@@ -121,9 +118,7 @@ class LoadOptions:
     json: str | None = option(None, OUTPUT, "Write the figures to this file; - prints them.")
     plot: Path | None = option(None, OUTPUT, "Plot latency over rate to this .svg file.")
     goodput: tuple[str, ...] = option(
-        (),
-        OUTPUT,
-        "Also count the requests that meet all these objectives: ttft:MS, tpot:MS, e2el:MS.",
+        (), OUTPUT, "Also count the requests that meet all these objectives: ttft:MS, tpot:MS, e2el:MS."
     )
     save_result: bool = option(False, OUTPUT, "Write the figures of each rate to a file, with vLLM's names.")
     result_dir: Path | None = option(None, OUTPUT, "Folder for --save-result.")

@@ -56,8 +56,7 @@ _ARRIVAL = _workload(
     "All requests at once, or at random times, RATE per second on average.", metavar="burst|poisson:RATE"
 )
 _LENGTHS = _workload(
-    "Chat prompts whose answers end naturally, or random token ids with fixed lengths.",
-    metavar="real|ragged",
+    "Chat prompts whose answers end naturally, or random token ids with fixed lengths.", metavar="real|ragged"
 )
 _MAX_NUM_SEQS = _workload("Number of slots: the maximum number of requests in the running batch.", min=1)
 _MAX_TOKENS = _workload("Maximum length of an answer.", show_default="768; 256 for ragged")

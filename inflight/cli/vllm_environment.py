@@ -39,9 +39,7 @@ VARIABLE_RULES = CompatRules(
         ),
         CompatRule("VLLM_CPU_KVCACHE_SPACE GIB", {"0": "", ANY: "--kv-cache-memory {gib}"}),
         CompatRule(
-            "VLLM_CPU_OMP_THREADS_BIND TEXT",
-            {"auto": "", "all": ""},
-            "use OMP_NUM_THREADS and taskset",
+            "VLLM_CPU_OMP_THREADS_BIND TEXT", {"auto": "", "all": ""}, "use OMP_NUM_THREADS and taskset"
         ),
         CompatRule(
             "VLLM_ENGINE_ITERATION_TIMEOUT_S N",
@@ -52,26 +50,14 @@ VARIABLE_RULES = CompatRules(
         CompatRule(
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE N", {}, "idle connections are closed after 75 s", off_matters=True
         ),
+        CompatRule("VLLM_LOGGING_CONFIG_PATH FILE", {}, "use --log-level and --log-format"),
         CompatRule(
-            "VLLM_LOGGING_CONFIG_PATH FILE",
-            {},
-            "use --log-level and --log-format",
+            "VLLM_USE_MODELSCOPE N", {}, "models are loaded from folders or from the Hugging Face Hub"
         ),
         CompatRule(
-            "VLLM_USE_MODELSCOPE N",
-            {},
-            "models are loaded from folders or from the Hugging Face Hub",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN N", {}, "--max-model-len cannot exceed the checkpoint's limit"
         ),
-        CompatRule(
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN N",
-            {},
-            "--max-model-len cannot exceed the checkpoint's limit",
-        ),
-        CompatRule(
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING N",
-            {},
-            "LoRA adapters are not supported yet",
-        ),
+        CompatRule("VLLM_ALLOW_RUNTIME_LORA_UPDATING N", {}, "LoRA adapters are not supported yet"),
         CompatRule("VLLM_SERVER_DEV_MODE N", {}, "there is no development mode"),
         CompatRule(
             "VLLM_BATCH_INVARIANT N",

@@ -59,9 +59,7 @@ SERVE_RULES = CompatRules(
             "the server has no such defaults: send chat_template_kwargs with each request",
         ),
         CompatRule(
-            "middleware NAME, tool_parser_plugin FILE",
-            {},
-            "third-party code is not loaded into the server",
+            "middleware NAME, tool_parser_plugin FILE", {}, "third-party code is not loaded into the server"
         ),
         CompatRule("chat_template_content_format NAME", {"auto": ""}, "templates receive text"),
         CompatRule(
@@ -186,10 +184,6 @@ BENCH_RULES = CompatRules(
             {},
             "certificates are always verified; SSL_CERT_FILE can name another certificate authority",
         ),
-        CompatRule(
-            "--probe-request-rate N",
-            {},
-            "run a second `inflight bench serve` at the same time",
-        ),
+        CompatRule("--probe-request-rate N", {}, "run a second `inflight bench serve` at the same time"),
     )
 )

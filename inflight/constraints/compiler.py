@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 from inflight.constraints.attempts import Draft, first_success
@@ -53,16 +53,22 @@ _SPARE_LEXERS = "spare lexers"  # the owner of these jobs, so that at most one r
 T = TypeVar("T")
 
 
+class _States(NamedTuple):
+    """The state at the beginning of a text: for matchers that compute masks, and as an object of Python."""
+
+    for_masks: LLMatcher | NativeState
+    in_python: LLMatcher
+
+
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
-    def __init__(
-        self, state: LLMatcher | NativeState, is_large: bool, repeat: Callable[[Grammar], None] | None
-    ) -> None:
+    def __init__(self, states: _States, is_large: bool, repeat: Callable[[Grammar], None] | None) -> None:
         self.is_large = is_large  # its lexer may have MAX_LARGE_STATES states
+        self._state_for_drafts = states.in_python
         self._repeat = repeat  # starts to compile it again and calls `add`
         self._lock = threading.Lock()
-        self._lexers = [Lexer(state)]
+        self._lexers = [Lexer(states.for_masks)]
         self._is_repeating = False
 
     def matcher(self) -> Matcher:
@@ -74,6 +80,10 @@ class Grammar:
         if begins and self._repeat is not None:
             self._repeat(self)
         return matcher
+
+    def state_for_drafts(self) -> LLMatcher:
+        """Return a matcher at the beginning of a text that can say which text must follow, but computes no masks."""
+        return self._state_for_drafts.deep_copy()
 
     def _is_crowded(self) -> bool:
         num_matchers = sum(lexer.num_matchers for lexer in self._lexers)
@@ -135,6 +145,11 @@ class GrammarCompiler:
         """Whether `compile` would return at once."""
         return self._cache.outcome(constraint) is not None
 
+    def compiled(self, constraint: StructuredOutputs) -> Grammar | None:
+        """Return what `compile` would return at once, or None if it would not."""
+        outcome = self._cache.outcome(constraint)
+        return None if outcome is None or outcome.exception() is not None else outcome.result()
+
     def warm_up(self) -> None:
         """Prepare what the first constraint would wait for, if constraints are available at all.
 
@@ -150,24 +165,26 @@ class GrammarCompiler:
         grammar = draft.lark(self._special_texts)
         _ = self._tokenizer, self._native_tokenizer  # built now, as that would count as compiling
         start = time.perf_counter()
-        state = self._state(is_large, grammar)
-        if isinstance(state, str):
-            return state
+        states = self._states(is_large, grammar)
+        if isinstance(states, str):
+            return states
         is_repeatable = not is_large and time.perf_counter() - start < MAX_SECONDS_TO_REPEAT
-        return Grammar(state, is_large, partial(self._begin_lexer, grammar) if is_repeatable else None)
+        return Grammar(states, is_large, partial(self._begin_lexer, grammar) if is_repeatable else None)
 
-    def _state(self, is_large: bool, grammar: str) -> LLMatcher | NativeState | str:
+    def _states(self, is_large: bool, grammar: str) -> _States | str:
         """Compile a grammar and take its first steps, as `trial_worker.py` does. Return why that fails, if it does."""
         limits = {**LIMITS, "max_lexer_states": MAX_LARGE_STATES if is_large else MAX_STATES}
         state = self._python_state(is_large, grammar, limits)
-        native = self._native_tokenizer
-        if isinstance(state, str) or native is None or "\0" in grammar:  # C strings end there
+        if isinstance(state, str):
             return state
+        native = self._native_tokenizer
+        if native is None or "\0" in grammar:  # C strings end there
+            return _States(state, state)
         native_state = native.state(grammar, limits)
         if native_state.is_error():
-            return state
+            return _States(state, state)
         first_error(native_state.deep_copy(), self._tokenizer.eos_token)  # caches the first masks
-        return native_state
+        return _States(native_state, state)
 
     def _python_state(self, is_large: bool, grammar: str, limits: dict[str, Any]) -> LLMatcher | str:
         from llguidance import LLMatcher, LLParserLimits
@@ -186,9 +203,8 @@ class GrammarCompiler:
         self._threads.submit(_SPARE_LEXERS, partial(self._add_lexer, text, grammar))
 
     def _add_lexer(self, text: str, grammar: Grammar) -> None:
-        state = self._state(False, text) if self._has_room() else None
-        if isinstance(state, str):
-            state = None
+        states = self._states(False, text) if self._has_room() else None
+        state = states.for_masks if isinstance(states, _States) else None
         if state is not None:
             self._spare_lexers.append(ref(grammar))
         if grammar.add(state):
@@ -207,21 +223,21 @@ class GrammarCompiler:
         return False
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> Vocabulary:
         return self._make_vocabulary()
 
     @cached_property
     def _special_texts(self) -> frozenset[str]:
-        return self._vocabulary.special_texts()
+        return self.vocabulary.special_texts()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return self._vocabulary.tokenizer()
+        return self.vocabulary.tokenizer()
 
     @cached_property
     def _native_tokenizer(self) -> NativeTokenizer | None:
         functions = native_functions() if self._wants_native else None
-        return None if functions is None else NativeTokenizer(functions, self._vocabulary)
+        return None if functions is None else NativeTokenizer(functions, self.vocabulary)
 
 
 class OutcomeCache(Generic[T]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard
 
 from inflight.constraints.answer_rules import CONTENT, AnswerRules
-from inflight.constraints.schema import check_schema, read_schema
+from inflight.constraints.schema import check_schema, invalid, read_schema
 from inflight.constraints.schema_rewriting import exact_schema
 from inflight.errors import ParameterError, clipped
 from inflight.structured_outputs import PARAM
@@ -82,10 +82,7 @@ def with_options(lark: str) -> str:
 
 
 def json_rule(
-    schema: Any,
-    whitespace: str = _WHITESPACE,
-    layout: Mapping[str, Any] | None = None,
-    one_of: bool = False,
+    schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None, one_of: bool = False
 ) -> str:
     """Return the right side of a rule for JSON that a checked schema allows."""
     options = {**_JSON_OPTIONS, **(layout or {})}
@@ -124,9 +121,7 @@ def _user_grammar(text: str, one_of: bool) -> str:
         grammar = text if _LARK.search(text) else gbnf_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare Exceptions
         reason = clipped(" ".join(str(error).split()), 300)
-        raise ParameterError(
-            f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
-        ) from None
+        raise invalid(f"{PARAM}.grammar is neither Lark nor GBNF: {reason}") from None
     return _with_checked_schemas(grammar, one_of) if "%json" in grammar else grammar
 
 
@@ -137,22 +132,15 @@ def _with_checked_schemas(grammar: str, one_of: bool) -> str:
         if token.start() < position:
             continue
         if token["open_string"] is not None or token["open_regex"] is not None:
-            raise ParameterError(
-                f"{PARAM}.grammar has a string or a regex that is not closed: {clipped(token[0], 100)}",
-                param=PARAM,
-                code="invalid_constraint",
-            )
+            text = clipped(token[0], 100)
+            raise invalid(f"{PARAM}.grammar has a string or a regex that is not closed: {text}")
         if token["json"] is None:
             continue
         parts.append(grammar[position : token.start()])
         try:
             schema, position = _JSON.raw_decode(grammar, token.end())
         except (ValueError, RecursionError) as error:
-            raise ParameterError(
-                f"{PARAM}.grammar: the text after %json is not JSON: {error}",
-                param=PARAM,
-                code="invalid_constraint",
-            ) from None
+            raise invalid(f"{PARAM}.grammar: the text after %json is not JSON: {error}") from None
         parts.append(_checked_rule(schema, one_of))
     return "".join([*parts, grammar[position:]])
 
@@ -164,11 +152,8 @@ def _checked_rule(schema: Any, one_of: bool) -> str:
         schema = dict(schema)
         layout = schema.pop("x-guidance", {})
     if not isinstance(layout, dict) or not layout.keys() <= _LAYOUT:
-        raise ParameterError(
-            f"{PARAM}.grammar: x-guidance after %json may only have {', '.join(sorted(_LAYOUT))}",
-            param=PARAM,
-            code="invalid_constraint",
-        )
+        allowed = ", ".join(sorted(_LAYOUT))
+        raise invalid(f"{PARAM}.grammar: x-guidance after %json may only have {allowed}")
     check_schema(schema, f"{PARAM}.grammar, after %json")
     return json_rule(schema, layout=layout, one_of=one_of)
 

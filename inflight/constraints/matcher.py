@@ -59,6 +59,15 @@ class Matcher:
             num_consumed = self.state.try_consume_tokens(list(chunk))
             self._is_derailed |= num_consumed < len(chunk) and not self.state.is_stopped()
 
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next, as `MaskBatch` does, but in this thread."""
+        if isinstance(self.state, NativeState):
+            self.state.fill(mask)
+        else:
+            self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self.error is not None:
+            mask[:] = 0
+
     @property
     def error(self) -> str | None:
         """Why no mask can be computed any more, or None."""

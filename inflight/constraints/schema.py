@@ -66,7 +66,7 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
         )
     try:
         if any(map(_CONTROL.search, _texts(schema))):
-            raise _invalid(f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t", param)
+            raise invalid(f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t", param)
         for keyword, pointer, owner in _keywords(schema, "#"):
             _check_keyword(keyword, owner, name, param, pointer)
         expanded = expand(schema)
@@ -77,9 +77,7 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
     except RecursionError:
         raise ParameterError(f"{name} is nested too deeply", param=param) from None
     if endless is not None:
-        raise _invalid(
-            f"{name}: {endless} refers back to itself, so that no finite value can match it", param
-        )
+        raise invalid(f"{name}: {endless} refers back to itself, so that no finite value can match it", param)
 
 
 def _check_keyword(keyword: str, owner: dict[str, Any], name: str, param: str, pointer: str) -> None:
@@ -93,21 +91,22 @@ def _check_keyword(keyword: str, owner: dict[str, Any], name: str, param: str, p
     if keyword == "properties":
         _check_optional(owner, name, param, pointer)
     if keyword == "multipleOf" and not _is_positive(value):
-        raise _invalid(f"{name}: multipleOf, at {pointer}, must be a number above 0", param)
+        raise invalid(f"{name}: multipleOf, at {pointer}, must be a number above 0", param)
     if keyword == "minProperties" and _may_repeat_names(owner):
         reason = ": it requires more than one property beyond the required ones"
         raise _unsupported(name, param, keyword, pointer, reason)
     if _is_inexact(keyword, value):
-        raise _invalid(f"{name}: {keyword}, at {pointer}, must be a number of at most 2^53", param)
+        raise invalid(f"{name}: {keyword}, at {pointer}, must be a number of at most 2^53", param)
     if not all(map(_PLAIN_PATTERN.fullmatch, _patterns(keyword, value))):
-        raise _invalid(
+        raise invalid(
             f"{name}: {keyword}, at {pointer}, has a character class that is not closed or contains [, &&, -- or ~~: "
             "escape these with \\",
             param,
         )
 
 
-def _invalid(message: str, param: str) -> ParameterError:
+def invalid(message: str, param: str = PARAM) -> ParameterError:
+    """Return the error for a constraint that cannot be used."""
     return ParameterError(message, param=param, code="invalid_constraint")
 
 

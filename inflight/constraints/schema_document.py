@@ -17,7 +17,7 @@ SCHEMA_KEYWORDS = {
 }
 SCHEMA_LISTS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED_SCHEMAS = {
-    *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"),
+    *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 }
 # Keywords without schemas in their values.
 DATA_KEYWORDS = {"const", "enum", "default", "example", "examples", "x-guidance"}

@@ -28,13 +28,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 
 from inflight.constraints import trial_worker
-from inflight.constraints.attempts import (
-    Attempt,
-    AttemptDiedError,
-    BudgetSpentError,
-    Draft,
-    first_success,
-)
+from inflight.constraints.attempts import Attempt, AttemptDiedError, BudgetSpentError, Draft, first_success
 from inflight.constraints.compiler import LIMITS, GrammarCompiler, OutcomeCache, result_of
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import GrammarWorkerError, ParameterError

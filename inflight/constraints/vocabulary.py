@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ class Vocabulary:
     pieces: Sequence[bytes]  # b"" for a token that stands for nothing and never matches
     special_ids: frozenset[int]  # tokens that match no text, whatever they spell
     eos_token_ids: tuple[int, ...]  # at least one
+    # Returns the tokens of a text as the tokenizer spells it. It is not needed for masks, and not packed.
+    spell: Callable[[str], list[int]] | None = None
 
     def tokenizer(self) -> LLTokenizer:
         """Build llguidance's view of the vocabulary, which takes up to a second for 150,000 tokens."""

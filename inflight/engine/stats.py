@@ -111,11 +111,6 @@ ENGINE_METRICS = (
 )
 
 
-def metrics_of(stats: EngineStats) -> list[MetricValue]:
-    """Return the current values of all metrics."""
-    return [MetricValue(f"inflight:{item.name}", item.kind, item.read(stats)) for item in ENGINE_METRICS]
-
-
 class ExpertLoads:
     """Follows how the experts of a model are used, in readings that are at least EXPERTS_EVERY apart."""
 

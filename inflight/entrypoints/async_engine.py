@@ -113,7 +113,7 @@ class AsyncEngine(AsyncScoringMethods):
 
     # ---- requests ----
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -122,7 +122,7 @@ class AsyncEngine(AsyncScoringMethods):
         output_kind: OutputKind = "cumulative",
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield outputs as they grow: all so far ("cumulative"), new parts ("delta"), or once at the end ("final").
+        """Return outputs as they grow: all so far ("cumulative"), new parts ("delta"), or once at the end ("final").
 
         A slow reader gets several tokens at a time; the engine never waits for it. The options are `priority`, `tenant`
         and `cache_salt` (`RequestContext`). Arguments of vLLM that would change nothing are accepted
@@ -131,12 +131,9 @@ class AsyncEngine(AsyncScoringMethods):
         context = RequestContext.pop(options)
         check_arguments(options)
         prepare = partial(self._frontend.prepare, prompt=prompt, context=context)
-        outputs = self._outputs(prepare, False, sampling_params, request_id, output_kind)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+        return self._outputs(prepare, False, sampling_params, request_id, output_kind)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
@@ -153,10 +150,7 @@ class AsyncEngine(AsyncScoringMethods):
         context = RequestContext.pop(chat_options)
         chat = ChatRequest.from_messages(messages, **chat_options)
         prepare = partial(self._frontend.prepare_chat, chat=chat, context=context)
-        outputs = self._outputs(prepare, True, sampling_params, request_id, output_kind)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+        return self._outputs(prepare, True, sampling_params, request_id, output_kind)
 
     async def _outputs(
         self,

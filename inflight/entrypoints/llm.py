@@ -16,7 +16,7 @@ from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
 from inflight.engine.client import ResetPrefixCache, Sleep, WakeUp
-from inflight.engine.stats import EngineStats, MetricValue, metrics_of
+from inflight.engine.stats import ENGINE_METRICS, EngineStats, MetricValue
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import (
     LocalEngine,
@@ -209,8 +209,7 @@ class LLM(ScoringMethods):
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
         self._compute(
-            OfflineRun(requests, len(requests), lambda request_id: by_id[request_id].push, "generating"),
-            show,
+            OfflineRun(requests, len(requests), lambda request_id: by_id[request_id].push, "generating"), show
         )
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
@@ -254,7 +253,8 @@ class LLM(ScoringMethods):
 
     def get_metrics(self) -> list[MetricValue]:
         """Return the engine's metrics under the names that the server's /metrics uses."""
-        return metrics_of(self.stats())
+        stats = self.stats()
+        return [MetricValue(f"inflight:{item.name}", item.kind, item.read(stats)) for item in ENGINE_METRICS]
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as vLLM does."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import count
-from typing import Unpack, cast
+from typing import Unpack
 
 from inflight.engine.client import EngineClient
 from inflight.entrypoints.offline import OfflineRun
@@ -175,9 +175,8 @@ class AsyncScoringMethods(ABC):
 
     async def embed(self, texts: Prompt | Sequence[Prompt], **options: Unpack[_EmbedOptions]) -> Embeddings:
         """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
-        params = dict(options)
-        call = ScoringCall.pop(params)
-        job = self._frontend.scoring_processor("embed").embed(texts, cast(EmbedParams, params))
+        call, params = ScoringCall.split(options)
+        job = self._frontend.scoring_processor("embed").embed(texts, params)
         pooled = await self._pool(job, call)
         return Embeddings(job.finish(pooled.matrix), pooled.num_prompt_tokens, pooled.num_cached_tokens)
 
@@ -185,33 +184,24 @@ class AsyncScoringMethods(ABC):
         self, texts: Prompt | Pair | Sequence[Prompt | Pair], **options: Unpack[_ClassifyOptions]
     ) -> Classifications:
         """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
-        params = dict(options)
-        call = ScoringCall.pop(params)
-        job = self._frontend.scoring_processor("classify").classify(texts, cast(ClassifyParams, params))
+        call, params = ScoringCall.split(options)
+        job = self._frontend.scoring_processor("classify").classify(texts, params)
         pooled = await self._pool(job, call)
         counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
         return Classifications(job.finish(pooled.matrix), job.processor.facts.labels, job.scale, *counts)
 
     async def score(
-        self,
-        query: str | Sequence[str],
-        documents: str | Sequence[str],
-        **options: Unpack[_ScoreOptions],
+        self, query: str | Sequence[str], documents: str | Sequence[str], **options: Unpack[_ScoreOptions]
     ) -> Scores:
         """Return how well each document answers the query: one query for all documents, or one for each."""
-        params = dict(options)
-        call = ScoringCall.pop(params)
-        job = self._frontend.scoring_processor("score").score(query, documents, cast(ScoreParams, params))
+        call, params = ScoringCall.split(options)
+        job = self._frontend.scoring_processor("score").score(query, documents, params)
         pooled = await self._pool(job, call)
         counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
         return Scores(job.finish(pooled.matrix), job.scale, *counts)
 
     async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        **options: Unpack[_ScoreOptions],
+        self, query: str, documents: Sequence[str], top_n: int | None = None, **options: Unpack[_ScoreOptions]
     ) -> Ranking:
         """Score all documents and return the best first, at most `top_n` of them."""
         check_top_n(top_n)
@@ -227,12 +217,7 @@ class ScoringRun:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        job: ScoringJob,
-        call: ScoringCall,
-        request_id: str,
-        threads: Executor,
+        self, client: EngineClient, job: ScoringJob, call: ScoringCall, request_id: str, threads: Executor
     ) -> None:
         self._client = client
         self._job = job

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -128,6 +128,8 @@ class ConstrainedRows:
     _tokens: SampledTokens | None = None  # of the last native batch
     _previous: StepMasks | None = None  # of the last native batch, if its rows are still the same
     _python_times: tuple[float, float] = (0.0, 0.0)
+    # Rows that a step with drafts has sampled for the last time, and what.
+    _others: list[tuple[_Constrained, int]] = field(default_factory=list)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         if admissions:
@@ -194,6 +196,33 @@ class ConstrainedRows:
         for row in masks.constrained:
             row.batch, row.job = number, None
         masks.native, self._previous = native, masks
+
+    def advance(self, masks: StepMasks, token_ids: Sequence[int], again: Collection[int]) -> None:
+        """Note what these rows sampled, in a step with drafts, which samples some of them `again`.
+
+        Their masks are computed here and now: a thread would be waited for. Those of the others begin with
+        `expect_others`.
+        """
+        rows = []
+        for row, sample in zip(masks.constrained, masks.samples, strict=True):
+            if sample not in again:
+                self._others.append((row, token_ids[sample]))
+                continue
+            rows.append(row)
+            row.outputs.append(token_ids[sample])
+            if row.matcher is not None:
+                row.matcher.state.consume_token(token_ids[sample])
+                row.matcher.fill(self.state.host_masks[row.row])
+        self._apply(
+            rows, [row.row for row in rows if row.matcher is not None and row.matcher.error is not None]
+        )
+
+    def expect_others(self) -> None:
+        """Start computing the next masks of rows that a step with drafts has sampled for the last time."""
+        others, self._others = self._others, []
+        if others:
+            token_ids = [token_id for _, token_id in others]
+            self._submit([row for row, _ in others], lambda: token_ids, range(len(others)))
 
     def finish(self, masks: StepMasks) -> None:
         """Wait for the masks and pass them to the sampler."""
@@ -301,6 +330,11 @@ class ConstrainedRows:
             batch.advance([row.outputs[-1] for row, _ in matched])
         failed = batch.fill(masks)
         self._python_times = tokens_at, time.monotonic()
+        self._apply(rows, failed)
+
+    def _apply(self, rows: Sequence[_Constrained], failed: Sequence[int]) -> None:
+        """Let the masks of rows be what their requests and failed matchers allow."""
+        masks = self.state.host_masks
         for row in rows:
             if row.matcher is None:
                 masks[row.row] = 0

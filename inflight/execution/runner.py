@@ -16,6 +16,7 @@ from inflight.constraints.compiler import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.parallel.shared_memory import SharedCollective
+from inflight.execution.sampling.interface import Samples
 from inflight.execution.sampling.native import cpu_sampler
 from inflight.execution.sampling.sampler import Sampler
 from inflight.execution.step import (
@@ -189,10 +190,11 @@ class ModelRunner:
         step, num_sampling = inputs.host, len(inputs.sampling_rows)
         samples = step.first_samples
         masks = self.constrained.start(step.sampling_rows[samples].tolist())
-        if self.scored.any_in(batch):
-            hidden = self._forward(inputs, None)
-            self._score(batch, hidden, result)
-            hidden = hidden[inputs.sample_tokens]
+        of_all: Tensor | None = None  # hidden states of all tokens, where they are needed
+        if batch.wanted_drafts or self.scored.any_in(batch):
+            of_all = self._forward(inputs, None)
+            self._score(batch, of_all, result)
+            hidden = of_all[inputs.sample_tokens]
         else:
             all_sample = num_sampling == len(inputs.token_ids)
             hidden = self._forward(inputs, None if all_sample else inputs.sample_tokens)
@@ -203,6 +205,8 @@ class ModelRunner:
         if step.pooled_entries and self.decoder.pooling_head is not None:
             vectors = self.decoder.pooling_head(hidden[num_sampling:])
             StepVectors(step.pooled_entries, vectors).read_into(result)
+        if batch.wanted_drafts and of_all is not None:
+            self._draft(inputs, of_all, result)
         return result
 
     def _prepare(self, batch: Batch) -> StepInputs:
@@ -261,14 +265,12 @@ class ModelRunner:
                 self.constrained.finish(masks)
                 if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
                     self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
-            with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
-                sampled = self.sampler.sample(logits[part], rows.tolist(), lengths, self.rows.tokens)
-                self.rows.append(rows, lengths, torch.tensor(sampled.token_ids))
+            sampled = self._choose(logits[part], rows, lengths)
             failures: dict[int, RequestFailure] = {}
             if masks is not None:
                 failures = masks.failures()
-                self.constrained.expect(masks, partial(list, sampled.token_ids))
             right: list[int] = []
+            again: list[int] = []  # the samples of this pass that are followed by those
             for index, sample in enumerate(samples):
                 entry, token_id = entries[sample], sampled.token_ids[index]
                 result.token_ids[entry].append(token_id)
@@ -276,10 +278,82 @@ class ModelRunner:
                     result.errors[entry] = failures.get(index) or failure(sampled.bad[index])
                 elif drafts and drafts.get(entry, ())[place : place + 1] == [token_id]:
                     right.append(sample + 1)
+                    again.append(index)
             for index, position in sampled.logprobs.items():
                 result.logprobs.setdefault(entries[samples[index]], []).append(position)
+            if masks is not None:
+                if drafts:
+                    self.constrained.advance(masks, sampled.token_ids, again)
+                else:
+                    self.constrained.expect(masks, partial(list, sampled.token_ids))
             samples = right
             place += 1
+        self.constrained.expect_others()
+
+    def _choose(self, logits: Tensor, rows: Tensor, lengths: Tensor) -> Samples:
+        """Choose token number lengths[i] of rows[i] from logits[i], and write it to its row."""
+        with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
+            sampled = self.sampler.sample(logits, rows.tolist(), lengths, self.rows.tokens)
+            self.rows.append(rows, lengths, torch.tensor(sampled.token_ids))
+        return sampled
+
+    def _draft(self, inputs: StepInputs, hidden: Tensor, result: Sampled) -> None:
+        """Let the predictor read all tokens of the step, hidden [T, hidden_size], and guess what follows the last right
+        one of each entry.
+
+        Its keys and values of refused drafts, and those that guesses of guesses leave behind, are overwritten before
+        anything reads them, as the decoder's own.
+        """
+        decoder, predictor, caches = self.decoder, self.decoder.predictor, self.cache.layers
+        assert predictor is not None
+        batch, positions, tokens = inputs.host.batch, inputs.attention.positions, self.rows.tokens
+        num_refused, ends = result.num_refused(batch), inputs.attention.query_starts[1:].tolist()
+        entries = [
+            entry
+            for entry, count in enumerate(batch.wanted_drafts)
+            if count and result.token_ids[entry] and entry not in result.errors
+        ]
+        last = torch.tensor([ends[entry] - 1 - num_refused.get(entry, 0) for entry in entries]).long()
+        # What follows refused drafts, or the end of a request, may be anything.
+        following = (positions + 1).clamp_(max=tokens.shape[1] - 1)
+        token_ids = tokens[torch.from_numpy(inputs.host.token_rows), following].long()
+        token_ids.clamp_(0, decoder.spec.vocab_size - 1)
+        states = decoder.normalise(hidden)
+        x = decoder.predict(token_ids, states, caches, inputs.attention, last)
+        rows, lengths = inputs.attention.rows[entries].long(), positions[last] + 2
+        masks = self.constrained.start(rows.tolist())
+        if masks is not None:
+            self.constrained.finish(masks)
+        while entries:
+            sampled = self._choose(decoder.logits(x, predictor.final_norm), rows, lengths)
+            for entry, token_id, bad in zip(entries, sampled.token_ids, sampled.bad, strict=True):
+                if not bad:
+                    result.drafts.setdefault(entry, []).append(token_id)
+            kept = [
+                index
+                for index, entry in enumerate(entries)
+                if not sampled.bad[index] and len(result.drafts[entry]) < batch.wanted_drafts[entry]
+            ]
+            if masks is not None:  # later ones would need a matcher that has seen the guesses before
+                self.sampler.state.lift_masks([row.row for row in masks.constrained])
+                masks = None
+            entries, token_ids = [entries[i] for i in kept], torch.tensor(sampled.token_ids)[kept]
+            rows, lengths = rows[kept], lengths[kept] + 1
+            if entries:
+                states = predictor.normalise(x[kept])
+                x = decoder.predict(token_ids, states, caches, self._single_tokens(rows, lengths - 2))
+
+    def _single_tokens(self, rows: Tensor, positions: Tensor) -> AttentionInputs:
+        """Return the inputs of attention for one token of each row."""
+        size, tables = self._block_size, self.rows.block_tables
+        return AttentionInputs(
+            positions=positions,
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
+            context_lens=positions.int() + 1,
+            rows=rows.int(),
+            block_tables=tables,
+            slot_mapping=tables[:, rows, positions // size].long() * size + positions % size,
+        )
 
     def collect(self, handle: Sampled) -> Sampled:
         return handle

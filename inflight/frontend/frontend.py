@@ -16,13 +16,7 @@ from inflight.engine.client import ModelFacts
 from inflight.errors import ConfigError, ParameterError, shown
 from inflight.frontend.agents.answer_grammar import NamedTool, answer_grammar
 from inflight.frontend.agents.parser import MessageParser
-from inflight.frontend.chat import (
-    ChatFormats,
-    ChatRequest,
-    check_parsers,
-    template_messages,
-    template_tools,
-)
+from inflight.frontend.chat import ChatFormats, ChatRequest, check_parsers, template_messages, template_tools
 from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
 from inflight.frontend.scoring import ScoringProcessor, unsupported_task

@@ -323,7 +323,8 @@ def vocabulary_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: t
             param=PARAM,
             code="constraints_unavailable",
         )
-    return Vocabulary([decoder.pieces[i] for i in range(vocab_size)], tokenizer.special_ids, ends)
+    spell = partial(tokenizer.encode, add_special_tokens=False, parse_special=False)
+    return Vocabulary([decoder.pieces[i] for i in range(vocab_size)], tokenizer.special_ids, ends, spell)
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

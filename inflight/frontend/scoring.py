@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 
 from inflight.errors import EngineError, ParameterError, PromptError, RequestError, shown
 from inflight.events import Delta, RequestRecord
-from inflight.frontend.input_processor import (
-    Prompt,
-    as_ids,
-    check_arguments,
-    split_prompts,
-)
+from inflight.frontend.input_processor import Prompt, as_ids, check_arguments, split_prompts
 from inflight.frontend.scoring_inputs import EncodedText, Pair, ScoringInputs, TextGroup, TextItem
 from inflight.outputs import RerankResult
 from inflight.request import (
@@ -33,15 +28,7 @@ from inflight.request import (
     RequestSpec,
 )
 from inflight.sampling_params import SamplingParams
-from inflight.scoring import (
-    ClassifyParams,
-    EmbedParams,
-    PoolingFacts,
-    Scale,
-    ScoreParams,
-    Task,
-    tasks_of,
-)
+from inflight.scoring import ClassifyParams, EmbedParams, PoolingFacts, Scale, ScoreParams, Task, tasks_of
 
 Matrix = NDArray[np.float32]
 
@@ -106,10 +93,11 @@ class ScoringCall:
     on_record: Callable[[RequestRecord], None] = lambda _: None  # called for each finished text
 
     @classmethod
-    def pop(cls, options: dict[str, Any]) -> ScoringCall:
-        """Take `CallOptions` out of a call's keyword arguments: the parameters of its task remain."""
-        names = [item.name for item in fields(cls) if item.name in options]
-        return cls(RequestContext.pop(options), **{name: options.pop(name) for name in names})
+    def split(cls, options: Mapping[str, Any]) -> tuple[ScoringCall, Any]:
+        """Separate a call's keyword arguments into `CallOptions` and the parameters of its task."""
+        params = dict(options)
+        names = [item.name for item in fields(cls) if item.name in params]
+        return cls(RequestContext.pop(params), **{name: params.pop(name) for name in names}), params
 
 
 class ScoringProcessor:

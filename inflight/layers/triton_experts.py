@@ -9,14 +9,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.formats.schemes import Weight
-from inflight.layers.kernels import (
-    CLAMPED_SILU,
-    ExpertsShape,
-    Linear,
-    LoadedExperts,
-    Reduce,
-    Residual,
-)
+from inflight.layers.kernels import CLAMPED_SILU, ExpertsShape, Linear, LoadedExperts, Reduce, Residual
 from inflight.layers.triton.elementwise import ACTIVATIONS
 from inflight.layers.triton.expert_parts import CLAMPED, Gate
 from inflight.layers.triton.grouped_experts import combine, grouped_down, grouped_gate_up
@@ -37,11 +30,7 @@ class TritonExperts(LoadedExperts):
     alternating = True
 
     def __init__(
-        self,
-        kernels: TritonKernels,
-        router: TritonLinear,
-        shape: ExpertsShape,
-        reduce: Reduce | None,
+        self, kernels: TritonKernels, router: TritonLinear, shape: ExpertsShape, reduce: Reduce | None
     ) -> None:
         routing, num_experts = shape.routing, shape.routing.num_experts
         grouped = routing.num_groups > 1

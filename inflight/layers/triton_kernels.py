@@ -58,10 +58,7 @@ class TritonKernels:
     """Implements `Kernels`. All calls must come from one CUDA stream: the linear layers share a workspace."""
 
     def __init__(
-        self,
-        compute_dtype: torch.dtype,
-        device: torch.device | str,
-        few_tokens: int = MAX_TOKENS,
+        self, compute_dtype: torch.dtype, device: torch.device | str, few_tokens: int = MAX_TOKENS
     ) -> None:
         """Fused kernels are used for up to `few_tokens` tokens where they pay; 0: never."""
         self.compute_dtype = compute_dtype

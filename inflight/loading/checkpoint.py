@@ -13,13 +13,15 @@ import torch
 from inflight.checkpoint.builtin import checkpoint_folder
 from inflight.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from inflight.checkpoint.fields import Fields
-from inflight.config import CacheConfig, EngineConfig, ModelConfig
+from inflight.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.models.decoders.families import predictor_spec
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.families import encoder_architecture
 from inflight.models.quantization import ON_LOADING, QuantizedOnLoading
+from inflight.models.tensors import read_headers
 from inflight.sampling_params import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,10 +98,30 @@ def plan_model(config: EngineConfig, checkpoint: Checkpoint, encode: Encode | No
     """Choose what to load. `encode` is None without a tokenizer."""
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, encode, expert_parallel)
-    spec = quantized_kv_spec(quantized_spec(plan.spec, config.model), config.cache)
+    spec = quantized_spec(with_predictor(plan.spec, config, checkpoint), config.model)
+    spec = quantized_kv_spec(spec, config.cache)
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_length(spec.max_position, spec.default_context, config.model.max_model_len)
     return ModelPlan(replace(plan, spec=spec), dtype, context)
+
+
+def with_predictor(spec: DecoderSpec, config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
+    """Return the decoder with its layer that predicts further tokens, if speculation is configured to use it."""
+    options = config.scheduler.speculative_config
+    method = None if options is None else SpeculationConfig.from_options(options).method
+    if method not in ("auto", "mtp"):
+        return spec
+    predictor = predictor_spec(checkpoint.config, spec) if spec.has_lm_head else None
+    if predictor is not None and checkpoint.weight_files:  # configs do not tell
+        tensors = f"{predictor.names.projection}."
+        if not any(name.startswith(tensors) for name in read_headers(checkpoint.weight_files)):
+            predictor = None
+    if predictor is None and method == "mtp":
+        raise ConfigError(
+            f"speculative_config: method is mtp, but this checkpoint of {spec.architecture} has no layer that predicts "
+            "further tokens, or not exactly one that is supported"
+        )
+    return replace(spec, predictor=predictor)
 
 
 def quantized_spec(spec: DecoderSpec, model: ModelConfig) -> DecoderSpec:
@@ -145,6 +167,9 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
                 "kv_cache_dtype_skip_layers is set, but kv_cache_dtype is auto: set it to fp8 or int8"
             )
         return spec
+    predictor = spec.predictor
+    if predictor is not None:
+        predictor = replace(predictor, mixer=predictor.mixer.with_quantized_kv(cache.kv_cache_dtype))
     mixers = [
         mixer
         if mixer is None
@@ -154,7 +179,7 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
         else mixer.with_quantized_kv(cache.kv_cache_dtype)
         for index, mixer in enumerate(spec.mixers)
     ]
-    return replace(spec, mixers=tuple(mixers))
+    return replace(spec, mixers=tuple(mixers), predictor=predictor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.drafts import GrammarDrafts
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner, asleep
@@ -26,14 +27,18 @@ from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
-from inflight.scheduling.drafts import AdaptiveSpeculation
+from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter
 from inflight.scheduling.lookup import Lookup
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
 from inflight.scheduling.scheduler import NoSpeculation, Scheduler, Speculation
 
 if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
+
+# The most drafts of a request in a step unless configured: of a model's predictor, and of lookups.
+MODEL_DRAFTS, LOOKUP_DRAFTS = 3, 16
 
 
 def decoder_core(
@@ -61,7 +66,8 @@ def decoder_core(
     )
     if options.speculative_config is not None and limits.num_stages > 1:
         raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-    speculation = make_speculation(options)
+    predicts = decoder.predictor is not None and platform.device.type == "cpu"
+    speculation = make_speculation(options, grammars, predicts)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -83,12 +89,26 @@ def decoder_core(
     return EngineCore(scheduler, runner, depth, options.max_queue, expert_counts=experts, **extras)
 
 
-def make_speculation(options: SchedulerConfig) -> Speculation:
-    """Return what `speculative_config` asks for."""
+def make_speculation(
+    options: SchedulerConfig, grammars: GrammarCompiler, predicts: bool = False
+) -> Speculation:
+    """Return what `speculative_config` asks for. `predicts`: whether the model can guess further tokens itself."""
     if options.speculative_config is None:
         return NoSpeculation()
     config = SpeculationConfig.from_options(options.speculative_config)
-    return AdaptiveSpeculation([Lookup(config)], config.num_speculative_tokens)
+    if config.method == "mtp" and not predicts:
+        raise ConfigError(
+            "speculative_config: method is mtp, but the model was loaded without its layer that predicts further "
+            "tokens, or for a GPU, where it does not run yet"
+        )
+    constraints = GrammarDrafts(grammars)
+    if predicts and config.method in ("auto", "mtp"):
+        most = config.num_speculative_tokens or MODEL_DRAFTS
+        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints)
+    drafters: list[Drafter] = [constraints]
+    if config.method != "grammar":
+        drafters.append(Lookup(config))
+    return AdaptiveSpeculation(drafters, config.num_speculative_tokens or LOOKUP_DRAFTS, constraints)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

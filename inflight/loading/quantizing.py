@@ -86,11 +86,11 @@ def _matrices(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, t
     """Return the shapes of the tensors to quantize, by name."""
     if spec.quantization.method is not None:
         raise ConfigError(f"the checkpoint is already quantized, as {spec.quantization.method}")
-    variant, layout = check_files(whole_shard(spec), stored)
+    names = check_files(whole_shard(spec), stored)
     # On loading, the same modules are quantized, whatever the scheme.
     spec = replace(spec, quantization=QuantizedOnLoading(GroupScheme("int8")))
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
-    shapes = {place.name: place.shape for place in placements(decoder, variant, layout) if place.on_device}
+    shapes = {place.name: place.shape for place in placements(decoder, *names) if place.on_device}
     stacked = [name for name, shape in shapes.items() if len(shape) != 2]
     if stacked:
         raise ConfigError(

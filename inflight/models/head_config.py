@@ -43,13 +43,7 @@ _FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 # By the last part of the class name.
-_ACTIVATIONS = {
-    "Identity": None,
-    "Tanh": "tanh",
-    "ReLU": "relu",
-    "GELU": "gelu",
-    "SiLU": "silu",
-}
+_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 
 
 @dataclass(frozen=True, slots=True)

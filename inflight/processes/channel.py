@@ -337,21 +337,15 @@ class ChildSockets(Generic[MessageT]):
         self._context.term()
 
 
-class AsyncChildSockets:
-    """The two sockets of a child process with an event loop, which passes each message to `handle`."""
+class AsyncChildSockets(ChildSockets[Any]):
+    """The same for a process with an event loop, which alone sends, and passes each message to `handle`."""
 
     def __init__(self, connection: ConnectionInfo, incoming: Any, handle: Callable[[Any], None]) -> None:
-        self.codec: Codec[Any] = Codec(bytes.fromhex(connection.secret), incoming)
+        super().__init__(connection, incoming)
+        self.codec = self.incoming
         self.process_id: int | None = os.getpid()
         self._handle = handle
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
-        self._up = self._context.socket(zmq.PUSH)
-        self._down = self._context.socket(zmq.PULL)
-        for socket, endpoint in ((self._up, connection.up), (self._down, connection.down)):
-            socket.set_hwm(0)  # the running requests bound what is in flight
-            socket.linger = LINGER
-            socket.connect(endpoint)
         self._loop.add_reader(self._down.fileno(), self._read_frames)
         self._loop.call_soon(self._read_frames)
 
@@ -375,9 +369,7 @@ class AsyncChildSockets:
 
     def close(self) -> None:
         self._loop.remove_reader(self._down.fileno())
-        self._up.close()
-        self._down.close()
-        self._context.term()
+        super().close()
 
 
 _REFUSED = (

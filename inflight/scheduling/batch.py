@@ -64,6 +64,8 @@ class Batch:
     drafts: dict[int, list[int]] = field(
         default_factory=dict
     )  # token ids by entry: the last counts[entry] - 1
+    # By entry, how many tokens behind the sampled ones the model's predictor guesses; empty: it does not run.
+    wanted_drafts: list[int] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
     restores: list[StateCopy] = field(default_factory=list)  # snapshot to row
@@ -100,6 +102,8 @@ class Sampled:
     vectors: dict[int, bytes] = field(default_factory=dict)
     # Entries whose request failed on its own: no token follows, or the last of its tokens means nothing.
     errors: dict[int, RequestFailure] = field(default_factory=dict)
+    # Guesses of the tokens behind `token_ids[i]`, at most as many as the batch wants.
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
     def num_refused(self, batch: Batch) -> dict[int, int]:
         """Return how many drafts of each entry were refused, for those that had some."""

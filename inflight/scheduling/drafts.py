@@ -46,10 +46,19 @@ class Drafter(Protocol):
         """Forget all requests that have ended."""
 
 
+class Constraints(Protocol):
+    """The grammars of constrained requests."""
+
+    def num_allowed(self, request: Request, token_ids: list[int]) -> int:
+        """Return how many of these tokens may follow all tokens of a request, which are known."""
+
+
 # ---- how many ----
 
 NUM_FIRST_STEPS = 4  # steps
-STEP_WEIGHT = 0.1  # of a step among those of its size
+NUM_TRIES = 2  # steps after which a size is known
+STEP_WEIGHT = 0.1  # of a step among all
+OWN_WEIGHT = 0.03  # of a step among those of its size, besides
 
 
 class StepCosts:
@@ -58,21 +67,30 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by size class
         self._counts: dict[int, int] = {}  # of the steps observed
-        self._sizes: list[int] = []  # those observed, in order
+        self._tried: list[int] = []  # the sizes of which any step was observed, in order
+        self._known: list[int] = []  # those of which NUM_TRIES were
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float) -> float:
+        """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
         before = self._seconds.get(size, seconds)
         count = self._counts[size] = self._counts.get(size, 0) + 1
         if count == 1:
-            insort(self._sizes, size)
+            insort(self._tried, size)
+        if count == NUM_TRIES:
+            insort(self._known, size)
         if count <= NUM_FIRST_STEPS:  # first steps are often slow
             self._seconds[size] = min(seconds, before)
-            return
+            return 1.0
         change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
         factor = 1 + STEP_WEIGHT * (change - 1)
-        for other in self._sizes:  # contexts and the machine's load change all of them
-            self._seconds[other] *= factor
+        self.scale(factor)  # contexts and the machine's load change all of them
+        self._seconds[size] *= 1 + OWN_WEIGHT * (change - 1)
+        return factor
+
+    def scale(self, factor: float) -> None:
+        for size in self._tried:
+            self._seconds[size] *= factor
 
     def knows(self, num_tokens: int) -> bool:
         """Return whether a step of about this size was observed."""
@@ -80,12 +98,15 @@ class StepCosts:
 
     @property
     def reach(self) -> int:
-        """The largest step to try: little more than the largest observed."""
-        return self._sizes[-1] + max(1, self._sizes[-1] >> 3) if self._sizes else 0
+        """The largest step to try: little more than the largest known."""
+        return self._known[-1] + max(1, self._known[-1] >> 3) if self._known else 0
 
     def estimate(self, num_tokens: int) -> float:
-        """Return about how long a step takes: a straight line between observed sizes, and on behind them."""
-        sizes, seconds = self._sizes, self._seconds
+        """Return about how long a step takes: a straight line between known sizes, and on behind them.
+
+        A size that is hardly known seems no slower than that, so it is tried until it is known.
+        """
+        sizes, seconds = self._known or self._tried, self._seconds
         if len(sizes) < 2:
             return seconds[sizes[0]] if sizes else 1.0
         index = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
@@ -104,15 +125,15 @@ def _size_class(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class HitRate:
-    """How often guesses were right recently, with a prior."""
+    """How often guesses were right recently, compared with how often that was expected, with a prior."""
 
     memory: float  # how many observations count, about
     hits: float = 0.0
     tries: float = 0.0
 
-    def add(self, is_hit: bool) -> None:
+    def add(self, is_hit: bool, expected: float = 1.0) -> None:
         keep = 1 - 1 / self.memory
-        self.hits, self.tries = self.hits * keep + is_hit, self.tries * keep + 1
+        self.hits, self.tries = self.hits * keep + is_hit, self.tries * keep + expected
 
     def fade(self, share: float) -> None:
         """Forget a share of all observations."""
@@ -133,12 +154,19 @@ MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: o
 RECOVERY = 0.002  # share of the record of a drafter that is forgotten with every token that it does not draft
 
 
+class _Part(NamedTuple):
+    """What one drafter adds to a draft."""
+
+    drafter: int
+    guess: Guess
+
+
 class DraftRecord:
     """The state of speculation for one request."""
 
     def __init__(self, num_drafters: int = 0) -> None:
         self.rates = [HitRate(30.0) for _ in range(num_drafters)]  # how often each drafter was right
-        self.parts: list[tuple[int, int]] = []  # of the draft being verified: drafter, number of tokens
+        self.parts: list[_Part] = []  # of the draft that is being verified
         self.has_ended = False
         self._kept: dict[Any, Any] = {}
 
@@ -160,14 +188,20 @@ def record_of(request: Request, num_drafters: int = 0) -> DraftRecord:
 class _Draft(NamedTuple):
     token_ids: list[int]
     probabilities: list[float]  # of each being returned
-    parts: list[tuple[int, int]]  # drafter, number of tokens
+    parts: list[_Part]
 
 
 class AdaptiveSpeculation:
     """Implements `Speculation` with drafters."""
 
-    def __init__(self, drafters: Sequence[Drafter], most: int) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], most: int, constraints: Constraints | None = None
+    ) -> None:
+        """Without `constraints`, no request is constrained."""
         self._drafters = drafters
+        self._constraints = constraints
+        whole: Sequence[object] = drafters
+        self._is_allowed = [drafter is constraints for drafter in whole]  # whether a grammar made its guesses
         self._waited = 0.0  # about how many seconds steps with drafts wait for those before them
         self._num_plain = 0  # steps since the last one with drafts
         self._most = most  # drafts of a request in a step
@@ -179,6 +213,9 @@ class AdaptiveSpeculation:
     @property
     def waits(self) -> bool:
         return self._num_plain < PATIENCE or self._num_plain % PROBE_INTERVAL == 0
+
+    def num_wanted(self, step: ScheduledStep) -> int:  # noqa: ARG002
+        return 0
 
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield drafts, the likeliest tokens first, as long as the step yields more tokens per second with them."""
@@ -231,18 +268,46 @@ class AdaptiveSpeculation:
                 yield entry, draft
 
     def _draft(self, request: Request, most: int, places: list[list[float]], paying: list[int]) -> _Draft:
-        """Return the guess of that drafter which is expected to be right for most tokens."""
-        best, length = _Draft([], [], []), 0.0
-        for drafter in paying:
-            token_ids, shares = self._drafters[drafter].propose(request, [], most)
-            rate = record_of(request).rates[drafter]
-            rates = map(rate.estimate, places[drafter])
-            each = [min(1.0, share * rate) for share, rate in zip(shares, rates, strict=False)]
-            probabilities = list(accumulate(each, mul))
-            if sum(probabilities) > length:
-                best = _Draft(token_ids, probabilities, [(drafter, len(token_ids))])
-                length = sum(probabilities)
-        return best
+        """Let that drafter begin which is expected to be right for most tokens.
+
+        Where a grammar refuses its next token, or where nothing is left of its guess, others may know how to go on.
+        """
+        draft, rates = _Draft([], [], []), record_of(request).rates
+        is_constrained = request.params.structured_outputs is not None
+        reached = 1.0
+        while (room := most - len(draft.token_ids)) > 0 and reached >= MIN_PROBABILITY:
+            best, best_length = None, 0.0
+            probabilities: list[float] = []
+            for drafter in paying:
+                if draft.parts and draft.parts[-1].drafter == drafter:
+                    continue  # it had no more to say
+                guess = self._drafters[drafter].propose(request, draft.token_ids, room)
+                if is_constrained and guess.token_ids and not self._is_allowed[drafter]:
+                    guess = self._cut(request, draft.token_ids, guess)
+                estimates = map(rates[drafter].estimate, places[drafter])
+                each = [
+                    min(1.0, share * rate)
+                    for share, rate in zip(guess.probabilities, estimates, strict=False)
+                ]
+                if (length := sum(accumulate(each, mul))) > best_length:
+                    best, best_length, probabilities = _Part(drafter, guess), length, each
+            if best is None:
+                break
+            draft.token_ids.extend(best.guess.token_ids)
+            for probability in probabilities:
+                reached *= probability
+                draft.probabilities.append(reached)
+            draft.parts.append(best)
+            if not is_constrained:
+                break
+        return draft
+
+    def _cut(self, request: Request, ahead: list[int], guess: Guess) -> Guess:
+        """Return what the request's grammar allows of a guess."""
+        if self._constraints is None:
+            return NO_GUESS
+        count = self._constraints.num_allowed(request, ahead + guess.token_ids) - len(ahead)
+        return Guess(guess.token_ids[:count], guess.probabilities[:count]) if count > 0 else NO_GUESS
 
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         for entry, draft in step.batch.drafts.items():
@@ -265,17 +330,20 @@ class AdaptiveSpeculation:
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         record, first = record_of(request), 0
         num_reached = min(num_accepted + 1, num_drafted)  # the rest were not compared
-        for drafter, length in record.parts:
-            for place in range(min(length, num_reached - first)):
+        for drafter, guess in record.parts:
+            for place, expected in enumerate(guess.probabilities[: max(0, num_reached - first)]):
                 is_right = first + place < num_accepted
-                record.rates[drafter].add(is_right)
-                self._places[drafter][place].add(is_right)
-            first += length
+                record.rates[drafter].add(is_right, expected)
+                self._places[drafter][place].add(is_right, expected)
+            first += len(guess.token_ids)
 
     def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
         self._costs.observe(batch.num_tokens, seconds)
         if waited:
-            self._waited += WAIT_WEIGHT * (waited - self._waited)
+            self._note_wait(waited)
+
+    def _note_wait(self, waited: float) -> None:
+        self._waited += WAIT_WEIGHT * (waited - self._waited)
 
     def clear(self) -> None:
         for drafter in self._drafters:

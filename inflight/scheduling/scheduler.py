@@ -43,6 +43,9 @@ class Speculation(Protocol):
     def waits(self) -> bool:
         """Whether drafts are worth waiting for the results of all steps in flight before the next one is formed."""
 
+    def num_wanted(self, step: ScheduledStep) -> int:
+        """Return how many further tokens the model guesses for each request; 0: its predictor does not run."""
+
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:
         """Yield entries, which all decode, and their drafts, together at most `room` tokens."""
 
@@ -63,6 +66,9 @@ class NoSpeculation:
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
+
+    def num_wanted(self, step: ScheduledStep) -> int:  # noqa: ARG002
+        return 0
 
     def choose(self, step: ScheduledStep, room: int) -> Iterator[tuple[int, list[int]]]:  # noqa: ARG002
         return iter(())
@@ -215,6 +221,7 @@ class Scheduler:
     def _add_drafts(self, step: ScheduledStep, max_tokens: int) -> None:
         """Let decodes verify drafts with the tokens and the memory that nobody else needs in this step."""
         blocks, counts, limits = self.blocks, self.pool.counts, self.limits
+        num_wanted = self.speculation.num_wanted(step)
         room = min(
             max_tokens - step.batch.num_tokens,
             limits.max_kv_tokens - counts.num_resident,
@@ -232,6 +239,29 @@ class Scheduler:
             if count:
                 step.batch.tables += updates
                 step.draft(entry, token_ids[:count], counts)
+        if num_wanted:
+            step.batch.wanted_drafts = [
+                self._num_wanted(step, entry, num_wanted) if samples else 0
+                for entry, samples in enumerate(step.samples)
+            ]
+
+    def _num_wanted(self, step: ScheduledStep, entry: int, most: int) -> int:
+        """Return how many tokens behind the next one of an entry the model may guess, at most `most`.
+
+        They end before the request does. To guess from the first of them, the predictor writes its keys and values, and
+        so on: for these there are blocks.
+        """
+        request = step.requests[entry]
+        num_drafts = request.num_drafted
+        count = min(most, request.max_total - request.num_tokens - num_drafts - 1)
+        if count <= 1:
+            return max(0, count)
+        needed = num_drafts + count - 1
+        if request.kv_capacity - request.num_computed >= needed:
+            return count
+        num_fit, updates = self.blocks.make_room_for_drafts(request, needed, len(self.pool.running))
+        step.batch.tables += updates
+        return max(1, num_fit - num_drafts + 1)
 
     def _ready(self) -> list[Request]:
         """Return a copy of the running requests that this step may schedule; some may be preempted meanwhile.

@@ -183,10 +183,7 @@ class LoadingApp:
 
     def _loading(self, scope: Scope) -> Response:
         error = ApiError(
-            503,
-            "the model is loading: please retry later",
-            code="loading",
-            retry_after=RETRY_AFTER,
+            503, "the model is loading: please retry later", code="loading", retry_after=RETRY_AFTER
         )
         if scope["path"] in PAGES and scope["method"] == "GET" and _is_browser(scope):
             page = application_page(error.status)

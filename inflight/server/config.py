@@ -87,9 +87,7 @@ class ServerConfig:
     )
     allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers that such pages may send.")
     ignore_unknown_fields: bool = option(
-        False,
-        NETWORK,
-        "Accept unknown request fields and ignore them instead of rejecting the request.",
+        False, NETWORK, "Accept unknown request fields and ignore them instead of rejecting the request."
     )
     replace_images: bool = option(
         False,
@@ -220,10 +218,7 @@ class ServerConfig:
         False, WATCHING, "Show the text of prompts in the timeline, to callers who may see the request."
     )
     log_level: str = option(
-        "info",
-        WATCHING,
-        "Minimum level of log messages.",
-        choices=("debug", "info", "warning", "error"),
+        "info", WATCHING, "Minimum level of log messages.", choices=("debug", "info", "warning", "error")
     )
     log_requests: bool = option(True, WATCHING, "Log every request.")
     otlp_traces_endpoint: str | None = option(

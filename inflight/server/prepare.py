@@ -317,12 +317,7 @@ def prepare_completion(
             _check_prompt_tokens(model, len(prompt))
         with params.translated_errors():
             processor = model.frontend.prepare(
-                model.next_id("g"),
-                prompt,
-                params.sampling,
-                context,
-                text,
-                params.task,
+                model.next_id("g"), prompt, params.sampling, context, text, params.task
             )
         _check_context(model, params, processor)
         processors.append(processor)

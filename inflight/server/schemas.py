@@ -31,6 +31,11 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
+def optional(text: str, **limits: Any) -> Any:
+    """Return a field that may be left out, with its description."""
+    return Field(None, description=text, **limits)
+
+
 def ranged(default: Any = None, **schema: Any) -> Any:
     """Return a field whose range is documented here and checked by `SamplingParams`, the only validator."""
     return Field(default, json_schema_extra=schema)
@@ -99,18 +104,14 @@ class Body(BaseModel):
 class EngineBody(Body):
     """The parameters of every request to the engine, in all APIs."""
 
-    model: str | None = Field(None, description="A name from /v1/models; optional.")
-    user: str | None = Field(
-        None, max_length=256, description="The user that fair scheduling counts this request against."
+    model: str | None = optional("A name from /v1/models; optional.")
+    user: str | None = optional("The user that fair scheduling counts this request against.", max_length=256)
+    priority: int | None = optional("With --policy priority, smaller values go first.")
+    cache_salt: str | None = optional(
+        "Cached prefixes are shared only between requests with the same salt.", max_length=MAX_SALT_LENGTH
     )
-    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
-    cache_salt: str | None = Field(
-        None,
-        max_length=MAX_SALT_LENGTH,
-        description="Cached prefixes are shared only between requests with the same salt.",
-    )
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The id of the answer, also for /v1/requests."
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = optional(
+        "The id of the answer, also for /v1/requests."
     )
 
 
@@ -135,11 +136,9 @@ class SampledBody(EngineBody):
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(
-        None, description="Send the usage of the whole request in a last event."
-    )
-    continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: send the usage so far in every event."
+    include_usage: bool | None = optional("Send the usage of the whole request in a last event.")
+    continuous_usage_stats: bool | None = optional(
+        "With include_usage: send the usage so far in every event."
     )
     include_obfuscation: Ignored = None
 
@@ -158,7 +157,7 @@ class GenerationBody(SampledBody):
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
-    return_token_ids: bool | None = Field(None, description="Return token ids in addition to the text.")
+    return_token_ids: bool | None = optional("Return token ids in addition to the text.")
 
     # These have no effect here.
     store: Ignored = None
@@ -253,25 +252,25 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 class JsonSchemaFormat(Body):
     name: str | None = Field(None, max_length=256)
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(
-        None, alias="schema", description="Without a schema, any JSON object is allowed."
+    schema_: dict[str, Any] | bool | None = optional(
+        "Without a schema, any JSON object is allowed.", alias="schema"
     )
-    strict: bool | None = Field(None, description="Ignored: answers always match the schema.")
+    strict: bool | None = optional("Ignored: answers always match the schema.")
 
 
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    structures: Items[dict[str, Any]] | None = Field(None, description="Only for structural tags.")
-    triggers: Items[str] | None = Field(None, description="Only for structural tags.")
+    structures: Items[dict[str, Any]] | None = optional("Only for structural tags.")
+    triggers: Items[str] | None = optional("Only for structural tags.")
 
 
 class ConstrainedBody(GenerationBody):
     """A body that may constrain the text of answers, in at most one way. The `guided_*` names are vLLM's older ones."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json, regex, choice, grammar, json_object and structural_tag."
+    structured_outputs: dict[str, Any] | None = optional(
+        "One of json, regex, choice, grammar, json_object and structural_tag."
     )
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -308,8 +307,8 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | None = Field(
-        None, description="Only for chats whose format marks reasoning."
+    completion_tokens_details: CompletionDetails | None = optional(
+        "Only for chats whose format marks reasoning."
     )
 
 

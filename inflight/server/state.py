@@ -74,11 +74,6 @@ class ServedModel:
         path = None if self.options.served_model_name else self.options.model
         return name in self.names or (path is not None and name.rstrip("/") == path.rstrip("/"))
 
-    def check_task(self, task: Task) -> None:
-        """Raise RequestError if the model cannot do the task."""
-        if task not in self.tasks:
-            raise unsupported_task(task, self.frontend.pooling, self.frontend.generates)
-
     def next_id(self, prefix: str) -> str:
         """Return a request id for the engine that no other request has."""
         return f"{prefix}{next(self._serials)}"
@@ -140,8 +135,8 @@ class ServerState:
                 f"the model {shown(name, 200)} is not served here: available are {', '.join(model.names)}"
             )
             raise ApiError(404, message, code="model_not_found", param="model")
-        if task is not None:
-            model.check_task(task)
+        if task is not None and task not in model.tasks:
+            raise unsupported_task(task, model.frontend.pooling, model.frontend.generates)
         return model, name or model.label
 
     async def in_thread_if(self, is_long: bool, caller: Caller, work: Callable[[], T]) -> T:

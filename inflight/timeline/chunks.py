@@ -50,9 +50,8 @@ class SlotKind(enum.IntEnum):
     DECODE = 0
     PREFILL = 1
     HELD = 2  # it belongs to a request that has all its tokens
-    PADDING = (
-        3  # positions after the end of a text, computed for nothing: only pictures of comparisons show it
-    )
+    # Positions after the end of a text, computed for nothing: only pictures of comparisons show it.
+    PADDING = 3
 
 
 class SlotRun(NamedTuple):

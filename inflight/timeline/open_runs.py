@@ -110,11 +110,7 @@ class OpenRuns:
         return iter(self._runs.values())
 
     def record(
-        self,
-        step: ScheduledStep,
-        number: int,
-        outcome: StepOutcome,
-        lingering: Sequence[Request],
+        self, step: ScheduledStep, number: int, outcome: StepOutcome, lingering: Sequence[Request]
     ) -> None:
         """Continue, open and close runs with the next step."""
         batch, requests, num_outputs, error = step.batch, step.requests, outcome.num_outputs, outcome.error

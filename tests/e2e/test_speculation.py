@@ -12,7 +12,7 @@ import pytest
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.outputs import RequestOutput
 from inflight.request import Request
-from inflight.scheduling.drafts import Guess
+from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter, Guess
 from tests.e2e.conftest import Folder
 from tests.scheduling.guessing import Eager
 from tests.scheduling.policies import NAMES
@@ -107,6 +107,15 @@ def draw_options(rng: random.Random, hard: bool) -> dict[str, Any]:
     }
 
 
+def make_eager(llm: LLM, rng: random.Random, *others: Drafter) -> None:
+    """Let an engine verify all drafts: those of other drafters, or also those of its own."""
+    scheduler = llm._engine.core.scheduler
+    chosen = scheduler.speculation
+    assert isinstance(chosen, AdaptiveSpeculation)
+    drafters = [*others, *(chosen._drafters if not others or rng.random() < 0.7 else ())]
+    scheduler.speculation = Eager(drafters, rng.choice((1, 3, 6)), chosen._constraints)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_token(family: str, folder: Folder) -> None:
     rng = random.Random(family)
@@ -115,10 +124,10 @@ def test_drafts_change_no_token(family: str, folder: Folder) -> None:
     for odds, hard in ((1.0, True), (0.7, False), (0.0, True)):
         prompts, params = draw_requests(rng)
         expected = plain.generate(prompts, params)
-        llm = LLM(folder(family), speculative_config={"method": "suffix"}, **draw_options(rng, hard))
+        llm = LLM(folder(family), speculative_config={"method": "auto"}, **draw_options(rng, hard))
         oracle = Oracle(rng, odds)
         oracle.learn(expected)
-        llm._engine.core.scheduler.speculation = Eager(oracle, rng.choice((1, 3, 6)))
+        make_eager(llm, rng, oracle)
         for _ in range(2):  # with a cold cache, then with a warm one
             outputs = llm.generate(prompts, params, priority=[rng.randrange(3) for _ in prompts])
             for output, whole in zip(outputs, expected, strict=True):

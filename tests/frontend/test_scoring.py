@@ -294,8 +294,8 @@ def test_unknown_parameters_are_rejected_by_name() -> None:
 
 def test_context_of_a_call_is_separated_from_its_parameters() -> None:
     options = {"request_id": "r", "priority": 2, "truncate": True}
-    call = ScoringCall.pop(options)
+    call, params = ScoringCall.split(options)
     assert (call.request_id, call.context) == ("r", RequestContext(priority=2))
-    assert options == {"truncate": True}
+    assert params == {"truncate": True}
     names = {*ScoringCall.__dataclass_fields__, *RequestContext.__dataclass_fields__} - {"context"}
     assert CallOptions.__annotations__.keys() == names

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
+from inflight.constraints.drafts import GrammarDrafts
 from inflight.kv.layout import KVLayout
 from inflight.request import Request
-from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter, Guess, StepCosts
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.drafts import AdaptiveSpeculation, Constraints, Drafter, Guess, StepCosts
+from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from tests.support.fake_runner import PLAIN, expected_tokens
 
 
@@ -50,9 +54,33 @@ class FreeSteps(StepCosts):
 class Eager(AdaptiveSpeculation):
     """Verifies all drafts that there is room for, however often they are wrong."""
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
-        super().__init__([drafter], most)
+    def __init__(
+        self, drafters: Sequence[Drafter], most: int, constraints: Constraints | None = None
+    ) -> None:
+        super().__init__(drafters, most, constraints)
         self._costs = FreeSteps()
+
+    def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+
+class EagerModel(ModelSpeculation):
+    """Wants a model's guesses in every step, as many as it is asked to, and verifies all that there is room for."""
+
+    def __init__(
+        self,
+        most: int,
+        model: ModelDrafter | None = None,
+        random: Random | None = None,
+        grammars: GrammarDrafts | None = None,
+    ) -> None:
+        super().__init__(model or ModelDrafter(), most, [grammars] if grammars else [], grammars)
+        self._by_number = [FreeSteps() for _ in range(most + 1)]
+        self._random = random  # wants any number, or none, from step to step
+
+    def num_wanted(self, step: ScheduledStep) -> int:
+        super().num_wanted(step)
+        return self._most if self._random is None else self._random.randint(0, self._most)
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
@@ -61,4 +89,4 @@ class Eager(AdaptiveSpeculation):
 def guessing(
     odds: float, layout: KVLayout = PLAIN, most: int = 3, seed: int = 0, full: bool = False
 ) -> AdaptiveSpeculation:
-    return Eager(Guesser(odds, layout, seed, full), most)
+    return Eager([Guesser(odds, layout, seed, full)], most)

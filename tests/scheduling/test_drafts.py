@@ -16,6 +16,7 @@ from inflight.scheduling.batch import Batch
 from inflight.scheduling.drafts import AdaptiveSpeculation, Guess, StepCosts, record_of
 from inflight.scheduling.lookup import SEPARATOR, Lookup, TokenIndex
 from inflight.scheduling.scheduler import NoSpeculation
+from tests.constraints.walking import compiler
 from tests.scheduling.guessing import FreeSteps, Guesser
 from tests.support.fake_runner import PLAIN, expected_tokens
 from tests.support.requests import FakeEngine, make_request
@@ -136,8 +137,9 @@ def test_lookup_stays_fast_where_everything_matches() -> None:
 
 def test_costs_are_interpolated_between_observed_sizes() -> None:
     costs = StepCosts()
-    costs.observe(2, 0.010)
-    costs.observe(6, 0.014)
+    for _ in range(2):
+        costs.observe(2, 0.010)
+        costs.observe(6, 0.014)
     sizes = (1, 2, 4, 6, 8)
     assert [costs.estimate(size) for size in sizes] == pytest.approx([0.009, 0.010, 0.012, 0.014, 0.016])
     assert costs.knows(6)
@@ -161,6 +163,27 @@ def test_slow_first_step_is_forgotten() -> None:
     for seconds in (0.500, 0.011, 0.010, 0.010):
         costs.observe(2, seconds)
     assert costs.estimate(2) == pytest.approx(0.010)
+
+
+def test_size_that_was_slow_at_first_is_tried_again() -> None:
+    costs = StepCosts()
+    for _ in range(4):
+        costs.observe(1, 0.010)
+    costs.observe(2, 0.050)
+    assert costs.estimate(2) < 0.012
+    assert costs.reach == 2
+    costs.observe(2, 0.011)
+    assert costs.estimate(2) == pytest.approx(0.011)
+    assert costs.reach == 3
+
+
+def test_costs_of_a_size_change_by_themselves() -> None:
+    costs = StepCosts()
+    for _ in range(400):
+        costs.observe(1, 0.010)
+        costs.observe(4, 0.012 if costs._counts.get(4, 0) > 4 else 0.030)
+    assert costs.estimate(1) == pytest.approx(0.010, rel=0.05)
+    assert costs.estimate(4) == pytest.approx(0.012, rel=0.05)
 
 
 # ---- how many ----
@@ -240,7 +263,7 @@ def test_refused_requests_do_not_stop_others() -> None:
     while engine.core.has_work:
         engine.step()
         drafting._costs = StepCosts()  # instead of the fake engine's clock
-        for size in range(1, 10):
+        for size in [*range(1, 10)] * 2:
             drafting._costs.observe(size, 1.0 + 0.1 * size)
     accepted, refused = (request.record for request in requests)
     assert accepted.num_accepted_tokens > 80
@@ -283,7 +306,7 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "method is None: it must be one of auto, suffix, ngram"),
+        ({}, "method is None: it must be one of auto, mtp, suffix, ngram, grammar"),
         ({"method": "eagle"}, "method is 'eagle'"),
         ({"method": "suffix", "tokens": 3}, "speculative_config has tokens: allowed are method, "),
         (
@@ -306,7 +329,6 @@ def test_wrong_options_are_rejected_in_one_line(options: dict[str, object], mess
 
 
 def test_without_the_option_nothing_is_drafted() -> None:
-    assert isinstance(make_speculation(SchedulerConfig()), NoSpeculation)
-    assert isinstance(
-        make_speculation(SchedulerConfig(speculative_config={"method": "auto"})), AdaptiveSpeculation
-    )
+    assert isinstance(make_speculation(SchedulerConfig(), compiler()), NoSpeculation)
+    options = SchedulerConfig(speculative_config={"method": "auto"})
+    assert isinstance(make_speculation(options, compiler()), AdaptiveSpeculation)

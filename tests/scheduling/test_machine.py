@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from random import Random
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import pytest
@@ -23,8 +24,9 @@ from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
+from inflight.scheduling.scheduler import Speculation
 from tests.e2e.breaking import PoisonedRunner
-from tests.scheduling.guessing import guessing
+from tests.scheduling.guessing import EagerModel, guessing
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.staged import StagedRunner
@@ -69,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
-        odds=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
+        odds=st.sampled_from([None, None, 0.0, 0.6, 1.0, "model"]),
         staged=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (None, 5, 5), (3, 8), (None, 2, 6)]),
         snapshot_blocks=st.sampled_from([0, 0, 1, 3]),
@@ -85,12 +87,16 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens: int,
         caching: bool,
         method: str,
-        odds: float | None,
+        odds: float | Literal["model"] | None,
         staged: bool,
         windows: tuple[int | None, ...],
         snapshot_blocks: int,
     ) -> None:
         self.layout = KVLayout(block_size, windows, snapshot_blocks)
+        speculation: Speculation | None = None
+        if odds is not None and not staged:
+            model = EagerModel(3, random=Random(0))
+            speculation = model if odds == "model" else guessing(odds, self.layout)
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
             policy=policy,
@@ -105,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_stages=depth if staged else 1,
             caching=caching,
             make_runner=StagedRunner if staged else FakeRunner,
-            speculation=None if odds is None or staged else guessing(odds, self.layout),
+            speculation=speculation,
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}

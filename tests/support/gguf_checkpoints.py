@@ -120,7 +120,10 @@ def _hyperparameters(config: dict[str, Any], architecture: str) -> dict[str, Any
     found = {key: config[field] for field, key in _KEYS.items() if config.get(field) is not None}
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
-    found["block_count"] = config["num_hidden_layers"]
+    num_predictors = config.get("num_nextn_predict_layers") or 0
+    found["block_count"] = config["num_hidden_layers"] + num_predictors
+    if num_predictors:
+        found["nextn_predict_layers"] = num_predictors
     found["rope.freq_base"] = float(full.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     if full.get("rope_type") in ("linear", "yarn"):
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
@@ -165,7 +168,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
     from safetensors.torch import load_file
 
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    num_blocks = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
+    names = gguf.get_tensor_name_map(number, num_blocks)
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

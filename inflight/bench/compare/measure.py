@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -26,13 +23,9 @@ from inflight.timeline.chunks import TimelineQuery
 from inflight.timeline.steps import RecordedStep, read_chunks, recorded_steps
 from inflight.timeline.trace import read_recording
 
-logger = logging.getLogger(__name__)
-
 WARM_UP_TOKENS = 4
 MAX_RECORD_BYTES = 1 << 30  # of a recording
 MIN_PAUSE = 0.001  # seconds without work between two steps
-GPU_INTERVAL = 0.1  # seconds between readings; the driver averages over about the same time
-MIN_GPU_READINGS = 20  # with fewer, the beginning and the end of a run would weigh as much as its middle
 
 Progress = Callable[[int], None]  # called with the number of finished requests
 
@@ -97,13 +90,9 @@ def measure(
         for index, job in enumerate(jobs)
     ]
     core.record(max_bytes=MAX_RECORD_BYTES)
-    device = engine.platform.device
-    with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
-        origin, _ = serve(core, [job.arrives_at for job in jobs], requests, progress or (lambda _: None))
+    origin, _ = serve(core, [job.arrives_at for job in jobs], requests, progress or (lambda _: None))
     recording = Recording.read(core, strategy, origin)
-    utilization = monitor.utilization
-    if utilization is None and device.type == "cuda":
-        utilization = _busy_share(recording)
+    utilization = busy_share(recording) if engine.platform.device.type == "cuda" else None
     runs = [_request_run(job, request, origin) for job, request in zip(jobs, requests, strict=True)]
     return StrategyRun(strategy, num_slots, runs, recording, utilization)
 
@@ -130,8 +119,8 @@ def recorded_chunks(core: EngineCore, strategy: str, origin: float) -> list[dict
     return chunks
 
 
-def _busy_share(recording: Recording) -> float:
-    """Return the share of the time spent in steps, for runs too short for the driver's readings."""
+def busy_share(recording: Recording) -> float:
+    """Return the share of the time in which the device computed a step."""
     busy = sum(step.times.finished_at - step.times.device_began_at for step in recording.steps)
     return busy / recording.ends[-1]
 
@@ -234,65 +223,3 @@ def compute_figures(run: StrategyRun) -> Figures:
         num_steps=len(steps),
         gpu_utilization=run.gpu_utilization,
     )
-
-
-# ---- GPU utilisation ----
-
-
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # per cent
-
-
-class GpuMonitor:
-    """Averages the utilisation of a CUDA device over a `with` block.
-
-    Readings come from the driver's own library (NVML), so no extra package is needed. With device None, nothing is
-    monitored.
-    """
-
-    def __init__(self, device: int | None) -> None:
-        self._device = device
-        self._readings: list[int] = []
-        self._stop = Event()
-        self._thread: Thread | None = None
-
-    @property
-    def utilization(self) -> float | None:
-        """The share of the time in which the GPU was computing; None if unknown or if the block was too short."""
-        enough = len(self._readings) >= MIN_GPU_READINGS
-        return sum(self._readings) / len(self._readings) / 100 if enough else None
-
-    def __enter__(self) -> GpuMonitor:
-        if self._device is not None:
-            try:
-                library = ctypes.CDLL("libnvidia-ml.so.1")
-                handle = _open_device(library, self._device)
-            except OSError as error:
-                logger.warning("GPU utilisation is not available: %s", error)
-                return self
-            self._thread = Thread(target=self._read, args=(library, handle), daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _read(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        rates = _Utilization()
-        while not self._stop.wait(GPU_INTERVAL):
-            if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0:
-                self._readings.append(int(rates.gpu))
-
-
-def _open_device(library: ctypes.CDLL, device: int) -> ctypes.c_void_p:
-    """Return the driver's handle for torch's device, looked up by UUID since the two may number devices differently."""
-    import torch
-
-    handle = ctypes.c_void_p()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    status = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-    if status:
-        raise OSError(f"NVML returned error {status}")
-    return handle

@@ -54,10 +54,6 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("total time", lambda figures: _seconds(figures.total_time)),
     ("output tokens/s", lambda figures: f"{figures.tokens_per_second:,.0f}"),
@@ -68,7 +64,10 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("slot use", lambda figures: f"{figures.slot_use:.1%}"),
     ("KV waste", lambda figures: f"{figures.kv_waste:.1%}"),
     ("steps", lambda figures: f"{figures.num_steps:,}"),
-    ("GPU utilisation", lambda figures: _share(figures.gpu_utilization)),
+    (
+        "GPU utilisation",
+        lambda figures: "" if figures.gpu_utilization is None else f"{figures.gpu_utilization:.0%}",
+    ),
 )
 
 

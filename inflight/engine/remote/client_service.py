@@ -30,10 +30,7 @@ class ClientService:
     """Serves one process. Its requests end with it."""
 
     def __init__(
-        self,
-        client: EngineClient,
-        send: Callable[[wire.StepOutputs], None],
-        stats: Callable[[], EngineStats],
+        self, client: EngineClient, send: Callable[[wire.StepOutputs], None], stats: Callable[[], EngineStats]
     ) -> None:
         self._client = client
         self._outbox = Outbox(send, stats, time.monotonic)

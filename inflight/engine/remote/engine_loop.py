@@ -294,15 +294,7 @@ class Outbox:
             stats, self._stats_at = self._stats(), now
         cache = None if self.cache_changes is None else self.cache_changes.take()
         outputs = wire.StepOutputs(
-            handles,
-            token_ids,
-            counts,
-            others,
-            self._replies,
-            stats,
-            cache,
-            self._lost,
-            list(self._timeline),
+            handles, token_ids, counts, others, self._replies, stats, cache, self._lost, list(self._timeline)
         )
         self._send(outputs)
         self._num_sent += 1

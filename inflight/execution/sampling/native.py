@@ -79,6 +79,11 @@ class NativeSamplingRows:
         for row in rows:
             self._lists[row][0][:] = self.host_masks[row]
 
+    def lift_masks(self, rows: Sequence[int]) -> None:
+        """Let these constrained rows sample any token, until `set_masks`."""
+        for row in rows:
+            self._lists[row][0][:] = -1
+
     def address(self, rows: Iterable[int]) -> int:
         """Return the address of the table, after checking that these rows hold requests."""
         for row in rows:

@@ -81,6 +81,11 @@ class SamplingRows:
         for row in rows:
             self[row].mask = self._unpacked(self.host_masks[row])
 
+    def lift_masks(self, rows: Sequence[int]) -> None:
+        """Let these constrained rows sample any token, until `set_masks`."""
+        for row in rows:
+            self[row].mask = None
+
     def __getitem__(self, row: int) -> SamplingRow:
         if row not in self._rows:
             raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")

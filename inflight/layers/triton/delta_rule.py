@@ -205,9 +205,7 @@ def _store_inputs(
         source_at = projected + (first_token + source).to(tl.int64) * projected_stride + f
         new = tl.load(source_at, mask=f < tl.where(source >= 0, end, 0), other=0.0).to(tl.float32)
         old = tl.load(
-            state + (tap + num_tokens) * CONV_SIZE + f,
-            mask=f < tl.where(is_old, end, 0),
-            other=0.0,
+            state + (tap + num_tokens) * CONV_SIZE + f, mask=f < tl.where(is_old, end, 0), other=0.0
         )
         if PART:
             to = _snapshot_pointers(to_blocks, block_ids, offset + tap * CONV_SIZE + f, block_stride, PART)

@@ -35,9 +35,8 @@ def _find_block(counts, block, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.c
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts + expert, mask=expert < num_experts, other=0)
     blocks = (count + (BLOCK_M - 1)) // BLOCK_M
-    expert_index = tl.sum(
-        (tl.cumsum(blocks, 0) <= block).to(tl.int32), 0
-    )  # experts all of whose blocks come before
+    # Count the experts all of whose blocks come before.
+    expert_index = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
     first = (block - tl.sum(tl.where(expert < expert_index, blocks, 0), 0)) * BLOCK_M
     return expert_index, first, tl.sum(tl.where(expert == expert_index, count, 0), 0) - first
 

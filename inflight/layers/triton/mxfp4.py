@@ -122,9 +122,8 @@ def multiply_mxfp4_pairs(
     scale_rows = scales + expert * num_tiles * num_rows + row
     k = tl.arange(0, 128)
     j = tl.arange(0, 32)
-    tl.assume(
-        num_tiles > 0
-    )  # else the sum might come from before the loop, and products would wait for each other
+    # Otherwise the sum might come from before the loop, and products would wait for each other.
+    tl.assume(num_tiles > 0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(0, num_tiles, num_stages=STAGES):
         words = tl.load(rows[:, None] + (tile * 32 + j)[None, :])

@@ -25,9 +25,8 @@ _ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
 @triton.jit
 def _scales(wide, AXIS: tl.constexpr, dtype: tl.constexpr):
     """Return the scales with which the largest numbers along an axis become the largest codes."""
-    if (
-        dtype == tl.int8
-    ):  # which has no NaN: compared as bits, that is the largest number, and makes a scale NaN
+    # int8 has no NaN: compared as bits, that is the largest number, and makes a scale NaN.
+    if dtype == tl.int8:
         bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
         return tl.maximum(bits, _LEAST_BITS).to(tl.float32, bitcast=True) / 127.0
     else:

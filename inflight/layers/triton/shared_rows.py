@@ -210,9 +210,8 @@ def _step_products(
             scales *= 1.1754943508222875e-38
         acc *= tl.reshape(tl.permute(scales, (2, 3, 1, 0, 4)), [S, 8 * R, 8])
     else:
-        lane_columns = (
-            tl.arange(0, 2)[:, None] * 8 + (j // 8 * 16 + j % 8)[None, :]
-        )  # of a lane 8 and 8 columns
+        # A lane has 8 and 8 columns.
+        lane_columns = tl.arange(0, 2)[:, None] * 8 + (j // 8 * 16 + j % 8)[None, :]
         column = (index[None, :, None] * 256 + (n % 4)[:, None, None] * 64)[:, :, :, None] + lane_columns[
             None, None, :, :
         ]

@@ -5,8 +5,8 @@ Each layer is a mixer, such as attention, then an MLP, or one of the two; each r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -20,62 +20,14 @@ from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, 
 from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
 from inflight.layers.recurrent import DeltaNetLayer, LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope
-from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.delta_net import DeltaNet
-from inflight.models.decoders.layer_inputs import InputGate, LayerInputs
-from inflight.models.decoders.mlps import DenseMlp, ExpertsMlp
+from inflight.models.decoders.layer import Layer
+from inflight.models.decoders.layer_inputs import LayerInputs
+from inflight.models.decoders.mlps import ExpertsMlp
+from inflight.models.decoders.predictor import Predictor
 from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
-from inflight.models.decoders.sublayers import LayerBuilder, Mixer, MixerStep, Mlp
+from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.heads import Head
-from inflight.models.tensors import Target, whole_tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    mixer: Mixer | None
-    mlp: Mlp | None
-    scale: Tensor | None = None  # [1], multiplies the residual at the end
-    input_gate: InputGate | None = None  # reads the layer's own input
-
-    @classmethod
-    def build(cls, layer: LayerBuilder) -> Layer:
-        """Return a layer with empty weights."""
-        spec, index = layer.spec, layer.index
-        mixer, mlp, inputs = spec.mixers[index], spec.mlps[index], spec.layer_inputs
-        return cls(
-            None if mixer is None else mixer.build(layer),
-            None if mlp is None else mlp.build(layer),
-            torch.empty(1, dtype=layer.kernels.compute_dtype, device=layer.device)
-            if spec.has_layer_scales
-            else None,
-            None if inputs is None else InputGate(inputs, layer),
-        )
-
-    @property
-    def in_norm(self) -> Tensor | None:
-        """The norm through which the layer reads the residual."""
-        first = self.mixer or self.mlp
-        return None if first is None else first.in_norm
-
-    def fusable(self) -> FusableLayer | None:
-        """Return the layer as kernels may fuse it, or None if it is not only attention and a dense MLP."""
-        mixer, mlp = self.mixer, self.mlp
-        if self.scale is not None or self.input_gate is not None:
-            return None
-        return mixer.fusable(mlp) if isinstance(mixer, SelfAttention) and isinstance(mlp, DenseMlp) else None
-
-    def targets(self) -> Mapping[str, Target]:
-        """Return the load targets by the names that `WeightNames.layer` uses."""
-        targets: dict[str, Target] = {}
-        for part in (self.mixer, self.mlp, self.input_gate):
-            if part is not None:
-                targets |= part.targets()
-        first = "mlp.in_norm" if self.mixer is None else "mixer.in_norm"
-        if first in targets:
-            targets["in_norm"] = targets[first]
-        if self.scale is not None:
-            targets["scale"] = whole_tensor(self.scale, dummy=1.0)
-        return targets
 
 
 class Decoder:
@@ -103,7 +55,11 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self._max_position = max_position or spec.default_context
-        self.layers = [Layer.build(layer) for layer in self._builders()]
+        builders = list(self._builders())
+        self.layers = [Layer.build(layer) for layer in builders[: len(shard.layers)]]
+        self.predictor: Predictor | None = None  # guesses the token after the next
+        if len(builders) > len(shard.layers):
+            self.predictor = Predictor(shard.whole, builders[-1])
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -129,18 +85,15 @@ class Decoder:
         return self.spec.has_lm_head
 
     def _builders(self) -> Iterator[LayerBuilder]:
-        """Yield what creates each layer, and knows where the layer keeps its memory."""
+        """Yield what creates each layer, the predictor's last, and knows where the layer keeps its memory."""
         shard, whole = self.shard, self.shard.whole
         places = self.kv_shape(1).places
         kept = [index for index in whole.kv_layers if index in shard.layers]
         rotary_tables: dict[Rope, Tensor] = {}
-        num_states = 0
-        for index in shard.layers:
-            mixer = whole.mixers[index]
-            source = index if mixer is None or mixer.kv_source is None else mixer.kv_source
-            cache = kept.index(source) if source in kept else None
-            yield LayerBuilder(
-                shard,
+
+        def builder(part: Shard, index: int, cache: int | None, state: int) -> LayerBuilder:
+            return LayerBuilder(
+                part,
                 index,
                 self.kernels,
                 self.attention,
@@ -149,17 +102,29 @@ class Decoder:
                 self._max_position,
                 0 if cache is None else places[cache].table,
                 cache or 0,
-                num_states,
+                state,
                 rotary_tables,
             )
+
+        num_states = 0
+        for index in shard.layers:
+            mixer = whole.mixers[index]
+            source = index if mixer is None or mixer.kv_source is None else mixer.kv_source
+            yield builder(shard, index, kept.index(source) if source in kept else None, num_states)
             num_states += mixer is not None and mixer.state_size > 0
+        if shard.predictor is not None and shard.is_last:
+            yield builder(shard.predictor, 0, len(kept), num_states)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
-        shard, kv_layers = self.shard, self.shard.whole.kv_layers
+        shard, predictor = self.shard, self.shard.whole.predictor
+        kv_layers = self.shard.whole.kv_layers
+        if predictor is not None:  # behind the others
+            kv_layers[shard.whole.num_layers] = predictor.mixer
         kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
-        before = sum(index < shard.layers.start for index in kv_layers)
-        rank_layers = range(before, before + sum(index in shard.layers for index in kv_layers))
+        layers = range(shard.layers.start, shard.layers.stop + shard.is_last)
+        before = sum(index < layers.start for index in kv_layers)
+        rank_layers = range(before, before + sum(index in layers for index in kv_layers))
         shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, rank_layers)
         num_blocks = blocks_per_snapshot(self.state_sizes, len(shape.lanes), shape.bytes_per_part)
         return replace(shape, snapshot_blocks=num_blocks)
@@ -257,6 +222,27 @@ class Decoder:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
 
+    def normalise(self, hidden: Tensor) -> Tensor:
+        """Return the states [T, hidden_size] that the LM head and the predictor read."""
+        return self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
+
+    def predict(
+        self,
+        token_ids: Tensor,
+        states: Tensor,
+        caches: Sequence[LayerCache],
+        inputs: Any,
+        output_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Return the predictor's hidden states, from which `Predictor.normalise` and `logits` continue.
+
+        For the token at position p, `inputs` is that of the step which computes it, `states` are those after it, and
+        `token_ids` holds the token at p + 1: the logits are about the one at p + 2. With `output_tokens` as in
+        `forward`.
+        """
+        assert self.predictor is not None
+        return self.predictor(self.embed(token_ids), states, MixerStep(inputs, caches, ()), output_tokens)
+
     @property
     def _last_mixing(self) -> int:
         """The last layer here in which tokens learn of others; -1 if there is none."""
@@ -279,9 +265,10 @@ class Decoder:
         mlps = [layer.mlp for layer in self.layers]
         return [mlp.experts.tokens for mlp in mlps if isinstance(mlp, ExpertsMlp)]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
-        logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
+    def logits(self, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks. A predictor has its own `norm`."""
+        norm = self.final_norm if norm is None else norm
+        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps)
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
         if self.spec.logit_softcap is not None:

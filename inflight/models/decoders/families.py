@@ -6,7 +6,7 @@ A family is an entry of `FAMILIES`: the names of its tensors, and functions that
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from inflight.checkpoint.fields import Fields
 from inflight.checkpoint.gguf_config import ARCHITECTURES, GGUF_FIELD
 from inflight.errors import UnknownArchitectureError
 from inflight.models.decoders import experts_config, mixer_config, weight_names
-from inflight.models.decoders.gguf_names import with_gguf_names
+from inflight.models.decoders.gguf_names import gguf_predictor, with_gguf_names
 from inflight.models.decoders.mlps import DenseMlpSpec
 from inflight.models.decoders.spec import (
     DecoderSpec,
@@ -22,6 +22,8 @@ from inflight.models.decoders.spec import (
     MixerSpec,
     MlpSpec,
     NormPlacement,
+    PredictorNames,
+    PredictorSpec,
     WeightNames,
 )
 from inflight.models.encoders.families import ENCODERS
@@ -30,6 +32,8 @@ from inflight.models.quantization import read_quantization
 from inflight.models.rope_config import default_context
 
 _MAX_EXTRA_LAYERS = 16
+# How configs name the number of layers that predict further tokens.
+_NUM_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -51,6 +55,8 @@ class Family:
     layer_scales: bool = False
     layer_inputs: bool = False  # whether layers have their own inputs, if the config says so
     section: str | None = None  # the text model's part of a multimodal config
+    # The names of the layer that predicts further tokens, by the number of other layers; None: it is not supported.
+    predictor: Callable[[int], PredictorNames] | None = None
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields that would change the computation, with the values that are supported.
@@ -180,6 +186,7 @@ _DELTA_NET_DEFAULTS = _DEFAULTS | {
 }
 _DELTA_NETS: dict[str, Any] = {
     "mixers": mixer_config.delta_net,
+    "predictor": weight_names.qwen_predictor,
     "norm_offset": 1.0,
     "defaults": _DELTA_NET_DEFAULTS,
     "fixed": {"hidden_act": ("silu",), "attn_output_gate": (None, True)},
@@ -228,6 +235,7 @@ _EXPERT_FAMILIES: Mapping[str, Family] = {
         weight_names.GLM4_MOE,
         mixers=mixer_config.glm,
         experts=experts_config.glm,
+        predictor=weight_names.glm_predictor,
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "GraniteMoeForCausalLM": Family(
@@ -351,6 +359,23 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         num_extra = min(fields.integer("num_nextn_predict_layers", 0, least=0), _MAX_EXTRA_LAYERS)
         spec = with_gguf_names(spec, gguf, ARCHITECTURES[gguf].interleaved, num_extra)
     return spec if family.head == "language" else without_lm_head(spec)
+
+
+def predictor_spec(config: Mapping[str, Any], spec: DecoderSpec) -> PredictorSpec | None:
+    """Return the layer of a decoder's checkpoint that predicts further tokens, or None if there is not exactly one.
+
+    Not all configs say whether they have one: the tensors tell.
+    """
+    family = FAMILIES[spec.architecture]
+    fields = Fields(text_config(config))
+    counts = [fields.integer(name, least=0) for name in _NUM_PREDICTORS if name in fields]
+    attention = [mixer for mixer in spec.mixers if mixer is not None and mixer.kv is not None]
+    if family.predictor is None or not attention or counts[:1] not in ([], [1]):
+        return None
+    num_layers = spec.num_layers
+    names = gguf_predictor(spec.names, num_layers) if GGUF_FIELD in config else family.predictor(num_layers)
+    index = names.layer.first_layer
+    return PredictorSpec(attention[-1], _mlps(fields, family, index + 1)[index], names)
 
 
 def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...]:

@@ -86,6 +86,10 @@ def cut_layers(
         )
     if num_stages == 1:
         return [range(spec.num_layers)]
+    if spec.predictor is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}: speculation runs only without pipeline stages"
+        )
     if spec.layer_inputs is not None or any(mixer and mixer.kv_source is not None for mixer in spec.mixers):
         raise ConfigError(
             f"pipeline_parallel_size is {num_stages}: layers of {spec.architecture} read inputs, or keys and values, "

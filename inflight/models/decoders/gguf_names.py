@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.decoders.spec import DecoderSpec, WeightNames
+from inflight.models.decoders.spec import DecoderSpec, PredictorNames, WeightNames
 
 _QKV = {part: f"attention.qkv.{part[-1]}" for part in ("attn_q", "attn_k", "attn_v")}
 _INTERLEAVED = {**_QKV, "attn_q": "attention.qkv.q.interleaved", "attn_k": "attention.qkv.k.interleaved"}
@@ -74,3 +74,10 @@ def with_gguf_names(
         ignored=_IGNORED + extra,
     )
     return replace(spec, names=names, norm_offset=0.0)
+
+
+def gguf_predictor(names: WeightNames, num_layers: int) -> PredictorNames:
+    """Return the names of the layer that follows the others, given theirs."""
+    module = f"blk.{num_layers}.nextn"
+    layer = replace(names, first_layer=num_layers, final_norm=f"{module}.shared_head_norm")
+    return PredictorNames(layer, f"{module}.eh_proj", f"{module}.enorm", f"{module}.hnorm")

@@ -64,11 +64,15 @@ class WeightNames:
     experts: tuple[Mapping[str, str], ...] = ({},)
     prefixes: tuple[str, ...] = ("model.",)  # the first that the checkpoint has an embedding under
     layers: str = "layers"  # after the prefix: what the layers are in
+    first_layer: int = 0  # the number of the first one
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
     classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"
     final_norm: str = "norm"  # less ".weight"
     ignored: tuple[str, ...] = IGNORED  # patterns of tensors that are not needed
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.layers}.{self.first_layer + index}"
 
 
 class MixerSpec(Protocol):
@@ -99,6 +103,10 @@ class MixerSpec(Protocol):
 
     def decode_values(self, num_processors: int) -> int:
         """Return the number of float32 values that a GPU keeps for each decode between two kernels."""
+
+    @property
+    def kept_values(self) -> int:
+        """The number of values that a GPU keeps of a token while it may be a draft."""
 
     def check_split(self, size: int) -> None:
         """Raise ConfigError if it cannot be split across `size` ranks."""
@@ -137,6 +145,29 @@ class LayerInputsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorNames:
+    """How a checkpoint names the tensors of a predictor, with full names of modules."""
+
+    layer: WeightNames  # and of its final norm
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorSpec:
+    """One further layer, which guesses the token after the next: the multi-token prediction (MTP) of a checkpoint.
+
+    It reads a projection of the next token's embedding and the decoder's hidden state, both normalised, and keeps its
+    own keys and values. Embedding and LM head are the decoder's.
+    """
+
+    mixer: MixerSpec
+    mlp: MlpSpec
+    names: PredictorNames
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """One decoder-only transformer with RMS norms and gated MLPs."""
 
@@ -163,6 +194,23 @@ class DecoderSpec:
     # Whether tensor parallel ranks hold some of the experts, instead of some features of each.
     expert_parallel: bool = False
     quantization: Quantization = UNQUANTIZED
+    predictor: PredictorSpec | None = None  # None: there is none, or it is not needed
+
+    @property
+    def predictor_layer(self) -> DecoderSpec | None:
+        """The predictor's layer, as a decoder of one layer."""
+        predictor = self.predictor
+        if predictor is None:
+            return None
+        return replace(
+            self,
+            mixers=(predictor.mixer,),
+            mlps=(predictor.mlp,),
+            names=predictor.names.layer,
+            has_layer_scales=False,
+            layer_inputs=None,
+            predictor=None,
+        )
 
     def format_of(self, module: str) -> WeightFormat:
         """Return the format of a module's weights; "{}" in its name stands for any expert."""
@@ -191,7 +239,7 @@ class DecoderSpec:
         """Return the scheme for the weights packed into these targets, or None unless every source module is quantized
         compatibly."""
         modules = [
-            f"{self.names.layers}.{layer}.{module}"
+            f"{self.names.layer_name(layer)}.{module}"
             for names in (self.names.layer, *self.names.experts)
             for module, target_names in names.items()
             if f"{target_names}.".startswith(tuple(f"{target}." for target in targets))
@@ -263,6 +311,12 @@ class Shard:
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
         mixers = tuple(mixer and mixer.shard(self) for mixer in whole.mixers[layers])
         return replace(whole, mixers=mixers, mlps=whole.mlps[layers])
+
+    @property
+    def predictor(self) -> Shard | None:
+        """This rank's part of the layer that predicts further tokens."""
+        layer = self.whole.predictor_layer
+        return None if layer is None else replace(self, whole=layer, layers=range(1))
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -20,8 +20,10 @@ from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
+from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.layer_inputs import LayerInputs
-from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
+from inflight.models.decoders.predictor import Predictor
+from inflight.models.decoders.spec import DecoderSpec, Shard, WeightNames, whole_shard
 from inflight.models.tensors import (
     ExpertMatrix,
     LinearRows,
@@ -50,11 +52,11 @@ _NEVER_QUANTIZED = ("mlp.router", "mlp.shared_gate")
 
 
 def placements(
-    decoder: Decoder, variant: int = 0, layout: int = 0, dummy: bool = False
+    decoder: Decoder, variant: int = 0, layout: int = 0, predictor_layout: int = 0, dummy: bool = False
 ) -> Iterator[Placement]:
     """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
-    prefixes, `layout` one of its layouts of experts. `dummy` weights are plain, and quantized where the checkpoint's
-    would be."""
+    prefixes, `layout` one of its layouts of experts, `predictor_layout` one of its predictor's. `dummy` weights are
+    plain, and quantized where the checkpoint's would be."""
     shard, spec, names = decoder.shard, decoder.spec, decoder.spec.names
     prefix = names.prefixes[variant]
     table_shape = (spec.vocab_size, spec.hidden_size)
@@ -73,18 +75,36 @@ def placements(
     if decoder.classifier is not None:
         yield Placement(names.classifier, (spec.num_labels, spec.hidden_size), decoder.classifier.load)
     for index, layer in zip(shard.layers, decoder.layers, strict=True):
-        targets = layer.targets()
-        for module, target in {**names.layer, **names.experts[layout]}.items():
-            if target in targets:
-                name = f"{names.layers}.{index}.{module}"
-                weights = PLAIN_FORMAT if target in _NEVER_QUANTIZED else spec.format_of(name)
-                to = targets[target]
-                if isinstance(to, ExpertMatrix):
-                    to = replace(to, unquantized=spec.unquantized_experts(name))
-                yield from to.placements(prefix + name, weights.quantizing() if dummy else weights)
+        yield from _layer(layer, spec, index, prefix, layout, dummy)
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
+    if decoder.predictor is not None:
+        yield from _predictor(decoder.predictor, decoder, predictor_layout, dummy)
+
+
+def _layer(
+    layer: Layer, spec: DecoderSpec, index: int, prefix: str, layout: int, dummy: bool
+) -> Iterator[Placement]:
+    names, targets = spec.names, layer.targets()
+    for module, target in {**names.layer, **names.experts[layout]}.items():
+        if target in targets:
+            name = f"{names.layer_name(index)}.{module}"
+            weights = PLAIN_FORMAT if target in _NEVER_QUANTIZED else spec.format_of(name)
+            to = targets[target]
+            if isinstance(to, ExpertMatrix):
+                to = replace(to, unquantized=spec.unquantized_experts(name))
+            yield from to.placements(prefix + name, weights.quantizing() if dummy else weights)
+
+
+def _predictor(predictor: Predictor, decoder: Decoder, layout: int, dummy: bool) -> Iterator[Placement]:
+    spec = decoder.shard.whole.predictor_layer
+    assert spec is not None
+    prefix = spec.names.prefixes[0]
+    yield from _layer(predictor.layer, spec, 0, prefix, layout, dummy)
+    for module, target in predictor.targets():
+        weights = spec.format_of(module)
+        yield from target.placements(prefix + module, weights.quantizing() if dummy else weights)
 
 
 def _layer_inputs(inputs: LayerInputs, decoder: Decoder, prefix: str, dummy: bool) -> Iterator[Placement]:
@@ -118,34 +138,36 @@ def load_decoder(
     `shard` to the whole decoder."""
     shard = shard or whole_shard(spec or decoder_spec(checkpoint.config))
     stored: dict[str, StoredTensor] = {}
-    variant = layout = 0
+    names = 0, 0, 0
     if load_format != "dummy":
         stored = read_headers(checkpoint.weight_files)
         shard = replace(shard, whole=shard.whole.as_stored(stored))
-        variant, layout = check_files(shard, stored)
+        names = check_files(shard, stored)
     decoder = Decoder(shard.whole, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
         fill_random(placements(decoder, dummy=True), dtype, device, seed)
     else:
-        needed = placements(decoder, variant, layout)
+        needed = placements(decoder, *names)
         fill({placement.name: placement for placement in needed}, stored, progress, device)
     return decoder
 
 
-def _layout(decoder: Decoder, variant: int, stored: dict[str, StoredTensor]) -> int:
-    """Return the layout of experts with which most of the stored tensors agree."""
+def _layout(
+    names: WeightNames, stored: dict[str, StoredTensor], needed: Callable[[int], Iterator[Placement]]
+) -> int:
+    """Return the layout of experts with which most of the stored tensors agree. `needed` are those of a layout."""
 
     def agreement(layout: int) -> tuple[int, int]:
-        first = islice(placements(decoder, variant, layout), len(stored) + 10_000)
-        needed = [placement for placement in first if placement.name in stored]
-        return sum(stored[p.name].shape == p.shape for p in needed), len(needed)
+        first = islice(needed(layout), len(stored) + 10_000)
+        present = [placement for placement in first if placement.name in stored]
+        return sum(stored[p.name].shape == p.shape for p in present), len(present)
 
-    return max(range(len(decoder.spec.names.experts)), key=agreement)
+    return max(range(len(names.experts)), key=agreement)
 
 
-def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int]:
+def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int, int]:
     """Raise unless the files hold exactly the tensors of the whole decoder, each in its shape. Return which of its name
-    prefixes and layouts of experts they use.
+    prefixes, layouts of experts, and layouts of its predictor's experts they use.
 
     This runs before any memory is allocated: a config may claim anything, but the headers show what is there.
     """
@@ -156,15 +178,21 @@ def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int
     decoder = meta_decoder(whole_shard(spec), TorchKernels(device=META), torch.float32)
     copies = set(names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))
-    layout = _layout(decoder, variant, stored)
-    check_tensors(placements(decoder, variant, layout), stored, ignored, layers_hint(spec.num_layers, stored))
+    layout = _layout(names, stored, lambda layout: placements(decoder, variant, layout))
+    predictor_layout = 0
+    if (predictor := decoder.predictor) is not None:
+        predictor_layout = _layout(
+            predictor.names.layer, stored, lambda layout: _predictor(predictor, decoder, layout, False)
+        )
+    found = variant, layout, predictor_layout
+    check_tensors(placements(decoder, *found), stored, ignored, layers_hint(spec.num_layers, stored))
     if shard.size > 1:
         # Raises if a rank's columns cannot be cut from the checkpoint's.
         sharded = meta_decoder(shard, TorchKernels(device=META), torch.float32)
-        deque(placements(sharded, variant, layout), maxlen=0)
+        deque(placements(sharded, *found), maxlen=0)
     for name in copies & stored.keys() if shard.is_last else ():
         _check_copy(names.prefixes[variant] + names.embedding, name, stored)
-    return variant, layout
+    return found
 
 
 def _check_copy(embedding: str, head: str, stored: dict[str, StoredTensor]) -> None:

@@ -123,11 +123,7 @@ class ClusterShares:
     """The resources of each replica. They are the same for all: Ray chooses where each runs."""
 
     def __init__(
-        self,
-        cluster: RayCluster,
-        config: EngineConfig,
-        options: RouterConfig,
-        environment: Mapping[str, str],
+        self, cluster: RayCluster, config: EngineConfig, options: RouterConfig, environment: Mapping[str, str]
     ) -> None:
         self.count = options.replicas or 1
         self._cluster = cluster

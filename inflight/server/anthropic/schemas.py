@@ -18,6 +18,7 @@ from inflight.server.schemas import (
     by_type,
     images_as,
     missing,
+    optional,
     ranged,
 )
 
@@ -180,7 +181,7 @@ class MessageMetadata(Body):
 class ConversationBody(Body):
     """The parameters of messages and of counting their tokens."""
 
-    model: str | None = Field(None, description="A name from /v1/models; optional.")
+    model: str | None = optional("A name from /v1/models; optional.")
     messages: Annotated[Items[SentMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Items[SystemPart] | None = None
     tools: Items[MessageTool] | None = None

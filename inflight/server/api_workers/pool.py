@@ -108,18 +108,15 @@ class ApiWorkerProcess:
 
     async def enter(self, name: str, request_id: str | None) -> None:
         """Admit a request. Raises ApiError if a limit, which holds for all workers together, is reached."""
-        await self._admission.enter(self._caller(name), request_id)
+        await self._admission.enter(self._keys.named(name), request_id)
         self._admitted[name, request_id] += 1
 
     def _leave(self, name: str, request_id: str | None) -> None:
         if self._admitted[name, request_id]:
             self._admitted[name, request_id] -= 1
-            self._admission.leave(self._caller(name), request_id)
+            self._admission.leave(self._keys.named(name), request_id)
             if not self._admitted[name, request_id]:
                 del self._admitted[name, request_id]
-
-    def _caller(self, name: str) -> Caller:
-        return self._keys.named(name)
 
     async def close(self) -> None:
         """End the requests of the worker, which is gone, and release what they counted against the limits."""
@@ -385,15 +382,12 @@ class ApiWorkerPool:
         """Remember which worker has the request, and forget the oldest requests that have ended."""
         self._locations.pop((caller, request_id), None)
         self._locations[caller, request_id] = worker
-        excess = len(self._locations) - self._options.request_history - self._num_running
+        num_running = sum(worker.num_running for worker in self._workers.values())
+        excess = len(self._locations) - self._options.request_history - num_running
         if excess > 0:
             ended = (key for key, location in self._locations.items() if not location.has_running(*key))
             for key in list(islice(ended, excess)):
                 del self._locations[key]
-
-    @property
-    def _num_running(self) -> int:
-        return sum(worker.num_running for worker in self._workers.values())
 
 
 def _worker_options(options: ServerConfig, count: int) -> dict[str, Any]:

@@ -92,8 +92,5 @@ _EXAMPLES: tuple[tuple[Task, tuple[str, str]], ...] = (
     ("generate", ("/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 64}')),
     ("embed", ("/v1/embeddings", '{"input": "Why does it rain?"}')),
     ("classify", ("/classify", '{"input": "Why does it rain?"}')),
-    (
-        "rerank",
-        ("/rerank", '{"query": "Why does it rain?", "documents": ["Water falls.", "A fox sleeps."]}'),
-    ),
+    ("rerank", ("/rerank", '{"query": "Why does it rain?", "documents": ["Water falls.", "A fox sleeps."]}')),
 )

@@ -7,14 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from inflight import __version__
 from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES, EngineStats, MetricKind
@@ -60,21 +55,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
-    @classmethod
-    def from_counts(
-        cls, name: str, text: str, bounds: tuple[float, ...], counts: Sequence[int], total: float
-    ) -> Histogram:
-        """Return a histogram with counts made elsewhere."""
-        histogram = cls(name, text, bounds)
-        histogram._counts, histogram._sum = list(counts), total
-        return histogram
-
     @property
     def counts(self) -> tuple[list[int], float]:
         """The number of values in each bucket, and their sum."""
         return self._counts, self._sum
 
-    def add_counts(self, counts: list[int], total: float) -> None:
+    def add_counts(self, counts: Sequence[int], total: float) -> None:
         self._counts = [mine + more for mine, more in zip(self._counts, counts, strict=True)]
         self._sum += total
 
@@ -228,13 +214,8 @@ class Metrics:
             return
         for item in ENGINE_METRICS:
             yield _family(item.kind, f"{prefix}:{item.name}", item.text, names, [(values, item.read(stats))])
-        steps = Histogram.from_counts(
-            "iteration_tokens_total",
-            "Tokens per engine step",
-            STEP_SIZES,
-            stats.step_sizes,
-            stats.num_step_tokens,
-        )
+        steps = Histogram("iteration_tokens_total", "Tokens per engine step", STEP_SIZES)
+        steps.add_counts(stats.step_sizes, stats.num_step_tokens)
         yield steps.family(prefix, labels)
         if prefix == "inflight":
             yield from self._engine(stats)
@@ -316,12 +297,10 @@ def replica_families(model: str, replicas: Sequence[Replica]) -> Iterator[Metric
 
 def exposition(families: list[Metric]) -> bytes:
     """Return metrics as text, for Prometheus. It takes milliseconds: not for the event loop."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))
 
 
-class _Families:
+class _Families(Collector):
     """A Prometheus collector of ready-made metric families."""
 
     def __init__(self, families: list[Metric]) -> None:

@@ -20,6 +20,7 @@ from inflight.server.schemas import (
     Usage,
     images_as,
     missing,
+    optional,
     ranged,
 )
 
@@ -32,9 +33,7 @@ class CompletionBody(ConstrainedBody):
     logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = None
 
-    add_special_tokens: bool | None = Field(
-        None, description="Add special tokens to a text prompt; true by default."
-    )
+    add_special_tokens: bool | None = optional("Add special tokens to a text prompt; true by default.")
 
     suffix: Unset = missing("put the suffix into the prompt, in the format that the model was trained on")
     best_of: Literal[1] | None = missing("request n answers and choose by their logprobs")
@@ -138,16 +137,12 @@ class ChatBody(ConstrainedBody):
         '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
     )
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = Field(
-        None, description="For templates that support it; none disables reasoning."
+    reasoning_effort: Effort | None = optional("For templates that support it; none disables reasoning.")
+    max_reasoning_tokens: int | None = optional("The reasoning ends after this many tokens.", ge=0)
+    thinking_token_budget: int | None = optional(
+        "vLLM's name for max_reasoning_tokens; -1 is no limit.", ge=-1
     )
-    max_reasoning_tokens: int | None = Field(
-        None, ge=0, description="The reasoning ends after this many tokens."
-    )
-    thinking_token_budget: int | None = Field(
-        None, ge=-1, description="vLLM's name for max_reasoning_tokens; -1 is no limit."
-    )
-    include_reasoning: bool | None = Field(None, description="Return the reasoning; true by default.")
+    include_reasoning: bool | None = optional("Return the reasoning; true by default.")
     verbosity: Ignored = None  # chat templates do not support it
 
     # Only values without effect are accepted.
@@ -194,7 +189,7 @@ class AnswerMessage(BaseModel):
     content: str | None = Field(description="Null if there are only tool calls.")
     refusal: None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="The same as reasoning_content.")
+    reasoning: str | None = optional("The same as reasoning_content.")
     tool_calls: list[AnswerToolCall] | None = None
 
 

@@ -62,16 +62,11 @@ def _degraded(state: ServerState) -> list[str]:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", **documented(None, HealthStatus, 503))
-async def health(request: Request) -> Response:
-    """Return 200 while the engine is idle or makes progress; 503 when it hangs, is dead, or the server shuts down."""
-    return await _health(state_of(request), is_readiness=False)
-
-
 @router.head("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 @router.get("/ping", **documented(None, HealthStatus, 503))
-async def ping(request: Request) -> Response:
-    """Return the same as `/health`."""
+async def health(request: Request) -> Response:
+    """Return 200 while the engine is idle or makes progress; 503 when it hangs, is dead, or the server shuts down."""
     return await _health(state_of(request), is_readiness=False)
 
 

@@ -34,7 +34,7 @@ from inflight.server.routes.schemas import (
 from inflight.server.routes.timeline import seen_by
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.timeline.chunks import TimelineQuery, decode_chunk
-from inflight.timeline.neighbours import Neighbour, neighbours_of
+from inflight.timeline.neighbours import neighbours_of
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -59,11 +59,7 @@ _LIST = query_parameters(
     ("after", "string", "The id of a request: return requests that were sent before it."),
 )
 _ANSWERS = query_parameters(
-    (
-        "limit",
-        "integer",
-        f"The most answers to return: at most {MAX_ANSWERS}; {DEFAULT_ANSWERS} by default.",
-    ),
+    ("limit", "integer", f"The most answers to return: at most {MAX_ANSWERS}; {DEFAULT_ANSWERS} by default."),
     ("after", "integer", "The index of an answer: return the answers after it."),
 )
 
@@ -310,12 +306,10 @@ async def _neighbours(
             break
         query = TimelineQuery(since, page.positions, replica)
 
-    def analyse() -> list[Neighbour]:
-        return neighbours_of(number, map(decode_chunk, encoded))
-
+    neighbours = await state.in_service_thread(lambda: neighbours_of(number, map(decode_chunk, encoded)))
     sees = seen_by(state, caller)
     reports = []
-    for info, seconds, why in await state.in_service_thread(analyse):
+    for info, seconds, why in neighbours:
         origin = info.origin
         is_own = origin is not None and (origin.key, origin.request_id) == logged.key
         if is_own or seconds <= 0:

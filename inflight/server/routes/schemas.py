@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from inflight.events import TimeBreakdown
 from inflight.router.replica import ReplicaState
 from inflight.scoring import Scale, Task
 from inflight.server.openai.schemas import Messages, TemplateArguments, Tools
-from inflight.server.schemas import Body, Items, Unset, missing
+from inflight.server.schemas import Body, Items, Unset, missing, optional
 
 
 class TokenizeBody(Body):
@@ -23,9 +23,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="Add special tokens to the prompt; true by default."
-    )
+    add_special_tokens: bool | None = optional("Add special tokens to the prompt; true by default.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    aclosing,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +22,7 @@ from inflight.server.access.keys import Caller, counted
 from inflight.server.errors import ApiError, invalid
 from inflight.server.http.bodies import ENGINE_RESPONSE
 from inflight.server.openapi import documented, query_parameters, respond
+from inflight.server.schemas import optional
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.timeline.chunks import RecordedRequest
 from inflight.timeline.stream import ChunkConverter, TimelineStream
@@ -80,7 +75,7 @@ class ShownRequest(BaseModel):
     route: str
     prompt_tokens: int
     priority: int
-    text: str | None = Field(None, description="The prompt, shortened; only with --timeline-text.")
+    text: str | None = optional("The prompt, shortened; only with --timeline-text.")
 
 
 class ShownEvent(BaseModel):
@@ -88,8 +83,8 @@ class ShownEvent(BaseModel):
     at: float = Field(description="Seconds since 1970.")
     request: int = Field(description="The number of the request.")
     step: int | None = None
-    slot: int | None = Field(None, description="The slot of an admission.")
-    cached: int | None = Field(None, description="Tokens that an admission found in the prefix cache.")
+    slot: int | None = optional("The slot of an admission.")
+    cached: int | None = optional("Tokens that an admission found in the prefix cache.")
     reason: str | None = None
 
 
@@ -101,16 +96,14 @@ class TimelineChunk(BaseModel):
     budget: int = Field(description="The most tokens of one step (max_num_batched_tokens).")
     kv: KVSize
     steps: RecordedStepColumns
-    failed: dict[str, str] | None = Field(None, description="Messages of failed steps, by number.")
+    failed: dict[str, str] | None = optional("Messages of failed steps, by number.")
     runs: list[list[int]] = Field(
         description="What slots did: [slot, request, kind, first step, steps, tokens per step, first token, outputs]. "
         "kind is 0 for decode, 1 for prefill, 2 for a slot that is held by a finished request."
     )
     requests: list[ShownRequest] = Field(description="Requests that were not sent on this connection before.")
     events: list[ShownEvent]
-    skipped: int | None = Field(
-        None, description="Steps before these that were left out: the reader was slow."
-    )
+    skipped: int | None = optional("Steps before these that were left out: the reader was slow.")
 
 
 class MemoryMap(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
 
 from inflight.scoring import Scale
 from inflight.server.schemas import (
@@ -16,6 +16,7 @@ from inflight.server.schemas import (
     Usage,
     missing,
     one_or_many,
+    optional,
     ranged,
 )
 
@@ -36,9 +37,7 @@ Documents = Annotated[
 
 
 class PoolingBody(EngineBody):
-    truncate: bool | None = Field(
-        None, description="Truncate texts that are too long instead of refusing them."
-    )
+    truncate: bool | None = optional("Truncate texts that are too long instead of refusing them.")
 
     # These have no effect here.
     metadata: Ignored = None
@@ -92,13 +91,13 @@ class ClassifyAnswer(ScaledAnswer):
 
 
 class EmbeddingsBody(TextsBody):
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="float by default; base64 encodes little-endian float32."
+    encoding_format: Literal["float", "base64"] | None = optional(
+        "float by default; base64 encodes little-endian float32."
     )
     dimensions: int | None = ranged(
         minimum=1, description="For models trained to have their embeddings truncated."
     )
-    prompt_name: str | None = Field(None, description="The name of one of the model's own prompts.")
+    prompt_name: str | None = optional("The name of one of the model's own prompts.")
 
     messages: Unset = missing("send their text as input")
     embed_dtype: Literal["float32"] | None = missing("numbers are float32")
@@ -118,8 +117,8 @@ class EmbeddingsAnswer(PooledAnswer):
 class ScoringBody(PoolingBody):
     """The parameters of scores and rankings."""
 
-    scale: Scale | None = Field(None, description="The model's own scale by default.")
-    instruction: str | None = Field(None, description="For models whose template has an instruction.")
+    scale: Scale | None = optional("The model's own scale by default.")
+    instruction: str | None = optional("For models whose template has an instruction.")
     max_tokens_per_doc: int | None = ranged(
         minimum=1, description="Truncate each document to this many tokens."
     )
@@ -165,7 +164,7 @@ class RerankBody(ScoringBody):
     top_n: int | None = ranged(
         minimum=1, description="How many of the best documents are returned; all by default."
     )
-    return_documents: bool | None = Field(None, description="Return the documents too; false by default.")
+    return_documents: bool | None = optional("Return the documents too; false by default.")
 
     rank_fields: Unset = missing("put those fields into each document's text")
     max_chunks_per_doc: Unset = missing("documents are not split; max_tokens_per_doc truncates them")

@@ -1,10 +1,8 @@
-"""Figures of a run built by hand, and GPU utilisation with a fake driver."""
+"""Figures of a run built by hand."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -37,40 +35,6 @@ def test_idle_step_lowers_slot_use() -> None:
     assert compute_figures(run).slot_use == pytest.approx(8 / 14)
 
 
-class FakeDriver:
-    """Answers like NVML: busy, then idle, then an error, which must not count as a reading."""
-
-    def __init__(self) -> None:
-        self.answers = [(0, 80), (0, 40), (7, 99)]
-        self.num_calls = 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:  # noqa: N802, ARG002
-        status, busy = self.answers[min(self.num_calls, 2)]
-        rates._obj.gpu = busy
-        self.num_calls += 1
-        return status
-
-
-def test_utilization_is_none_without_a_gpu() -> None:
-    with measure.GpuMonitor(None) as monitor:
-        pass
-    assert monitor.utilization is None
-
-
-def test_gpu_readings_are_averaged_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver()
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
-    monkeypatch.setattr(measure, "_open_device", lambda library, device: ctypes.c_void_p())  # noqa: ARG005
-    monkeypatch.setattr(measure, "GPU_INTERVAL", 0.001)
-    monkeypatch.setattr(measure, "MIN_GPU_READINGS", 2)
-    with measure.GpuMonitor(0) as monitor:
-        while driver.num_calls < 3:
-            pass
-    assert monitor.utilization == pytest.approx(0.6)
-    monkeypatch.setattr(measure, "MIN_GPU_READINGS", 3)
-    assert monitor.utilization is None, "the two readings of a short run are too few"
-
-
 def test_busy_share_is_the_time_spent_in_steps() -> None:
     steps = [
         replace(
@@ -79,7 +43,7 @@ def test_busy_share_is_the_time_spent_in_steps() -> None:
         for number in range(3)
     ]
     recording = measure.Recording(steps, [0.0, 1.0, 2.0], [0.4, 1.4, 2.4], [])
-    assert measure._busy_share(recording) == pytest.approx(3 * 0.4 / 2.4)
+    assert measure.busy_share(recording) == pytest.approx(3 * 0.4 / 2.4)
 
 
 def test_steps_begin_where_the_last_one_ended_or_after_a_pause() -> None:
@@ -96,16 +60,3 @@ def test_steps_begin_where_the_last_one_ended_or_after_a_pause() -> None:
     gaps = [begin - end for end, begin in zip(recording.ends, recording.begins[1:], strict=False)]
     assert gaps[:2] + gaps[3:] == [0.0] * 4
     assert gaps[2] == pytest.approx(0.01, abs=1e-4)
-
-
-def test_missing_driver_is_logged_and_costs_only_the_utilization(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    with measure.GpuMonitor(0) as monitor:
-        pass
-    assert monitor.utilization is None
-    assert "GPU utilisation is not available" in caplog.text

@@ -54,7 +54,7 @@ def answer(
         **options,
     ) as llm:
         if oracle is not None:
-            llm._engine.core.scheduler.speculation = Eager(oracle, 3)
+            llm._engine.core.scheduler.speculation = Eager([oracle], 3)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         # A second turn continues the first, from what the first has left in the prefix cache.
         turns = [

@@ -18,8 +18,9 @@ from inflight.layers.attention.backend import AttentionInputs
 from inflight.layers.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.decoders.decoder import Decoder, Layer
+from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.mlps import DenseMlp, DenseMlpSpec
 from inflight.models.decoders.spec import NormPlacement, shard_of, whole_shard
 from inflight.models.decoders.weights import placements

@@ -212,12 +212,12 @@ def test_rank_reads_all_that_it_keeps(family: str, expert_parallel: bool, tmp_pa
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path, family)))
     spec = replace(decoder_spec(checkpoint.config), expert_parallel=expert_parallel)
     shard, stored = shard_of(spec, 1, 2), read_headers(checkpoint.weight_files)
-    variant, layout = check_files(shard, stored)
+    names = check_files(shard, stored)
     kernels, held = TorchKernels(), []
     for reads_all in (False, True):
         attention = ComposedAttention(kernels, TorchCpuAttention())
         decoder = Decoder(spec, kernels, attention, torch.float32, CPU, shard=shard)
-        needed = {placement.name: placement for placement in placements(decoder, variant, layout)}
+        needed = {placement.name: placement for placement in placements(decoder, *names)}
         if reads_all:
             needed = {name: replace(placement, needed=(), first=0) for name, placement in needed.items()}
         fill(needed, stored)

@@ -61,10 +61,7 @@ def chunk_attention(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["items", "num_items"],
-)
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items", "num_items"])
 def _chunk(
     qkv, descriptor, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale,
     window, qkv_stride, table_stride,

@@ -60,10 +60,7 @@ def decode_attention(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["items", "num_items"],
-)
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items", "num_items"])
 def _decode(
     qkv, cache, scales, tables, items, num_items, partial_outs, partial_lses, counters, sinks, out, scale, window,
     qkv_stride, table_stride,
@@ -160,10 +157,7 @@ def prefix_attention(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["items", "num_items", "members"],
-)
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items", "num_items", "members"])
 def _prefix(
     qkv, cache, scales, tables, items, num_items, members, partial_outs, partial_lses, scale, window, qkv_stride,
     table_stride,

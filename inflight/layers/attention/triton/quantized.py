@@ -62,12 +62,7 @@ def word_values(words):
     if _INTERPRETED:
         return code_values((words & 0xFF).to(tl.uint8)), code_values((words >> 8).to(tl.uint8))
     return tl.inline_asm_elementwise(
-        _WORDS_TO_FP16,
-        "=r,=r,r",
-        [words],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
+        _WORDS_TO_FP16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
     )
 
 
@@ -123,9 +118,8 @@ def encode(x):
     """Return the e4m3 codes (uint8) nearest to float32 numbers; numbers beyond 448 become 448. Chips without fp8 can do
     this, too."""
     limited = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    bits = (limited * 7.52316384526264e-37).to(
-        tl.int32, bitcast=True
-    )  # times 2^-120: codes are bits 20 to 26
+    # Times 2^-120: codes are bits 20 to 26.
+    bits = (limited * 7.52316384526264e-37).to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     codes = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20  # ties go to even

@@ -91,10 +91,7 @@ def sequence_attention(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["items", "num_items"],
-)
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["items", "num_items"])
 def _sequences(
     qkv,
     tiles,  # descriptor of qkv, or None

@@ -19,6 +19,7 @@ from inflight.server.schemas import (
     by_type,
     images_as,
     missing,
+    optional,
     ranged,
 )
 
@@ -311,15 +312,15 @@ TextFormatChoice = Annotated[
 
 class TextOptions(Body):
     format: TextFormatChoice | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Ignored: chat templates do not support it."
+    verbosity: Literal["low", "medium", "high"] | None = optional(
+        "Ignored: chat templates do not support it."
     )
 
 
 class ReasoningOptions(Body):
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Return the whole reasoning as its summary."
+    summary: Literal["auto", "concise", "detailed"] | None = optional(
+        "Return the whole reasoning as its summary."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -347,7 +348,7 @@ Metadata = Annotated[
 class ResponseConversationBody(Body):
     """The parameters of responses and of counting their input tokens."""
 
-    model: str | None = Field(None, description="A name from /v1/models; optional.")
+    model: str | None = optional("A name from /v1/models; optional.")
     input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
@@ -371,24 +372,22 @@ class InputTokensBody(ResponseConversationBody):
 
 
 class ResponsesBody(ResponseConversationBody, SampledBody):
-    store: bool | None = Field(
-        None, description="Store the response so that it can be read and continued later; true by default."
+    store: bool | None = optional(
+        "Store the response so that it can be read and continued later; true by default."
     )
     max_output_tokens: int | None = ranged(minimum=1)
     metadata: Metadata | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: Items[Included] | None = Field(
-        None, description=f"{TEXT_LOGPROBS} returns logprobs; the others have no effect."
+    include: Items[Included] | None = optional(
+        f"{TEXT_LOGPROBS} returns logprobs; the others have no effect."
     )
     top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
     # These have no effect on the answer.
-    safety_identifier: str | None = Field(
-        None, max_length=256, description="Used in place of a missing user."
-    )
+    safety_identifier: str | None = optional("Used in place of a missing user.", max_length=256)
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    max_tool_calls: int | None = Field(None, description="Ignored: the server runs no tools.")
+    max_tool_calls: int | None = optional("Ignored: the server runs no tools.")
 
     service_tier: Ignored = None
     client_metadata: Ignored = None

@@ -1,0 +1,122 @@
+"""How much the engine's own drafters gain on tasks of the built-in model: what speculation adds to the same engine.
+
+    python -m benchmarks.drafters --task edit quote json --batch 1 2 4 8
+
+`edit`: after a story about an animal, the same about another; `quote`: that story once more; `json`: an object with new
+values for each request, of a schema whose keys are half of the answer. Nobody's answers are known before: caches are
+cleared before each turn. The rates are output tokens per second as a caller of `LLM.generate` sees them, and the
+medians of turns without and with drafts in alternation. `benchmarks/speculation.py` says what drafts of a known
+acceptance gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.report import show
+from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight.scheduling.scheduler import NoSpeculation, Speculation
+
+ANIMALS = ("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit")
+PEOPLE = ("Anna", "Tom", "a baker", "the king", "my sister", "Lily", "a farmer", "a sailor", "Ben")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "family_name": {"type": "string", "maxLength": 12},
+        "age_in_years": {"type": "integer", "minimum": 1, "maximum": 120},
+        "favourite_colour": {"enum": ["red", "green", "blue", "yellow"]},
+        "number_of_children": {"type": "integer", "minimum": 0, "maximum": 9},
+        "is_married": {"type": "boolean"},
+    },
+    "additionalProperties": False,
+}
+SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
+
+
+def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
+    """Return the prompts and parameters of a task."""
+    if name == "json":
+        constraint = StructuredOutputs(json=SCHEMA)
+        params: Any = [
+            SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=constraint)
+            for seed in range(batch)
+        ]
+        chats = [[user(f"Describe {PEOPLE[index % len(PEOPLE)]} as JSON.")] for index in range(batch)]
+    else:
+        params = SamplingParams(temperature=0, max_tokens=300)
+        about = [ANIMALS[index % len(ANIMALS)] for index in range(batch + 1)]
+        chats = [[user(f"Tell me a story about a {animal}.")] for animal in about]
+        told = [made.outputs[0].text for made in llm.chat(chats, params, use_tqdm=False)]
+        more = "Tell me that story again." if name == "quote" else "Tell me a story about a {}."
+        chats = [
+            [
+                *chats[index],
+                {"role": "assistant", "content": told[index]},
+                user(more.format(about[index + 1])),
+            ]
+            for index in range(batch)
+        ]
+    prompts = [
+        output.prompt_token_ids for output in llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
+    ]
+    return prompts, params
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def rates(llm: LLM, prompts: Sequence[Any], params: Any, turns: int) -> tuple[float, float]:
+    """Generate without and with drafts in alternation, and return both rates."""
+    scheduler = llm._engine.core.scheduler
+    kinds: list[Speculation] = [NoSpeculation(), scheduler.speculation]
+    measured: list[list[float]] = [[], []]
+    expected: list[list[int]] = []
+    for turn in range(1 + turns):  # the first one warms up
+        for kind, speculation in enumerate(kinds):
+            scheduler.speculation = speculation
+            llm.reset_prefix_cache()
+            began_at = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - began_at
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            expected = expected or answers
+            assert answers == expected, "drafts changed a token"
+            if turn:
+                measured[kind].append(sum(map(len, answers)) / seconds)
+    return statistics.median(measured[0]), statistics.median(measured[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task", choices=("edit", "quote", "json"), nargs="+", default=["edit", "quote", "json"]
+    )
+    parser.add_argument("--config", type=json.loads, default={"method": "auto"})
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for name in args.task:
+        for batch in args.batch:
+            with LLM(num_blocks=150 + 100 * batch, speculative_config=args.config) as llm:
+                none, drafted = rates(llm, *requests(llm, name, batch), args.turns)
+                stats = llm.stats()
+                accepted = stats.num_accepted_tokens / max(1, stats.num_draft_tokens)
+                rows.append((name, batch, none, drafted, drafted / none, stats.num_draft_tokens, accepted))
+    header = ("task", "requests", "tok/s without", "with drafts", "ratio", "drafted", "accepted")
+    data = {"benchmark": "drafters", "rows": [dict(zip(header, row, strict=True)) for row in rows]}
+    show(f"built-in model, {json.dumps(args.config)}", header, rows, args.json, data)
+
+
+if __name__ == "__main__":
+    main()
