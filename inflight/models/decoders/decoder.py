@@ -18,8 +18,9 @@ from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
-from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
+from inflight.layers.recurrent import DeltaNetLayer, LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope
+from inflight.models.decoders.delta_net import DeltaNet
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.layer_inputs import LayerInputs
 from inflight.models.decoders.mlps import ExpertsMlp
@@ -144,6 +145,11 @@ class Decoder:
         """The parameters of attention in each layer that attends."""
         mixers = [layer.mixer for layer in self.layers]
         return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
+
+    @property
+    def recurrent_layers(self) -> list[DeltaNetLayer]:
+        """The parameters of each recurrent layer."""
+        return [layer.mixer.layer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
 
     def forward(
         self,
