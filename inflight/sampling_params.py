@@ -139,9 +139,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         if _number("temperature", self.temperature) < 0:
-            raise ParameterError(
-                f"temperature is {self.temperature!r}: it must be at least 0", param="temperature"
-            )
+            raise ParameterError.of_value("temperature", self.temperature, "it must be at least 0")
         _within("top_p", self.top_p, 0, 1, open_low=True)
         _integer("top_k", self.top_k, -1)
         _within("min_p", self.min_p, 0, 1)
@@ -154,10 +152,8 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ParameterError(
-                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens, {self.max_tokens}",
-                param="min_tokens",
-            )
+            reason = f"it must not exceed max_tokens, {self.max_tokens}"
+            raise ParameterError.of_value("min_tokens", self.min_tokens, reason)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:

@@ -162,10 +162,8 @@ class AsyncEngine(AsyncScoringMethods):
     ) -> AsyncGenerator[RequestOutput]:
         """Prepare a request (in a thread if that `is_slow`), run it and yield its outputs."""
         if output_kind not in get_args(OutputKind):
-            raise ParameterError(
-                f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
-                param="output_kind",
-            )
+            reason = f"allowed are {', '.join(get_args(OutputKind))}"
+            raise ParameterError.of_value("output_kind", output_kind, reason)
         name = self._name(request_id)
         params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
         prepared = (

@@ -239,15 +239,14 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         ids = as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
-            raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
+            raise _bad_prompt("the prompt is empty: it must have at least one token")
         self.check_length(len(ids), num_reserved)
         # A tokenizer may have more tokens than the model, so the ids of text are checked too.
         numbers = np.frombuffer(ids, dtype=np.int64)
         if numbers.min() < 0 or numbers.max() >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise PromptError(
-                f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}",
-                param="prompt",
+            raise _bad_prompt(
+                f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}"
             )
         return text, ids, salt
 
@@ -272,10 +271,9 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
         prompt = translate_arguments(prompt, PROMPT_RULES, PromptError)
         unknown = set(prompt) - _PROMPT_KEYS
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise PromptError(
+        raise _bad_prompt(
             f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "
-            "'prompt_token_ids', and optionally 'cache_salt'",
-            param="prompt",
+            "'prompt_token_ids', and optionally 'cache_salt'"
         )
     salt = prompt.get("cache_salt") or ""
     if "prompt" not in prompt:
@@ -287,30 +285,27 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
             )
         return ids, salt
     if not isinstance(prompt["prompt"], str):
-        raise PromptError(
-            f"prompt is of type {type(prompt['prompt']).__name__}: it must be text", param="prompt"
-        )
+        raise _bad_prompt(f"prompt is of type {type(prompt['prompt']).__name__}: it must be text")
     return prompt["prompt"], salt
+
+
+def _bad_prompt(problem: str) -> PromptError:
+    return PromptError(problem, param="prompt")
 
 
 def as_ids(ids: Any) -> array[int]:
     """Return token ids given as any sequence of integers. Raises PromptError."""
     if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
-        raise PromptError(
-            f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}", param="prompt"
-        )
+        raise _bad_prompt(f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}")
     items = ids if isinstance(ids, list) else list(ids)
     if bool in set(map(type, items)):  # which array would accept as 0 and 1
-        raise PromptError(
-            "the prompt has True or False among its token ids: ids must be integers", param="prompt"
-        )
+        raise _bad_prompt("the prompt has True or False among its token ids: ids must be integers")
     try:
         return array("q", items)
     except (TypeError, OverflowError):
         wrong = next(item for item in items if not _is_id(item))
-        raise PromptError(
-            f"the prompt has the token id {shown(wrong)}: ids must be integers of at most 64 bits",
-            param="prompt",
+        raise _bad_prompt(
+            f"the prompt has the token id {shown(wrong)}: ids must be integers of at most 64 bits"
         ) from None
 
 

@@ -172,45 +172,36 @@ class ChatTemplate:
 def check_messages(messages: object) -> None:
     """Raise PromptError unless these are messages that a text model can process."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise PromptError(
-            f"messages is a {type(messages).__name__}: it must be a list of messages", param="messages"
-        )
+        raise _invalid(f"messages is a {type(messages).__name__}: it must be a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise PromptError(
-            f"there are {len(messages)} messages: there must be 1 to {MAX_MESSAGES}", param="messages"
-        )
+        raise _invalid(f"there are {len(messages)} messages: there must be 1 to {MAX_MESSAGES}")
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
 
 
 def _check_message(name: str, message: object) -> None:
     if not isinstance(message, Mapping):
-        raise PromptError(
-            f"{name} is a {type(message).__name__}: it must be an object with role and content",
-            param="messages",
-        )
+        raise _invalid(f"{name} is a {type(message).__name__}: it must be an object with role and content")
     role, content = message.get("role"), message.get("content")
     _check_calls(f"{name}.tool_calls", message.get("tool_calls"))
     if not isinstance(role, str) or not role:
-        raise PromptError(f"{name}.role is {shown(role)}: it must be a non-empty string", param="messages")
+        raise _invalid(f"{name}.role is {shown(role)}: it must be a non-empty string")
     if content is None and role == "assistant":  # it only calls tools, or only has reasoning
         return
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise PromptError(
-            f"{name}.content is of type {type(content).__name__}: it must be a string or a list of text parts",
-            param="messages",
+        raise _invalid(
+            f"{name}.content is of type {type(content).__name__}: it must be a string or a list of text parts"
         )
     for index, part in enumerate(content):
         part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if part_type != "text":
-            raise PromptError(
-                f'{name}.content[{index}] is of type {shown(part_type)}: only "text" parts are allowed',
-                param="messages",
+            raise _invalid(
+                f'{name}.content[{index}] is of type {shown(part_type)}: only "text" parts are allowed'
             )
         if not isinstance(part.get("text"), str):
-            raise PromptError(f"{name}.content[{index}].text must be a string", param="messages")
+            raise _invalid(f"{name}.content[{index}].text must be a string")
 
 
 def _check_calls(name: str, calls: object) -> None:
@@ -218,19 +209,20 @@ def _check_calls(name: str, calls: object) -> None:
     if calls is None:
         return
     if not isinstance(calls, list | tuple):
-        raise PromptError(f"{name} is of type {type(calls).__name__}: it must be a list", param="messages")
+        raise _invalid(f"{name} is of type {type(calls).__name__}: it must be a list")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise PromptError(
-                f"{name}[{index}] is {shown(call)}: it must have a function with a name", param="messages"
-            )
+            raise _invalid(f"{name}[{index}] is {shown(call)}: it must have a function with a name")
         if not isinstance(function.get("arguments"), str | Mapping | None):
-            raise PromptError(
+            raise _invalid(
                 f"{name}[{index}].function.arguments is {shown(function['arguments'])}: "
-                "it must be JSON text or an object",
-                param="messages",
+                "it must be JSON text or an object"
             )
+
+
+def _invalid(problem: str) -> PromptError:
+    return PromptError(problem, param="messages")
 
 
 def _append_marker(message: Message, marker: str) -> Message:
