@@ -58,7 +58,8 @@ class Constraints(Protocol):
 NUM_FIRST_STEPS = 4  # steps
 NUM_TRIES = 2  # steps after which a size is known
 STEP_WEIGHT = 0.1  # of a step among all
-OWN_WEIGHT = 0.03  # of a step among those of its size, besides
+OWN_WEIGHT = 0.03  # of a step among those of its size, besides, and for each step since the last of them
+MAX_OWN_WEIGHT = 0.5
 
 
 class StepCosts:
@@ -69,12 +70,16 @@ class StepCosts:
         self._counts: dict[int, int] = {}  # of the steps observed
         self._tried: list[int] = []  # the sizes of which any step was observed, in order
         self._known: list[int] = []  # those of which NUM_TRIES were
+        self._num_steps = 0
+        self._last: dict[int, int] = {}  # when each size was observed
 
     def observe(self, num_tokens: int, seconds: float, weight: float = STEP_WEIGHT) -> float:
         """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
         before = self._seconds.get(size, seconds)
         count = self._counts[size] = self._counts.get(size, 0) + 1
+        self._num_steps += 1
+        num_since, self._last[size] = self._num_steps - self._last.get(size, 0), self._num_steps
         if count == 1:
             insort(self._tried, size)
         if count == NUM_TRIES:
@@ -83,9 +88,11 @@ class StepCosts:
             self._seconds[size] = min(seconds, before)
             return 1.0
         change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
-        factor = 1 + weight * (change - 1)
-        self.scale(factor)  # contexts and the machine's load change all of them
-        self._seconds[size] *= 1 + OWN_WEIGHT * (change - 1)
+        own_weight = min(OWN_WEIGHT * num_since, MAX_OWN_WEIGHT)
+        # Contexts and the machine's load change all of them. But a size that is seldom observed may just be wrong.
+        factor = 1 + weight * (1 - own_weight) * (change - 1)
+        self.scale(factor)
+        self._seconds[size] *= 1 + own_weight * (change - 1)
         return factor
 
     def scale(self, factor: float) -> None:
@@ -151,6 +158,7 @@ class HitRate:
 # While steps have drafts, each waits for the results of the one before it, which drafts continue. After some steps
 # without, they no longer wait, but for one of many: maybe drafts pay again.
 PATIENCE, PROBE_INTERVAL = 4, 32
+LIKELY = 0.5  # what is drafted even so, then
 WAIT_WEIGHT = 0.1  # of the last wait
 PRIOR = 4.0  # how many observations an expectation is worth
 FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
@@ -239,6 +247,11 @@ class AdaptiveSpeculation:
         seconds = costs.estimate(num_tokens)
         # How likely a token must be: one more makes the step this much longer for all of them.
         break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
+        tries = (
+            self._num_plain % PROBE_INTERVAL == 0
+        )  # whether drafts still cost what they did, if they are likely
+        if tries:
+            break_even = min(break_even, LIKELY)
         drafts: dict[int, _Draft] = {}
         slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
         for entry, draft in self._drafts(step, room, break_even):
@@ -253,6 +266,8 @@ class AdaptiveSpeculation:
             rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + self._waited)
             if rate > best:
                 best, num_drafted = rate, number
+        if tries and not num_drafted:
+            num_drafted = sum(probability >= LIKELY for probability, _ in slots[:room])
         self._num_plain *= not num_drafted
         for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
             record_of(step.requests[entry]).parts = drafts[entry].parts
