@@ -35,6 +35,7 @@ from inflight.scheduling.scheduler import NoSpeculation
 
 MOST = 3  # drafts of a request in a step
 EMBEDDING_STD = 300.0
+USUAL_TOKENS = 1 << 15  # as most of a text, prompts and answers are among the first tokens of the vocabulary
 ROWS_AT_ONCE = 8192
 
 
@@ -47,7 +48,9 @@ def permute(llm: LLM) -> list[int]:
     assert head is not None
     torch.manual_seed(0)
     table.normal_(0, EMBEDDING_STD)
-    following = torch.randperm(len(table), device=table.device)
+    usual = torch.randperm(min(len(table), USUAL_TOKENS), device=table.device)
+    others = len(usual) + torch.randperm(len(table) - len(usual), device=table.device)
+    following = torch.cat((usual, others))
     preceding = following.argsort()
     for first in range(0, len(table), ROWS_AT_ONCE):
         rows = table[preceding[first : first + ROWS_AT_ONCE]]
@@ -105,7 +108,8 @@ def measure(
     turns: int,
 ) -> list[list[str]]:
     rng = random.Random(0)
-    prompts = [[rng.randrange(llm.vocab_size) for _ in range(prompt)] for _ in range(batch)]
+    num_usual = min(llm.vocab_size, USUAL_TOKENS)
+    prompts = [[rng.randrange(num_usual) for _ in range(prompt)] for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     scheduler = llm._engine.core.scheduler
     drafting = {share: drafting_with(Oracle(share, following), method) for share in right}

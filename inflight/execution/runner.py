@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.constraints.compiler import GrammarCompiler
@@ -138,6 +139,43 @@ class StageLinks(Protocol):
         """Send hidden states to the next stage."""
 
 
+class RecentTokens:
+    """Which of the first tokens of the vocabulary nearly all recent ones are among.
+
+    Vocabularies begin with their most frequent tokens, more or less: merges are numbered as they were learned. Where
+    few tokens are likely, a predictor saves most of the LM head.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts = [0.0] * 32  # by the number of bits of the token's id
+        self._total = 0.0
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._counts[token_id.bit_length()] += 1
+        self._total += len(token_ids)
+        if self._total > RECENT:
+            self._counts = [count / 2 for count in self._counts]
+            self._total /= 2
+
+    @property
+    def num_likely(self) -> int:
+        """The number of first tokens: a power of two, or all."""
+        if self._total < KNOWN_FROM:
+            return self._vocab_size
+        missed, bits = 0.0, len(self._counts)
+        while bits > LEAST_BITS and missed + self._counts[bits - 1] <= MISSED * self._total:
+            bits -= 1
+            missed += self._counts[bits]
+        return min(1 << (bits - 1), self._vocab_size)
+
+
+RECENT, KNOWN_FROM = 4096, 64  # tokens
+MISSED = 0.02  # share of recent tokens that may be unlikely
+LEAST_BITS = 14
+NEVER = -1e30  # the logit of unlikely tokens
+
 # Elements from which torch's threads pay off on a CPU.
 WORTH_SHARING = 1 << 21
 # Extra seconds for another rank to compile a grammar, on a busy machine.
@@ -172,6 +210,7 @@ class ModelRunner:
         self._pooled = PooledRows()
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
+        self._recent = RecentTokens(decoder.spec.vocab_size)
         # The compiled sampler has its own threads.
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
 
@@ -306,6 +345,8 @@ class ModelRunner:
         """
         decoder, predictor, caches = self.decoder, self.decoder.predictor, self.cache.layers
         assert predictor is not None
+        for sampled_ids in result.token_ids:
+            self._recent.note(sampled_ids)
         batch, positions, tokens = inputs.host.batch, inputs.attention.positions, self.rows.tokens
         num_refused, ends = result.num_refused(batch), inputs.attention.query_starts[1:].tolist()
         entries = [
@@ -325,7 +366,7 @@ class ModelRunner:
         if masks is not None:
             self.constrained.finish(masks)
         while entries:
-            sampled = self._choose(decoder.logits(x, predictor.final_norm), rows, lengths)
+            sampled = self._choose(self._draft_logits(x), rows, lengths)
             for entry, token_id, bad in zip(entries, sampled.token_ids, sampled.bad, strict=True):
                 if not bad:
                     result.drafts.setdefault(entry, []).append(token_id)
@@ -342,6 +383,15 @@ class ModelRunner:
             if entries:
                 states = predictor.normalise(x[kept])
                 x = decoder.predict(token_ids, states, caches, self._single_tokens(rows, lengths - 2))
+
+    def _draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the predictor's logits [S, vocab_size], in which rare tokens may have none."""
+        decoder = self.decoder
+        if decoder.shard.collective is not None:
+            return decoder.predicted_logits(hidden)
+        logits = decoder.predicted_logits(hidden, self._recent.num_likely)
+        num_rare = decoder.spec.vocab_size - logits.shape[1]
+        return logits if not num_rare else F.pad(logits, (0, num_rare), value=NEVER)
 
     def _single_tokens(self, rows: Tensor, positions: Tensor) -> AttentionInputs:
         """Return the inputs of attention for one token of each row."""

@@ -83,8 +83,8 @@ class Linear(Protocol):
         """Return the residual plus rms_norm(y), or plus y without a norm, to be read through `next_norm`. y is the
         product of x, reduced first if the layer has a `Reduce`. May overwrite the residual."""
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Return the product of rms_norm(x) in float32."""
+    def logits(self, x: Tensor, norm: Tensor, eps: float, count: int | None = None) -> Tensor:
+        """Return the product of rms_norm(x) in float32; with `count`, its first outputs alone, [M, count]."""
 
 
 @dataclass(frozen=True, slots=True)

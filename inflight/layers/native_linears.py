@@ -205,29 +205,35 @@ class NativeLinear(ComposedLinear):
         super().__init__(kernels, in_features, out_features, own_bias, reduce)
         self._library = library
         self._weights = weights
-        self._structure: Any = None  # of the weights that are loaded
+        self._structures: dict[int, Any] = {}  # by the number of outputs, of the weights that are loaded
 
     @property
     def reduces(self) -> bool:
         return self._reduce is not None
 
-    def structure(self) -> Any:
-        """Return the `Linear` that the library reads. It is another one once weights are loaded again."""
-        if self._structure is None:
-            parts = self._weights.table()
-            self._structure = self._library.linear_layer(
+    def structure(self, first_outputs: int | None = None) -> Any:
+        """Return the `Linear` that the library reads, or one of its first outputs. It is another one once weights are
+        loaded again."""
+        count = first_outputs or self.out_features
+        if count not in self._structures:
+            parts, num_left = [], count
+            for part in self._weights.table():
+                part.rows = min(part.rows, num_left)
+                num_left -= part.rows
+                parts += [part] if part.rows else []
+            self._structures[count] = self._library.linear_layer(
                 parts=self._library.matrix.array(parts),
                 num_parts=len(parts),
                 bias=pointer(self._bias),
                 in_features=self.in_features,
-                out_features=self.out_features,
+                out_features=count,
             )
-        return self._structure
+        return self._structures[count]
 
     def load(self, weight: Weight, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
         self._weights.load(weight, first_row, first_column)
-        self._structure = None
+        self._structures.clear()
 
     def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
@@ -249,8 +255,12 @@ class NativeLinear(ComposedLinear):
     def normed(self, residual: Residual, eps: float) -> Tensor:
         return self._product(residual.x, 0, residual.norm, eps)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._product(x, 0, norm, eps)
+    def logits(self, x: Tensor, norm: Tensor, eps: float, count: int | None = None) -> Tensor:
+        if count is None or count >= self.out_features:
+            return self._product(x, 0, norm, eps)
+        x, out = self._input(x), torch.empty(len(x), count)
+        self._multiply(x, out, 0, norm, eps, first_outputs=count)
+        return out
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         assert activation in GATES, activation  # checked when the layer was made
@@ -300,11 +310,12 @@ class NativeLinear(ComposedLinear):
         norm: Tensor | None = None,
         eps: float = 0.0,
         add: bool = False,
+        first_outputs: int | None = None,
     ) -> None:
         num_tokens = x.shape[0]
         if num_tokens:
             self._library.linear(
-                ctypes.byref(self.structure()), x.data_ptr(), vector_pointer(norm, self.in_features), eps,
+                ctypes.byref(self.structure(first_outputs)), x.data_ptr(), vector_pointer(norm, self.in_features), eps,
                 out.data_ptr(), num_tokens, activation, add, self._library.threads,
             )  # fmt: skip
 

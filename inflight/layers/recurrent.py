@@ -82,6 +82,8 @@ class LayerStates:
     rows: Tensor  # [max_rows, state_size] float32
     blocks: Tensor  # [num_blocks, values of a block's part] float32: a lane of the KV memory
     offset: int  # where the layer's values begin in the lane's part of a snapshot
+    # On GPUs that verify drafts: the inputs of a step's decodes, as projected and convolved, [tokens, features] each.
+    kept: tuple[Tensor, Tensor] | None = None
 
     def save(self, row: int, block_ids: Sequence[int]) -> None:
         """Copy the state of a row into a snapshot."""

@@ -124,8 +124,8 @@ class ComposedLinear(ABC):
             y = self._kernels.rms_norm(y, norm, eps)
         return Residual(self._kernels.add(residual.x, y), next_norm)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self(self._kernels.rms_norm(x, norm, eps)).float()
+    def logits(self, x: Tensor, norm: Tensor, eps: float, count: int | None = None) -> Tensor:
+        return self(self._kernels.rms_norm(x, norm, eps))[:, :count].float()
 
 
 class TorchLinear(ComposedLinear):

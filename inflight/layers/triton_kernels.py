@@ -205,8 +205,8 @@ class TritonLinear:
             add_normed(hidden, y, norm, eps, self._kernels.pdl)
         return Residual(hidden, next_norm)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self.wide(Residual(x, norm), eps)
+    def logits(self, x: Tensor, norm: Tensor, eps: float, count: int | None = None) -> Tensor:
+        return self.wide(Residual(x, norm), eps)[:, :count]
 
     def wide(self, residual: Residual, eps: float) -> Tensor:
         """Return the same as `normed`, in float32."""

@@ -64,13 +64,8 @@ def decoder_core(
     token_budget = (
         TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
-    if options.speculative_config is not None:
-        if limits.num_stages > 1:
-            raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-        if decoder.spec.has_states and limits.max_samples < sys.maxsize:
-            raise ConfigError(
-                "speculative_config is set: so far, models with recurrent layers speculate only on CPUs"
-            )
+    if options.speculative_config is not None and limits.num_stages > 1:
+        raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
     predicts = decoder.predictor is not None and platform.device.type == "cpu"
     speculation = make_speculation(options, grammars, predicts)
     blocks = BlockManager(num_blocks, layout, cache)

@@ -11,7 +11,7 @@ import torch
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.gpu.shapes import Buckets
-from inflight.execution.platforms import DEFAULTS, MEMORY_SHARE
+from inflight.execution.platforms import DEFAULTS, MEMORY_SHARE, max_samples
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY, most_blocks
 from inflight.kv.layout import KVLayout
 from inflight.kv.snapshots import PROMPT_INTERVAL
@@ -123,7 +123,9 @@ def _fit(config: EngineConfig, plan: ModelPlan, devices: Devices, tensor: int, p
     chunk = options.max_num_batched_tokens or defaults.max_num_batched_tokens
     if devices.device_type == "cuda":
         shard, most = shard_of(spec, 0, tensor), int(devices.memory * config.cache.gpu_memory_utilization)
-        step = _buffers(shard, rows, context, layout) + _largest_step(shard, rows, chunk, block, dtype)
+        samples = max_samples(options, defaults)
+        step = _buffers(shard, rows, samples, context, layout, dtype)
+        step += _largest_step(shard, rows, samples, chunk, block, dtype)
         overhead = CONTEXT_MEMORY + GRAPH_MEMORY + step
         available = [most - overhead - share.weights - rows * share.state for share in shares]
     else:
@@ -139,23 +141,30 @@ def _fit(config: EngineConfig, plan: ModelPlan, devices: Devices, tensor: int, p
     return Fit(tensor, pipeline, shares, max(0, num_blocks), layout, context, chunk)
 
 
-def _buffers(shard: Shard, rows: int, context: int, layout: KVLayout) -> int:
+def _buffers(
+    shard: Shard, rows: int, samples: int | None, context: int, layout: KVLayout, dtype: torch.dtype
+) -> int:
     """Return about as many bytes as a GPU's runner keeps for requests, besides KV blocks and recurrent states."""
     tokens = 4 * rows * (context + len(layout.windows) * context // layout.block_size)
-    # For each token of the vocabulary: the adjusted logit in float32, a count in 16 bits, two bits of masks, and a 64th
-    # of four numbers.
-    sampling = int(rows * shard.whole.vocab_size * (4 + 2 + 1 / 4 + 4 * 4 / 64))
-    decoding = max((mixer.decode_values(PROCESSORS) for mixer in shard.spec.mixers if mixer), default=0)
-    return LINEAR_WORKSPACE + tokens + sampling + 4 * rows * decoding
+    # For each token of the vocabulary, a row has a count in 16 bits and two bits of masks, and a sample the adjusted
+    # logit in float32 and a 64th of four numbers.
+    most = samples or rows
+    sampling = int(shard.whole.vocab_size * (rows * (2 + 1 / 4) + most * (4 + 4 * 4 / 64)))
+    mixers = [mixer for mixer in shard.spec.mixers if mixer]
+    decoding = max((mixer.decode_values(PROCESSORS) for mixer in mixers), default=0)
+    kept = dtype.itemsize * (samples or 0) * sum(mixer.kept_values for mixer in mixers)
+    return LINEAR_WORKSPACE + tokens + sampling + 4 * most * decoding + kept
 
 
-def _largest_step(shard: Shard, rows: int, chunk: int, block_size: int, dtype: torch.dtype) -> int:
+def _largest_step(
+    shard: Shard, rows: int, samples: int | None, chunk: int, block_size: int, dtype: torch.dtype
+) -> int:
     """Return about as many bytes as a GPU's largest step allocates: for its logits, or in the largest layer."""
     spec, width = shard.spec, dtype.itemsize
-    shape = Buckets(rows, chunk).largest()[0]
+    shape = Buckets(rows, chunk, max_samples=samples).largest()[0]
     captures = max_captures(shape.num_tokens, shape.num_chunks, PROMPT_INTERVAL * block_size)
     pieces = max_pieces(shape.num_tokens, shape.num_chunks, captures)
-    parts = [4 * rows * spec.vocab_size]
+    parts = [4 * (samples or rows) * spec.vocab_size]
     for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True)):
         hidden = 2 * shape.num_tokens * spec.hidden_size
         if mixer is not None:

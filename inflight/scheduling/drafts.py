@@ -70,7 +70,7 @@ class StepCosts:
         self._tried: list[int] = []  # the sizes of which any step was observed, in order
         self._known: list[int] = []  # those of which NUM_TRIES were
 
-    def observe(self, num_tokens: int, seconds: float) -> float:
+    def observe(self, num_tokens: int, seconds: float, weight: float = STEP_WEIGHT) -> float:
         """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
         before = self._seconds.get(size, seconds)
@@ -83,7 +83,7 @@ class StepCosts:
             self._seconds[size] = min(seconds, before)
             return 1.0
         change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
-        factor = 1 + STEP_WEIGHT * (change - 1)
+        factor = 1 + weight * (change - 1)
         self.scale(factor)  # contexts and the machine's load change all of them
         self._seconds[size] *= 1 + OWN_WEIGHT * (change - 1)
         return factor
@@ -92,9 +92,13 @@ class StepCosts:
         for size in self._tried:
             self._seconds[size] *= factor
 
-    def knows(self, num_tokens: int) -> bool:
-        """Return whether a step of about this size was observed."""
-        return _size_class(num_tokens) in self._seconds
+    def knows(self, num_tokens: int, num_steps: int = 1) -> bool:
+        """Return whether a step of about this size was observed, so many times."""
+        return self._counts.get(_size_class(num_tokens), 0) >= num_steps
+
+    @property
+    def num_observed(self) -> int:
+        return sum(self._counts.values())
 
     @property
     def reach(self) -> int:

@@ -11,6 +11,7 @@ from inflight.scheduling.drafts import (
     FIRST_PROBABILITY,
     MIN_PROBABILITY,
     NO_GUESS,
+    NUM_FIRST_STEPS,
     RECOVERY,
     AdaptiveSpeculation,
     Constraints,
@@ -19,6 +20,9 @@ from inflight.scheduling.drafts import (
     StepCosts,
     record_of,
 )
+
+TRIAL_INTERVAL = 128  # steps until another number of guesses is tried
+TRIAL_WEIGHT = 0.5  # of such a step
 
 
 @dataclass(slots=True)
@@ -54,8 +58,8 @@ class ModelDrafter:
 class ModelSpeculation(AdaptiveSpeculation):
     """Implements `Speculation` with a model's guesses, which cost time in each step that makes them.
 
-    How many tokens the model guesses, if any, is the number that yields most tokens per second: costs of steps are
-    known for each number, and how often guesses were right by their place.
+    How many tokens the model guesses, if any, is the number that yields most tokens per second. What steps cost with
+    each number is measured: first a few times, then now and then, as it may turn out to be more or less.
     """
 
     def __init__(
@@ -69,19 +73,27 @@ class ModelSpeculation(AdaptiveSpeculation):
         self._model = model
         self._num_wanted = most
         self._by_number = [StepCosts() for _ in range(most + 1)]  # of guesses
+        self._num_steps = 0  # with decodes
 
     def num_wanted(self, step: ScheduledStep) -> int:
+        number = self._num_wanted
         if step.batch.num_decodes:
-            self._num_wanted = self._best_number(step.batch.num_decodes)
-        self._costs = self._by_number[self._num_wanted]
-        return self._num_wanted
+            self._num_steps += 1
+            worth = self._worth(step.batch.num_decodes)
+            number = self._num_wanted = max(range(len(worth)), key=worth.__getitem__, default=0)
+            turn, rest = divmod(self._num_steps, TRIAL_INTERVAL)
+            if not rest and turn % (self._most + 1) < len(worth):
+                number = turn % (self._most + 1)
+        self._costs = self._by_number[number]
+        return number
 
-    def _best_number(self, num_decodes: int) -> int:
-        """Return how many guesses pay for this many decodes. Numbers that were never tried are expected to be cheap."""
+    def _worth(self, num_decodes: int) -> list[float]:
+        """Return the tokens per second with each number of guesses that may pay. Numbers that were hardly tried are
+        expected to cost nothing."""
         without = self._by_number[0]
-        if not without.knows(num_decodes):
-            return 0
-        best, rate = 0, num_decodes / without.estimate(num_decodes)
+        if not without.knows(num_decodes, NUM_FIRST_STEPS):
+            return []
+        worth = [num_decodes / without.estimate(num_decodes)]
         returned = reached = 1.0
         for number, place in enumerate(self._places[0], 1):
             reached *= place.estimate(FIRST_PROBABILITY)
@@ -89,13 +101,12 @@ class ModelSpeculation(AdaptiveSpeculation):
                 break
             returned += reached
             costs = self._by_number[number]
-            seconds = (costs if costs.reach else without).estimate(num_decodes * (1 + number))
-            if num_decodes * returned / seconds > rate:
-                best, rate = number, num_decodes * returned / seconds
-        if not best:
+            costs = costs if costs.num_observed >= NUM_FIRST_STEPS else without
+            worth.append(num_decodes * returned / costs.estimate(num_decodes * (1 + number)))
+        if max(worth) == worth[0]:
             for place in self._places[0]:
                 place.fade(RECOVERY)
-        return best
+        return worth
 
     def settle(self, step: ScheduledStep, sampled: Sampled) -> None:
         super().settle(step, sampled)
@@ -109,7 +120,10 @@ class ModelSpeculation(AdaptiveSpeculation):
             return
         if waited:
             self._note_wait(waited)
+        if number != self._num_wanted:  # tried, or at the end of all requests
+            self._by_number[number].observe(batch.num_tokens, seconds, TRIAL_WEIGHT)
+            return
         factor = self._by_number[number].observe(batch.num_tokens, seconds)
-        for costs in self._by_number:
-            if costs is not self._by_number[number]:
-                costs.scale(factor)
+        for other, costs in enumerate(self._by_number):
+            if other != number:  # contexts and the machine's load change these, too
+                costs.scale(1 + (factor - 1) / 2)

@@ -83,6 +83,11 @@ class NoSpeculation:
         pass
 
 
+MAX_DRAFTS = (
+    63  # of a request in a step: with the token before them, recurrent layers on GPUs take them as one piece
+)
+
+
 class Scheduler:
     """Forms steps from the requests in its pool, and takes in their results."""
 
@@ -229,7 +234,8 @@ class Scheduler:
             ):
                 continue  # so far, GPUs have one mask for each row
             num_others = len(self.pool.running)  # which may each need a block for the next step
-            count, updates = blocks.make_room_for_drafts(step.requests[entry], len(token_ids), num_others)
+            count = min(len(token_ids), MAX_DRAFTS)
+            count, updates = blocks.make_room_for_drafts(step.requests[entry], count, num_others)
             if count:
                 step.batch.tables += updates
                 step.draft(entry, token_ids[:count], counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.execution.runner import Rows
+from inflight.execution.runner import RecentTokens, Rows
 from inflight.kv.block_manager import TableUpdate
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -28,3 +28,21 @@ def test_rows_store_tokens_and_blocks() -> None:
         [[-1, 5, -1], [-1, -1, -1], [-1, -1, -1]],
     ]
     assert new.spec.token_ids.tolist() == [4, 5]
+
+
+def test_likely_tokens_are_those_that_nearly_all_recent_ones_are_among() -> None:
+    recent = RecentTokens(200_000)
+    assert recent.num_likely == 200_000  # nothing is known yet
+    recent.note([5] * 100)
+    assert recent.num_likely == 1 << 13
+    recent.note([20_000] * 50)
+    assert recent.num_likely == 1 << 15
+    recent.note([199_999])
+    assert recent.num_likely == 1 << 15
+    recent.note([199_999] * 10)
+    assert recent.num_likely == 200_000
+    recent.note([5] * 20_000)
+    assert recent.num_likely == 1 << 13
+    small = RecentTokens(300)
+    small.note([5] * 100)
+    assert small.num_likely == 300

@@ -19,6 +19,7 @@ from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
 from inflight.execution.gpu import attention
 from inflight.execution.gpu.runner import GpuRunner
+from inflight.execution.platforms import DEFAULTS, max_samples
 from inflight.kv.budget import CONTEXT_MEMORY, GRAPH_MEMORY
 from inflight.layers.attention.triton.backend import TritonAttention
 from inflight.layers.triton_kernels import TritonKernels
@@ -73,8 +74,10 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ("gpt-oss-20b-mxfp4", {}),
         ("qwen3.5-9b", {}),
         ("qwen3.5-9b", {"quantization": "int4"}),
+        ("llama-3.1-8b", {"speculative_config": {"method": "suffix"}}),
+        ("qwen3.5-9b", {"speculative_config": {"method": "suffix"}}),
     ],
-    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else value,
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_weights_buffers_and_largest_step_take_the_planned_memory(
     shape: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -101,7 +104,8 @@ def test_weights_buffers_and_largest_step_take_the_planned_memory(
         decoder = Decoder(
             spec, TritonKernels(dtype, META), TritonAttention(dtype, META), dtype, META, CONTEXT
         )
-        gpu_runner = GpuRunner(decoder, 1, BLOCK, ROWS, CONTEXT, TOKENS, graphs=False)
+        samples = max_samples(config.scheduler, DEFAULTS["cuda"])
+        gpu_runner = GpuRunner(decoder, 1, BLOCK, ROWS, CONTEXT, TOKENS, graphs=False, max_samples=samples)
         for step in gpu_runner.buckets.largest():
             gpu_runner.warm_up(step)
         gpu_runner.close()

@@ -44,7 +44,9 @@ class FreeSteps(StepCosts):
 
     reach = 1 << 30
 
-    def knows(self, num_tokens: int) -> bool:  # noqa: ARG002
+    num_observed = 1 << 30
+
+    def knows(self, num_tokens: int, num_steps: int = 1) -> bool:  # noqa: ARG002
         return True
 
     def estimate(self, num_tokens: int) -> float:  # noqa: ARG002

@@ -34,7 +34,7 @@ def step_of(num_decodes: int) -> ScheduledStep:
 
 def observe(speculation: ModelSpeculation, seconds_of_guess: float, seconds_of_token: float = 0.0) -> None:
     """Let it see what steps cost, with each number of guesses."""
-    for number in range(4):
+    for number in 4 * [*range(4)]:
         for num_tokens in range(1, 65):
             batch = Batch(0, num_tokens=num_tokens, wanted_drafts=[number] if number else [])
             speculation.observe(batch, 1.0 + seconds_of_guess * number + seconds_of_token * num_tokens)
@@ -69,6 +69,19 @@ def test_model_guesses_as_many_tokens_as_pay(
     learn(speculation, rates)
     assert speculation.num_wanted(step_of(4)) == expected
     assert speculation.num_wanted(step_of(0)) == expected  # prompts follow the last decision
+
+
+def test_costs_that_were_wrong_are_found_out() -> None:
+    speculation = ModelSpeculation(ModelDrafter(), 3)
+    observe(speculation, 5.0)  # on a busy machine
+    learn(speculation, (0.9, 0.9, 0.9))
+    assert speculation.num_wanted(step_of(4)) == 0
+    numbers = []
+    for _ in range(40 * 128):
+        numbers.append(number := speculation.num_wanted(step_of(4)))
+        batch = Batch(0, num_tokens=4 * (1 + number), wanted_drafts=[number] if number else [])
+        speculation.observe(batch, 1.0 + 0.05 * number)
+    assert numbers[-100:].count(3) > 90
 
 
 def test_model_that_was_wrong_is_tried_again() -> None:

@@ -91,7 +91,8 @@ class GpuRunner:
         states = allocate_states(decoder.state_sizes, self.cache.lanes, max_rows)
         self.states: DeviceStates | None = None
         if states:
-            self.states = DeviceStates(states, kv_shape.snapshot_blocks, PROMPT_INTERVAL * block_size)
+            interval = PROMPT_INTERVAL * block_size
+            self.states = DeviceStates(states, kv_shape.snapshot_blocks, interval, decoder, max_samples)
         self.sampling: DeviceSampling | None = None
         self.scores: PromptScores | None = None
         self.scored = ScoredRows()
@@ -102,7 +103,9 @@ class GpuRunner:
         self._begin, self._fill, self._results = (
             overridden(self.parts, method) for method in ("begin", "fill", "results")
         )
-        self.buckets = Buckets(max_rows, max_tokens, self.attention.short_context_sizes, max_samples)
+        self.buckets = Buckets(
+            max_rows, max_tokens, self.attention.short_context_sizes, max_samples, self.states is not None
+        )
         self.upload: PackedUpload[StepShape] = PackedUpload(
             partial(merged_sections, self.parts), self.buckets.largest(), device
         )
@@ -241,7 +244,9 @@ class GpuRunner:
         assert self.sampling is not None
         sections = self.upload.layout(shape).on_device
         logits = self.decoder.logits(hidden[sections["sample_tokens"]] if shape.scores else hidden)
-        self.sampling.sample(logits, shape, sections)
+        token_ids, bad = self.sampling.sample(logits, shape, sections)
+        if self.states is not None:
+            self.states.accept(shape, sections, token_ids, bad)
 
     def collect(self, handle: GpuStepHandle) -> Sampled:
         with watched(self.decoder.device):

@@ -159,8 +159,10 @@ class DeviceSampling(StepPart):
         """Start computing the masks of the step's constrained rows; None if there are none."""
         return self.constrained.start(step.sampling_rows.tolist() if self.constrained.any else [])
 
-    def sample(self, logits: Tensor, shape: StepShape, sections: dict[str, Tensor]) -> None:
-        """Enqueue the choice of a token for each row of logits [S, vocab_size]."""
+    def sample(self, logits: Tensor, shape: StepShape, sections: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Enqueue the choice of a token for each row of logits [S, vocab_size].
+
+        Return where the tokens will be, and 0 or why sampling failed, [S] int32 each."""
         logprobs = LogprobBuffers(
             sections["logprob_counts"], sections["logprob_places"], sections["logprob_width"], self._logprobs
         )
@@ -168,6 +170,7 @@ class DeviceSampling(StepPart):
         batch = SamplingBatch(sections["sample_rows"], sections["sample_lengths"], ids, bad, logprobs)
         drafts = sections["sample_drafts"] if shape.places > 1 else None
         sample_tokens(logits, batch, self.state, self._rows.tokens, self.workspace, drafts, shape.places)
+        return ids, bad
 
     def fetch(self, step: HostStep, shape: StepShape, masks: StepMasks | None) -> PendingSamples:
         """Start copying the results of the last step to host memory."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from inflight.execution.step import HostStep
 
@@ -36,6 +37,7 @@ class StepShape:
     scores: bool = False  # whether prompt tokens are scored, which needs the hidden states of all tokens
     short_context: bool = False  # whether all contexts are short, which uses a different tile
     places: int = 1  # samples of a row that are taken one after another: see `HostStep.places`
+    runs: bool = False  # whether recurrent layers compute decodes with drafts
 
     @property
     def chunks(self) -> bool:
@@ -51,11 +53,13 @@ class Buckets:
         max_tokens: int,
         short_context_sizes: Collection[int] = (),
         max_samples: int | None = None,
+        has_states: bool = False,
     ) -> None:
         """`short_context_sizes`: numbers of decodes that have a variant for short contexts.
 
         `max_samples`: of a step whose decodes have drafts; None: there are none."""
         self.max_entries = max_entries
+        self._has_states = has_states
         self.verifies = max_samples is not None
         self.max_samples = max_samples or max_entries
         self._short_context_sizes = short_context_sizes
@@ -76,8 +80,11 @@ class Buckets:
             for short_context in (False, size in self._short_context_sizes)
         ]
         if self.verifies:
+            plain = [self.decode(size, prefix=False) for size in self.decodes]
+            if self._has_states:
+                decodes += [replace(shape, **self._drafts(1, True)) for shape in plain]
             decodes += [
-                self.decode(size, prefix=False, places=2) for size in self.decodes if size <= USUAL_TURNS
+                replace(shape, **self._drafts(2, True)) for shape in plain if shape.num_tokens <= USUAL_TURNS
             ]
         sharing = [self.decode(size, prefix=True) for size in self.decodes if 1 < size <= USUAL_SHARING]
         mixed = [
@@ -90,18 +97,21 @@ class Buckets:
 
     def shape_of(self, step: HostStep) -> StepShape:
         """Return the shape of a step."""
-        num_decodes = step.num_decodes
+        num_decodes, drafts = step.num_decodes, self._drafts(step.places, step.draft_ids is not None)
         if step.only_decodes:
-            return self.decode(num_decodes, step.prefix, step.short_context, step.places)
+            return replace(self.decode(num_decodes, step.prefix, step.short_context), **drafts)
         num_chunks, num_samples = len(step.rows) - num_decodes, len(step.sample_tokens)
-        return self.mixed(
-            step.num_tokens, num_decodes, num_chunks, num_samples, step.prefix, step.scores, step.places
-        )
+        shape = self.mixed(step.num_tokens, num_decodes, num_chunks, num_samples, step.prefix, step.scores)
+        return replace(shape, **drafts)
 
-    def decode(self, count: int, prefix: bool, short_context: bool = False, places: int = 1) -> StepShape:
+    def _drafts(self, places: int, has_drafts: bool) -> dict[str, Any]:
+        """Return the fields of a shape that depend on drafts."""
+        return {"places": _rounded(places), "runs": self._has_states} if has_drafts else {}
+
+    def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
         """Return the shape of `count` entries with one token each."""
         size = round_up(count, self.decodes)
-        return StepShape(size, size, 0, size, prefix, short_context=short_context, places=_rounded(places))
+        return StepShape(size, size, 0, size, prefix, short_context=short_context)
 
     def mixed(
         self,
@@ -111,14 +121,13 @@ class Buckets:
         num_samples: int,
         prefix: bool,
         scores: bool = False,
-        places: int = 1,
     ) -> StepShape:
         """Return the shape of a step with chunks, and possibly decodes."""
         size = round_up(num_tokens, self.tokens)
         # Nearly all decodes sample, and few other entries do: one size serves both.
         decodes = min(round_up(max(num_decodes, num_samples), self._samples(size)), size)
         chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
-        return StepShape(size, decodes, chunks, decodes, prefix, scores, places=_rounded(places))
+        return StepShape(size, decodes, chunks, decodes, prefix, scores)
 
     def _samples(self, num_tokens: int) -> list[int]:
         """Return the numbers of samples available for a step of `num_tokens`."""

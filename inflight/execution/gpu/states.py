@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from inflight.execution.gpu.parts import Section, StepPart, put, put_items, staging
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
 from inflight.kv.snapshots import StateCopy
-from inflight.layers.recurrent import LayerStates, max_captures, max_pieces
-from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS
+from inflight.layers.recurrent import DeltaNetLayer, LayerStates, max_captures, max_pieces
+from inflight.layers.triton.delta_rule import ENTRY_FIELDS, PIECE_FIELDS, RUN_FIELDS
 from inflight.layers.triton.recurrent import (
     DeviceItems,
     RecurrentStep,
+    SampledDrafts,
     StateCopier,
+    TritonRecurrent,
     plan_pieces,
 )
+from inflight.models.decoders.decoder import Decoder
 
 
 class DeviceStates(StepPart):
     """The states of a model's recurrent layers."""
 
-    def __init__(self, layers: list[LayerStates], snapshot_blocks: int, capture_interval: int) -> None:
+    def __init__(
+        self,
+        layers: list[LayerStates],
+        snapshot_blocks: int,
+        capture_interval: int,
+        decoder: Decoder,
+        max_samples: int | None = None,
+    ) -> None:
         """`snapshot_blocks`: blocks of a snapshot that this rank's layers need; other ranks may need more.
 
-        `capture_interval`: tokens between the captures of an entry, which may have three more."""
+        `capture_interval`: tokens between the captures of an entry, which may have three more.
+
+        `max_samples`: of a step whose decodes have drafts; None: there are none."""
         self.layers = layers
+        self._decoder = decoder
+        self._parameters = decoder.recurrent_layers
+        if max_samples is not None:
+            self.layers = [
+                replace(states, kept=self._kept(layer, max_samples))
+                for states, layer in zip(layers, self._parameters, strict=True)
+            ]
         self._copier = StateCopier(layers)
         self._snapshot_blocks = snapshot_blocks
         self._capture_interval = capture_interval
         self.inputs: RecurrentStep | None = None  # of the step that is open
+
+    def _kept(self, layer: DeltaNetLayer, max_samples: int) -> tuple[Tensor, Tensor]:
+        sizes = layer.shape.projected_size, layer.shape.conv_size
+        dtype, device = self._decoder.kernels.compute_dtype, self._decoder.device
+        projected, mixed = (torch.zeros(max_samples, size, dtype=dtype, device=device) for size in sizes)
+        return projected, mixed
 
     def begin(self, step: HostStep) -> None:
         """Give rows the states of snapshots, then take snapshots of rows. A snapshot may take the blocks of one that is
@@ -55,6 +82,8 @@ class DeviceStates(StepPart):
 
     def sections(self, shape: StepShape) -> dict[str, Section]:
         sections = {"num_state_decodes": Section(1), "captures": Section(self._snapshot_blocks)}
+        if shape.runs:
+            sections |= {"num_runs": Section(1), "runs": Section(shape.num_decodes * RUN_FIELDS)}
         if shape.chunks:
             sections |= {
                 "captures": Section(self._max_captures(shape) * self._snapshot_blocks),
@@ -68,6 +97,13 @@ class DeviceStates(StepPart):
     def fill(self, step: HostStep, sections: dict[str, Ints]) -> None:
         num_decodes, batch = step.num_decodes, step.batch
         sections["num_state_decodes"][0] = num_decodes
+        if step.draft_ids is not None:
+            lengths = np.array(batch.counts[: batch.num_decodes], dtype=np.int32)
+            runs = np.zeros((len(lengths), RUN_FIELDS), dtype=np.int32)
+            firsts = lengths.cumsum() - lengths
+            runs[:, 0], runs[:, 1], runs[:, 2] = firsts, lengths, batch.rows[: batch.num_decodes]
+            runs[:, 3], runs[:, 5] = firsts, -1
+            put_items(sections["runs"], sections["num_runs"], runs)
         if step.only_decodes:
             return
         ordered = sorted(batch.captures, key=lambda capture: (capture.entry, capture.position))
@@ -92,7 +128,23 @@ class DeviceStates(StepPart):
             pieces,
             entries,
             sections["captures"].view(-1, self._snapshot_blocks),
+            self._runs(shape, sections),
         )
+
+    def accept(self, shape: StepShape, sections: dict[str, Tensor], token_ids: Tensor, bad: Tensor) -> None:
+        """Enqueue the update of the states of decodes with drafts, by what was sampled."""
+        if (runs := self._runs(shape, sections)) is None:
+            return
+        recurrent, sampled = (
+            self._decoder.kernels.recurrent,
+            SampledDrafts(sections["sample_drafts"], token_ids, bad),
+        )
+        assert isinstance(recurrent, TritonRecurrent)
+        for layer, states in zip(self._parameters, self.layers, strict=True):
+            recurrent.accept(layer, states, runs, sampled)
+
+    def _runs(self, shape: StepShape, sections: dict[str, Tensor]) -> DeviceItems | None:
+        return DeviceItems(sections["runs"], sections["num_runs"], shape.num_decodes) if shape.runs else None
 
     def _max_captures(self, shape: StepShape) -> int:
         return max_captures(shape.num_tokens, shape.num_chunks, self._capture_interval)

@@ -11,6 +11,9 @@ replace the recurrence:
 `prepare` inverts 1 + A for all pieces at once, `carry` takes the state S through the pieces of each entry, and `output`
 computes the outputs of all pieces at once. A convolution comes first, for all tokens: it reads the inputs before the
 entry from the row's state, which only later kernels change.
+
+Decodes with drafts are runs of tokens. `verify` takes the state through a run without storing it. Once it is known
+which drafts were sampled, `accept` does it again for those, and stores it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from inflight.layers.triton_utils.pdl import launch_dependents_then_wait
 
 PIECE_FIELDS = 6  # token, length, row, first_token, fresh, capture
 ENTRY_FIELDS = 6  # first_piece, num_pieces, row, fresh, first_token, num_tokens
+RUN_FIELDS = PIECE_FIELDS  # those of a piece: a run is one
 
 
 @triton.jit
@@ -367,6 +371,28 @@ def output(
 
 
 @triton.jit
+def _take_token(
+    projected, mixed, s, token, head, kd, vd, a_log, dt_bias, projected_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the state after one more token, the token's query, and where its gates begin."""
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    inputs = mixed + token.to(tl.int64) * conv_size
+    query_head = head // (VALUE_HEADS // KEY_HEADS)
+    q = tl.load(inputs + query_head * KEY_DIM + kd, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
+    k_at = inputs + (KEY_HEADS + query_head) * KEY_DIM + kd
+    k = tl.load(k_at, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
+    v_at = inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd
+    v = tl.load(v_at, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
+    gates = projected + token.to(tl.int64) * projected_stride + conv_size
+    weight = _sigmoid(tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32))
+    a = tl.load(gates + VALUE_HEADS * (VALUE_DIM + 1) + head).to(tl.float32)
+    decay = tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
+    update = weight * (v - decay * tl.sum(s * k[:, None], 0))
+    return s * decay + k[:, None] * update[None, :], q, gates
+
+
+@triton.jit
 def decode(
     projected, mixed, rows, a_log, dt_bias, norm, token_rows, num_decodes, out, projected_stride, row_stride,
     out_stride, eps,
@@ -393,19 +419,10 @@ def decode(
     offsets = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
     in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
     s = tl.load(state + offsets, mask=in_state, other=0.0)
-    inputs = mixed + token.to(tl.int64) * conv_size
-    query_head = head // (VALUE_HEADS // KEY_HEADS)
-    q = tl.load(inputs + query_head * KEY_DIM + kd, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
-    k_at = inputs + (KEY_HEADS + query_head) * KEY_DIM + kd
-    k = tl.load(k_at, mask=kd < KEY_DIM, other=0.0).to(tl.float32)
-    v_at = inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vd
-    v = tl.load(v_at, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
-    gates = projected + token.to(tl.int64) * projected_stride + conv_size
-    weight = _sigmoid(tl.load(gates + VALUE_HEADS * VALUE_DIM + head).to(tl.float32))
-    a = tl.load(gates + VALUE_HEADS * (VALUE_DIM + 1) + head).to(tl.float32)
-    decay = tl.exp(_log_decay(a, tl.load(a_log + head), tl.load(dt_bias + head)))
-    update = weight * (v - decay * tl.sum(s * k[:, None], 0))
-    s = s * decay + k[:, None] * update[None, :]
+    s, q, gates = _take_token(
+        projected, mixed, s, token, head, kd, vd, a_log, dt_bias, projected_stride, KEY_HEADS, VALUE_HEADS,
+        KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
     tl.store(state + offsets, s, mask=in_state)
     x = tl.sum(s * q[:, None], 0)
     to = out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd
@@ -420,6 +437,96 @@ def decode(
     one, fresh = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
     _store_inputs(
         projected, state, rows, token_rows, 0, 0, token, one, fresh, begin, tl.minimum(begin + share, conv_size),
+        projected_stride, conv_size, KERNEL, FEATURES, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def verify(
+    projected, mixed, rows, a_log, dt_bias, norm, runs, num_runs, out, projected_stride, row_stride, out_stride, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of a run, for some value features of a head, and leave the state as it is."""
+    head = tl.program_id(0)
+    run = runs + tl.program_id(2) * FIELDS
+    first = tl.load(run)
+    length = tl.load(run + 1)
+    row = tl.load(run + 2)
+    is_run = tl.program_id(2) < tl.load(num_runs)
+    launch_dependents_then_wait(PDL)
+    if not is_run:
+        return
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    kd = tl.arange(0, KEYS)
+    vd = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    state = rows + row.to(tl.int64) * row_stride
+    offsets = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
+    in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
+    s = tl.load(state + offsets, mask=in_state, other=0.0)
+    for number in range(length):
+        token = first + number
+        s, q, gates = _take_token(
+            projected, mixed, s, token, head, kd, vd, a_log, dt_bias, projected_stride, KEY_HEADS, VALUE_HEADS,
+            KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
+        x = tl.sum(s * q[:, None], 0)
+        if WHOLE:
+            z = tl.load(gates + head * VALUE_DIM + vd, mask=vd < VALUE_DIM, other=0.0).to(tl.float32)
+            scale = tl.load(norm + vd, mask=vd < VALUE_DIM, other=0.0)
+            x = _normed_and_gated(x, scale, z, eps, VALUE_DIM, 0)
+        to = out + token.to(tl.int64) * out_stride + head * VALUE_DIM + vd
+        tl.store(to, x, mask=vd < VALUE_DIM)
+
+
+@triton.jit
+def accept(
+    projected, mixed, rows, a_log, dt_bias, runs, num_runs, drafts, sampled, bad, projected_stride, row_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Take the state of a head through the tokens of a run up to the first draft that was not sampled before it.
+
+    drafts [S] are -1 for tokens that are not drafts; sampled and bad [S] are the tokens sampled after each.
+    """
+    head = tl.program_id(0)
+    column = tl.program_id(1)
+    run = runs + tl.program_id(2) * FIELDS
+    first = tl.load(run)
+    length = tl.load(run + 1)
+    row = tl.load(run + 2)
+    is_run = tl.program_id(2) < tl.load(num_runs)
+    launch_dependents_then_wait(PDL)
+    if not is_run:
+        return
+    count = tl.full([], 1, tl.int32)
+    is_right = tl.full([], 1, tl.int32)
+    for token in range(first + 1, first + length):
+        same = tl.load(drafts + token) == tl.load(sampled + token - 1)
+        is_right = tl.where(same & (tl.load(bad + token - 1) == 0), is_right, 0)
+        count += is_right
+    conv_size: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    kd = tl.arange(0, KEYS)
+    vd = column * VALUES + tl.arange(0, VALUES)
+    state = rows + row.to(tl.int64) * row_stride
+    offsets = (KERNEL - 1) * conv_size + (head * KEY_DIM + kd)[:, None] * VALUE_DIM + vd[None, :]
+    in_state = (kd < KEY_DIM)[:, None] & (vd < VALUE_DIM)[None, :]
+    s = tl.load(state + offsets, mask=in_state, other=0.0)
+    for number in range(count):
+        token = first + number
+        s, _, _ = _take_token(
+            projected, mixed, s, token, head, kd, vd, a_log, dt_bias, projected_stride, KEY_HEADS, VALUE_HEADS,
+            KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
+    tl.store(state + offsets, s, mask=in_state)
+    programs = VALUE_HEADS * tl.num_programs(1)
+    share = (conv_size + programs - 1) // programs
+    begin = (head * tl.num_programs(1) + column) * share
+    fresh = tl.full([], 0, tl.int32)
+    _store_inputs(
+        projected, state, rows, runs, 0, 0, first, count, fresh, begin, tl.minimum(begin + share, conv_size),
         projected_stride, conv_size, KERNEL, FEATURES, 0,
     )  # fmt: skip
 

@@ -17,12 +17,15 @@ from inflight.layers.recurrent import PIECE, DeltaNetLayer, LayerStates
 from inflight.layers.triton.delta_rule import (
     ENTRY_FIELDS,
     PIECE_FIELDS,
+    RUN_FIELDS,
+    accept,
     carry,
     convolve,
     decode,
     finish_decode,
     output,
     prepare,
+    verify,
 )
 from inflight.layers.triton_utils.padding import padded_empty
 from inflight.layers.triton_utils.pdl import launch_options
@@ -77,6 +80,18 @@ class RecurrentStep:
     pieces: DeviceItems | None  # PiecePlan.pieces; None: the step has no chunks
     entries: DeviceItems | None  # PiecePlan.entries, with pieces only
     captures: Tensor  # [max_captures, blocks of a snapshot] int32
+    runs: DeviceItems | None = (
+        None  # of decodes with drafts, as pieces are described; None: decodes have none
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDrafts:
+    """The tokens that a step sampled after each of its decodes' tokens. [S] int32 each, in the order of those."""
+
+    drafts: Tensor  # which the sample follows, -1 where it follows none
+    token_ids: Tensor
+    bad: Tensor  # 0, or why sampling failed
 
 
 def plan_pieces(
@@ -141,10 +156,12 @@ class TritonRecurrent:
             **launch_options(self._pdl),
         }
         dims = {
-            "KEYS": max(16, triton.next_power_of_2(shape.key_dim)),
-            "VALUES": max(16, triton.next_power_of_2(shape.value_dim)),
+            "KEYS": _padded(shape.key_dim),
+            "VALUES": _padded(shape.value_dim),
         }
-        if inputs.max_decodes:
+        if inputs.runs is not None:
+            self._verify(projected, mixed, layer, states, inputs, inputs.runs, out, sizes | dims)
+        elif inputs.max_decodes:
             self._decode(projected, mixed, layer, states.rows, inputs, out, sizes | dims)
         if inputs.pieces is not None and inputs.entries is not None:
             self._chunks(projected, mixed, layer, states, inputs, out, sizes, dims)
@@ -199,12 +216,71 @@ class TritonRecurrent:
             WHOLE=whole, KEYS=sizes["KEYS"], VALUES=values, num_warps=tile.num_warps, **common,
         )  # fmt: skip
         if not whole:
-            finish_decode[(triton.cdiv(heads, FINISHED_HEADS), inputs.max_decodes)](
-                projected, to, layer.norm, inputs.token_rows, inputs.num_decodes, out, projected.stride(0),
-                out.stride(0), layer.eps, VALUE_HEADS=heads, VALUE_DIM=shape.value_dim,
-                CONV_SIZE=shape.conv_size, HEADS=FINISHED_HEADS, VALUES=whole_head, PDL=self._pdl,
-                num_warps=4, **launch_options(self._pdl),
-            )  # fmt: skip
+            self._finish(projected, to, layer, inputs, out, whole_head)
+
+    def _verify(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        layer: DeltaNetLayer,
+        states: LayerStates,
+        inputs: RecurrentStep,
+        runs: DeviceItems,
+        out: Tensor,
+        sizes: dict[str, Any],
+    ) -> None:
+        """Compute runs of tokens, and keep what `accept` needs."""
+        shape, tile, num_tokens = layer.shape, DECODES_TILE, inputs.max_decodes
+        common = {name: value for name, value in sizes.items() if name not in ("KEYS", "VALUES")}
+        self._convolve(projected, mixed, layer, states.rows, inputs, runs, common)
+        assert states.kept is not None
+        for kept, computed in zip(states.kept, (projected, mixed), strict=True):
+            kept[:num_tokens].copy_(computed[:num_tokens])
+        heads, values = shape.num_value_heads, min(sizes["VALUES"], tile.values)
+        whole = values == sizes["VALUES"]
+        to = out if whole else torch.empty(len(out), shape.value_size, dtype=torch.float32, device=out.device)
+        verify[(heads, -(-shape.value_dim // values), runs.capacity)](
+            projected, mixed, states.rows, layer.a_log, layer.dt_bias, layer.norm, runs.table, runs.count, to,
+            projected.stride(0), states.rows.stride(0), to.stride(0), layer.eps, KERNEL=shape.kernel,
+            FIELDS=RUN_FIELDS, WHOLE=whole, KEYS=sizes["KEYS"], VALUES=values, num_warps=tile.num_warps, **common,
+        )  # fmt: skip
+        if not whole:
+            self._finish(projected, to, layer, inputs, out, sizes["VALUES"])
+
+    def accept(
+        self, layer: DeltaNetLayer, states: LayerStates, runs: DeviceItems, sampled: SampledDrafts
+    ) -> None:
+        """Update the states of rows with runs, up to the first draft of each that was not sampled before it."""
+        assert states.kept is not None
+        shape, tile, (projected, mixed) = layer.shape, DECODES_TILE, states.kept
+        heads, values = shape.num_value_heads, min(_padded(shape.value_dim), tile.values)
+        columns = -(-shape.value_dim // values)
+        accept[(heads, columns, runs.capacity)](
+            projected, mixed, states.rows, layer.a_log, layer.dt_bias, runs.table, runs.count, sampled.drafts,
+            sampled.token_ids, sampled.bad, projected.stride(0), states.rows.stride(0),
+            KEY_HEADS=shape.num_key_heads, VALUE_HEADS=heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+            KERNEL=shape.kernel, FIELDS=RUN_FIELDS, KEYS=_padded(shape.key_dim), VALUES=values,
+            FEATURES=triton.next_power_of_2(-(-shape.conv_size // (heads * columns))), PDL=self._pdl,
+            num_warps=tile.num_warps, **launch_options(self._pdl),
+        )  # fmt: skip
+
+    def _finish(
+        self,
+        projected: Tensor,
+        outputs: Tensor,
+        layer: DeltaNetLayer,
+        inputs: RecurrentStep,
+        out: Tensor,
+        values: int,
+    ) -> None:
+        """Normalise and gate the outputs of decodes whose heads several programs computed."""
+        shape = layer.shape
+        heads = shape.num_value_heads
+        finish_decode[(triton.cdiv(heads, FINISHED_HEADS), inputs.max_decodes)](
+            projected, outputs, layer.norm, inputs.token_rows, inputs.num_decodes, out, projected.stride(0),
+            out.stride(0), layer.eps, VALUE_HEADS=heads, VALUE_DIM=shape.value_dim, CONV_SIZE=shape.conv_size,
+            HEADS=FINISHED_HEADS, VALUES=values, PDL=self._pdl, num_warps=4, **launch_options(self._pdl),
+        )  # fmt: skip
 
     def _chunks(
         self,
@@ -255,6 +331,11 @@ class TritonRecurrent:
             projected.stride(0), out.stride(0), layer.eps, FIELDS=PIECE_FIELDS, PIECE=PIECE,
             PRECISION=precision, num_warps=OUTPUT_WARPS, **sizes, **dims,
         )  # fmt: skip
+
+
+def _padded(dim: int) -> int:
+    """Return the features of a head that a program takes, a power of two."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 class StateCopier:

@@ -56,7 +56,7 @@ class AttentionSpec:
     # The layer whose keys and values it reads, with heads and window like its own; None: it has its own.
     kv_source: int | None = None
 
-    state_size = 0
+    state_size = kept_values = 0
 
     @property
     def kv(self) -> LayerKV | None:

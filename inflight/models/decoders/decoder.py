@@ -18,8 +18,9 @@ from inflight.errors import EngineError
 from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
-from inflight.layers.recurrent import LayerStates, blocks_per_snapshot
+from inflight.layers.recurrent import DeltaNetLayer, LayerStates, blocks_per_snapshot
 from inflight.layers.rotary import Rope
+from inflight.models.decoders.delta_net import DeltaNet
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.layer_inputs import LayerInputs
 from inflight.models.decoders.mlps import ExpertsMlp
@@ -145,6 +146,11 @@ class Decoder:
         mixers = [layer.mixer for layer in self.layers]
         return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
 
+    @property
+    def recurrent_layers(self) -> list[DeltaNetLayer]:
+        """The parameters of each recurrent layer."""
+        return [layer.mixer.layer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
+
     def forward(
         self,
         token_ids: Tensor,
@@ -259,10 +265,18 @@ class Decoder:
         mlps = [layer.mlp for layer in self.layers]
         return [mlp.experts.tokens for mlp in mlps if isinstance(mlp, ExpertsMlp)]
 
-    def logits(self, hidden: Tensor, norm: Tensor | None = None) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks. A predictor has its own `norm`."""
-        norm = self.final_norm if norm is None else norm
-        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
+        return self._logits(hidden, self.final_norm)
+
+    def predicted_logits(self, hidden: Tensor, num_tokens: int | None = None) -> Tensor:
+        """Return the logits that follow a predictor's hidden states. Ranks that hold the whole vocabulary may compute
+        those of its first tokens alone, [S, num_tokens]."""
+        assert self.predictor is not None
+        return self._logits(hidden, self.predictor.final_norm, num_tokens)
+
+    def _logits(self, hidden: Tensor, norm: Tensor, num_tokens: int | None = None) -> Tensor:
+        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps, num_tokens)
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
         if self.spec.logit_softcap is not None:

@@ -42,6 +42,10 @@ class DeltaNetSpec:
         features = shape.projected_size + shape.conv_size + keys + 2 * shape.value_size
         return num_tokens * features + num_pieces * keys * shape.value_dim  # the states before each piece
 
+    @property
+    def kept_values(self) -> int:
+        return self.shape.projected_size + self.shape.conv_size
+
     def decode_values(self, num_processors: int) -> int:  # noqa: ARG002
         return 0
 

@@ -104,6 +104,10 @@ class MixerSpec(Protocol):
     def decode_values(self, num_processors: int) -> int:
         """Return the number of float32 values that a GPU keeps for each decode between two kernels."""
 
+    @property
+    def kept_values(self) -> int:
+        """The number of values that a GPU keeps of a token while it may be a draft."""
+
     def check_split(self, size: int) -> None:
         """Raise ConfigError if it cannot be split across `size` ranks."""
 

@@ -49,6 +49,7 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"quantization": "fp8"}),
     (SINKS, {}),
     (RECURRENT, {}),
+    (RECURRENT, {"speculative_config": {"method": "suffix"}}),
 ]
 STEPS = (1, 2, 16, 64, 512)  # tokens
 SHARED_MEMORY = 227 << 10  # of a program on an H200

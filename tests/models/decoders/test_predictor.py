@@ -78,8 +78,9 @@ def our_states(decoder: Decoder, token_ids: list[int], guesses: list[int], chunk
         step = inputs(len(token_ids) - 1 + number, 1)
         x = decoder.predict(torch.tensor([guess]), out[-1][-1:], caches, step)
         out.append(predictor.normalise(x))
-        logits = decoder.logits(x, predictor.final_norm)
+        logits = decoder.predicted_logits(x)
         torch.testing.assert_close(logits, out[-1] @ decoder.head_rows(torch.arange(320)).T.float())
+        assert torch.equal(decoder.predicted_logits(x, 70), logits[:, :70])
     return torch.cat(out)
 
 
