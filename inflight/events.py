@@ -188,3 +188,6 @@ class RequestRecord:
     number: int = -1  # on the timeline of that replica; -1: none is recorded
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # among the drafted ones
+    # Those drafted from the client's prediction, if there is one and the engine looks it up.
+    num_accepted_prediction_tokens: int | None = None
+    num_rejected_prediction_tokens: int = 0

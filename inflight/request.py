@@ -129,6 +129,7 @@ class RequestSpec:
     splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
     second_segment: int = 0  # start of the second text of a pair, for models with segment ids; 0: one text
     origin: RequestOrigin | None = None
+    prediction_ids: TokenIds | None = None  # what the outputs may be like
 
     def __post_init__(self) -> None:
         if not self.num_prompt_tokens:

@@ -131,6 +131,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    prediction: str | None = (
+        None  # what the answer may be like: changes nothing but the speed, with speculation
+    )
     structured_outputs: StructuredOutputs | None = None  # constrains the text
 
     def __post_init__(self) -> None:
@@ -155,6 +158,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
+        if not isinstance(self.prediction, str | None):
+            raise ParameterError.of_value("prediction", self.prediction, "it must be a text")
         self._normalise_stops()
         self._normalise_ids()
         if isinstance(self.structured_outputs, Mapping):

@@ -105,7 +105,9 @@ class InputProcessor:
         num_reserved = 1 if task == "generate" else 0  # for the first output token
         text, ids, salt = self._read_prompt(prompt, num_reserved)
         self._check_params(params)
-        params = params.clone()  # the caller may change them later
+        prediction_ids = self._prediction_ids(params)
+        # The caller may change them later.
+        params = params.clone() if params.prediction is None else replace(params, prediction=None)
         if salt and not context.cache_salt:
             context = replace(context, cache_salt=salt)
         max_outputs = self.max_model_len - len(ids)
@@ -132,6 +134,7 @@ class InputProcessor:
                     bad_word_ids=bad_words,
                     context=context,
                     task=task,
+                    prediction_ids=prediction_ids,
                 )
             )
             for index in range(params.n)
@@ -198,6 +201,24 @@ class InputProcessor:
                     param=param,
                     code="too_many_logprobs",
                 )
+
+    def _prediction_ids(self, params: SamplingParams) -> array[int] | None:
+        """Return the tokens of a prediction, as many as an answer can have."""
+        text = params.prediction
+        if text is None:
+            return None
+        tokenizer = self._need_tokenizer("predictions", "prediction")
+        longest = tokenizer.max_characters_per_token
+        if longest is not None and len(text) > longest * self.max_model_len:
+            raise ParameterError(
+                f"prediction has {len(text)} characters: no more than {longest * self.max_model_len} can fit "
+                f"(max_model_len is {self.max_model_len})",
+                param="prediction",
+            )
+        token_ids = tokenizer.encode_plain([text])[0][: self.max_model_len]
+        # A tokenizer may have more tokens than the model.
+        size = next((i for i, token_id in enumerate(token_ids) if token_id >= self.vocab_size), None)
+        return array("q", token_ids[:size]) or None
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:

@@ -28,7 +28,7 @@ from inflight.models.decoders.footprint import common_layout
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
 from inflight.scheduling.drafts import AdaptiveSpeculation, Drafter
-from inflight.scheduling.lookup import Lookup
+from inflight.scheduling.lookup import Lookup, Predictions
 from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from inflight.scheduling.policy import HEADROOM, Policy, TimedTokenBudget, make_policy
 from inflight.scheduling.request_pool import Limits
@@ -102,13 +102,13 @@ def make_speculation(
             "tokens, or for a GPU, where it does not run yet"
         )
     constraints = GrammarDrafts(grammars)
+    predictions = None if config.method == "grammar" else Predictions(config)
     if predicts and config.method in ("auto", "mtp"):
         most = config.num_speculative_tokens or MODEL_DRAFTS
-        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints)
-    drafters: list[Drafter] = [constraints]
-    if config.method != "grammar":
-        drafters.append(Lookup(config))
-    return AdaptiveSpeculation(drafters, config.num_speculative_tokens or LOOKUP_DRAFTS, constraints)
+        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions)
+    drafters: list[Drafter] = [constraints, *([] if config.method == "grammar" else [Lookup(config)])]
+    most = config.num_speculative_tokens or LOOKUP_DRAFTS
+    return AdaptiveSpeculation(drafters, most, constraints, predictions)
 
 
 def kv_layout(config: EngineConfig, decoder: Decoder, ranks: RankProcesses | None) -> KVLayout:

@@ -199,10 +199,17 @@ class AdaptiveSpeculation:
     """Implements `Speculation` with drafters."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], most: int, constraints: Constraints | None = None
+        self,
+        drafters: Sequence[Drafter],
+        most: int,
+        constraints: Constraints | None = None,
+        predictions: Drafter | None = None,
     ) -> None:
-        """Without `constraints`, no request is constrained."""
+        """Without `constraints`, no request is constrained. `predictions`: a further drafter, whose drafts are counted
+        for the client."""
+        drafters = [*drafters, *([] if predictions is None else [predictions])]
         self._drafters = drafters
+        self._predictions = -1 if predictions is None else len(drafters) - 1
         self._constraints = constraints
         whole: Sequence[object] = drafters
         self._is_allowed = [drafter is constraints for drafter in whole]  # whether a grammar made its guesses
@@ -321,6 +328,8 @@ class AdaptiveSpeculation:
             self.stats.num_accepted += num_accepted
             request.record.num_drafted_tokens += len(draft)
             request.record.num_accepted_tokens += num_accepted
+            if request.spec.prediction_ids:
+                self._count_predicted(request, len(draft), num_accepted)
             if request.record.finish_reason is None:  # otherwise it is not known how far the draft was right
                 self._learn(request, len(draft), num_accepted)
         for request in step.requests:
@@ -328,8 +337,24 @@ class AdaptiveSpeculation:
                 record = record_of(request, len(self._drafters))
                 if not record.has_ended:
                     record.has_ended = True
+                    self._count_predicted(request, 0, 0)
                     for drafter in self._drafters:
                         drafter.ended(request)
+
+    def _count_predicted(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts that come from the client's prediction."""
+        if self._predictions < 0 or not request.spec.prediction_ids:
+            return
+        first = accepted = drafted = 0
+        for drafter, guess in record_of(request).parts if num_drafted else ():
+            size = len(guess.token_ids)
+            if drafter == self._predictions:
+                drafted += min(size, max(0, num_drafted - first))
+                accepted += min(size, max(0, num_accepted - first))
+            first += size
+        record = request.record
+        record.num_accepted_prediction_tokens = (record.num_accepted_prediction_tokens or 0) + accepted
+        record.num_rejected_prediction_tokens += drafted - accepted
 
     def _learn(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         record, first = record_of(request), 0

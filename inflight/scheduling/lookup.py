@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inflight.config import SpeculationConfig
 from inflight.request import Request
@@ -12,6 +12,7 @@ from inflight.scheduling.drafts import NO_GUESS, Guess, expected_length, record_
 
 MAX_PLACES = 16  # the most recent places that a lookup compares
 SEPARATOR = -1  # between answers
+START = -2  # before an answer
 
 
 class TokenIndex:
@@ -108,6 +109,39 @@ class Matching:
     def tail(self, token_ids: list[int], ahead: list[int]) -> list[int]:
         """Return the last of these tokens, as many as are compared."""
         return (token_ids[-self.depth :] + ahead)[-self.depth :]
+
+
+class Predictions:
+    """Implements `Drafter`: looks in the text that a client expects the answer to be like.
+
+    The draft begins with that text. Where the answer has left it, it goes on where the last tokens stand in it.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._matching = replace(Matching.of(config), factor=math.inf)
+
+    def propose(self, request: Request, ahead: list[int], most: int) -> Guess:
+        prediction = request.spec.prediction_ids
+        if not prediction:
+            return NO_GUESS
+        index = record_of(request).kept(self, self._new_index)
+        first = len(index.tokens) - self._matching.least
+        if first < len(prediction):
+            index.extend(prediction[first : first + INDEXED_AT_ONCE].tolist())
+        begin = max(request.num_prompt_tokens, len(request.token_ids) - self._matching.depth)
+        outputs = request.token_ids[begin:]
+        return self._matching.guess(index, [START] * self._matching.least + outputs + ahead, most)
+
+    def _new_index(self) -> TokenIndex:
+        index = TokenIndex(self._matching.least)
+        index.extend([START] * self._matching.least)
+        return index
+
+    def ended(self, request: Request) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
 
 
 INDEXED_AT_ONCE = 1_000  # tokens of a request that are indexed at once, so that others hardly wait

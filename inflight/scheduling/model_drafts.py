@@ -68,8 +68,9 @@ class ModelSpeculation(AdaptiveSpeculation):
         most: int,
         others: Sequence[Drafter] = (),
         constraints: Constraints | None = None,
+        predictions: Drafter | None = None,
     ) -> None:
-        super().__init__([model, *others], most, constraints)
+        super().__init__([model, *others], most, constraints, predictions)
         self._model = model
         self._num_wanted = most
         self._by_number = [StepCosts() for _ in range(most + 1)]  # of guesses

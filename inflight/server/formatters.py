@@ -78,9 +78,18 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+    details = {}
     if any(choice.answer.reader is not None for choice in choices):
-        num_reasoning = sum(choice.answer.num_reasoning_tokens for choice in choices)
-        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        details["reasoning_tokens"] = sum(choice.answer.num_reasoning_tokens for choice in choices)
+    records = [choice.answer.record for choice in choices]
+    if any(record.num_accepted_prediction_tokens is not None for record in records):
+        accepted = sum(record.num_accepted_prediction_tokens or 0 for record in records)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = sum(
+            record.num_rejected_prediction_tokens for record in records
+        )
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 

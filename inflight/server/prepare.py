@@ -147,6 +147,7 @@ def chat_params(model: ServedModel, body: ChatBody) -> GenerationParams:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         n=body.n or 1,
         constraint=read_constraint(body),
+        prediction=None if body.prediction is None else body.prediction.text,
     )
 
 
@@ -161,6 +162,7 @@ def conversation_params(
     stop: Sequence[str] = (),
     stop_name: str = "stop",
     constraint: ContentConstraint | None = None,
+    prediction: str | None = None,
 ) -> GenerationParams:
     """Return the parameters of a conversation. Each API has its own names for some of them."""
     default = model.frontend.default_params.get("max_tokens")
@@ -173,6 +175,8 @@ def conversation_params(
     if stop:
         _check_stops(model, stop_name, stop)
         fields["stop"] = stop
+    if prediction is not None:
+        fields["prediction"] = prediction
     return GenerationParams(
         _sampling(model, body, fields, constraint),
         num_logprobs,
@@ -371,6 +375,7 @@ def prepare_conversation(
     with params.translated_errors():
         processor = model.frontend.prepare_chat(model.next_id("g"), chat, params.sampling, context)
     _check_prompt_tokens(model, len(processor.prompt_token_ids))
+    _check_prediction(model, processor)
     _check_context(model, params, processor)
     _check_logprobs(model, params, [processor], "top_logprobs")
     return [processor]
@@ -390,6 +395,17 @@ def check_tokenizer(model: ServedModel) -> None:
 def _check_listed(model: ServedModel, params: GenerationParams, num_prompts: int) -> None:
     num_answers = num_prompts * params.sampling.n
     model.frontend.input_processor.check_listed(params.sampling, num_answers, model.options.max_listed_tokens)
+
+
+def _check_prediction(model: ServedModel, processor: OutputProcessor) -> None:
+    """Predictions are limited like prompts: they are tokenized, indexed and kept like these."""
+    limit, num_tokens = (
+        model.options.max_prompt_tokens,
+        len(processor.answers[0].request.spec.prediction_ids or ()),
+    )
+    if limit is not None and num_tokens > limit:
+        message = f"prediction has {num_tokens} tokens: at most {limit} are allowed on this server"
+        raise ApiError(400, message, param="prediction")
 
 
 def _check_prompt_tokens(model: ServedModel, num_tokens: int) -> None:

@@ -299,7 +299,13 @@ class PromptDetails(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | None = optional("Only for chats whose format marks reasoning.")
+    accepted_prediction_tokens: int | None = optional(
+        "Only with a prediction, if the server drafts: its tokens that were verified and right."
+    )
+    rejected_prediction_tokens: int | None = optional(
+        "Its tokens that were verified and wrong. They are no completion_tokens."
+    )
 
 
 class Usage(BaseModel):
@@ -307,9 +313,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | None = optional(
-        "Only for chats whose format marks reasoning."
-    )
+    completion_tokens_details: CompletionDetails | None = optional("Only if there are any.")
 
 
 FinishReason = Literal["stop", "length", "abort"]

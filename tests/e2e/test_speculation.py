@@ -138,3 +138,59 @@ def test_drafts_change_no_token(family: str, folder: Folder) -> None:
         num_accepted += llm.stats().num_accepted_tokens
         llm.close()
     assert 0 < num_accepted < num_drafted
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTIONS = ("What is the weather in Paris?", "Tell me a story about a cat.", "Why does it rain?")
+
+
+def draw_chat(rng: random.Random) -> dict[str, Any]:
+    """Reasoning and tools with their grammars, which begin, end and are left in the middle of drafts."""
+    thinks = rng.random() < 0.5
+    return {
+        "tools": rng.choice(([TOOL], None)),
+        "chat_template_kwargs": {"enable_thinking": thinks},
+        "max_reasoning_tokens": rng.choice((None, 3, 10)) if thinks else None,
+        "parallel_tool_calls": rng.random() < 0.5,
+    }
+
+
+def test_drafts_change_no_chat() -> None:
+    """The built-in model with the engine's own drafters: grammars, predictions and lookups, chats of all kinds."""
+    rng, plain = random.Random(5), LLM(num_blocks=400)
+    llm = LLM(num_blocks=400, speculative_config={"method": "auto"})
+    make_eager(llm, rng)
+    for _ in range(6):
+        options, params = draw_chat(rng), draw_requests(rng)[1]
+        chats = [[{"role": "user", "content": rng.choice(QUESTIONS)}] for _ in params]
+        for each in params:
+            each.max_tokens = 50
+        options["tool_choice"] = rng.choice(("auto", "required")) if options["tools"] else "auto"
+        if options["tool_choice"] == "required":  # the answer is a call, and nothing else
+            for each in params:
+                each.structured_outputs = None
+        expected = plain.chat(chats, params, **options)
+        for each, whole in zip(params, expected, strict=True):
+            words = (whole.outputs[0].text or "nothing").split(" ")
+            words[rng.randrange(len(words))] = "wrong"
+            each.prediction = rng.choice((None, " ".join(words)))
+        outputs = llm.chat(chats, params, **options)
+        for output, whole in zip(outputs, expected, strict=True):
+            for answer, other in zip(output.outputs, whole.outputs, strict=True):
+                answer.message = other.message  # calls have random ids
+                assert answer == other
+    stats = llm.stats()
+    assert 50 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.kv.num_used == 0

@@ -54,6 +54,26 @@ def test_prompts_are_split_into_a_list(given: Any, expected: list[Any]) -> None:
     assert split_prompts(given) == expected
 
 
+def test_prediction_becomes_tokens_that_the_model_has(tokenizer: Tokenizer) -> None:
+    processor = make(tokenizer)
+
+    def predicted(text: str | None) -> list[int]:
+        request = processor.requests("r", [5], SamplingParams(prediction=text))[1][0]
+        assert request.params.prediction is None, "it would be sent twice"
+        return list(request.spec.prediction_ids or ())
+
+    assert predicted("the cat") == tokenizer.encode("the cat", add_special_tokens=False)
+    assert predicted(None) == predicted("") == []
+    assert len(predicted("a b " * 60)) == 64, "no answer is longer"
+    small = InputProcessor.create(tokenizer, max(tokenizer.encode("the cat")), 64, EOS, 0)
+    ids = small.requests("r", [5], SamplingParams(prediction="the cat"))[1][0].spec.prediction_ids
+    assert ids is None or list(ids) == predicted("the cat")[: len(ids)] != predicted("the cat")
+    with pytest.raises(ParameterError, match="prediction has 1000000 characters"):
+        predicted("x" * 1_000_000)
+    with pytest.raises(PromptError, match="predictions need a tokenizer"):
+        make().requests("r", [5], SamplingParams(prediction="x"))
+
+
 def test_token_list_of_the_caller_is_copied() -> None:
     ids = [5, 6]
     requests = make().requests("r", ids, SamplingParams(n=2))[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from inflight.loading.engine import make_speculation
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
 from inflight.scheduling.drafts import AdaptiveSpeculation, Guess, StepCosts, record_of
-from inflight.scheduling.lookup import SEPARATOR, Lookup, TokenIndex
+from inflight.scheduling.lookup import SEPARATOR, Lookup, Predictions, TokenIndex
 from inflight.scheduling.scheduler import NoSpeculation
 from tests.constraints.walking import compiler
 from tests.scheduling.guessing import FreeSteps, Guesser
@@ -113,6 +114,34 @@ def test_long_prompts_are_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("inflight.scheduling.lookup.INDEXED_AT_ONCE", 10)
     lookup, request = Lookup(SUFFIX), make_request([*range(20), 0, 1, 2], 50)
     assert [lookup.propose(request, [], 4).token_ids for _ in range(3)] == [[], [], [3, 4, 5]]
+
+
+def predicting(prediction: list[int], outputs: list[int], most: int = 16) -> list[int]:
+    request = make_request([7, 7, 1, 2], 50, prediction_ids=array("q", prediction))
+    request.token_ids += outputs
+    return Predictions(SUFFIX).propose(request, [], most).token_ids
+
+
+def test_prediction_is_followed_from_its_beginning() -> None:
+    assert predicting([1, 2, 3, 4, 5], []) == [1, 2, 3, 4, 5], "prompts play no role"
+    assert predicting([1, 2, 3, 4, 5], [1]) == [2, 3, 4, 5]
+    assert predicting([1, 2, 3, 4, 5], [1, 2, 3], most=1) == [4]
+    assert predicting([1, 2, 3], [1, 2, 3]) == []
+    assert predicting([], [1, 2, 3]) == []
+
+
+def test_prediction_resumes_where_the_last_tokens_stand_in_it() -> None:
+    assert predicting([1, 2, 3, 4, 5, 6, 7], [1, 9]) == []
+    assert predicting([1, 2, 3, 4, 5, 6, 7], [1, 9, 4, 5]) == [6, 7]
+    assert predicting([1, 2, 3, 1, 2, 8], [5, 3, 1, 2]) == [8]
+
+
+def test_long_predictions_are_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.scheduling.lookup.INDEXED_AT_ONCE", 10)
+    drafter, prediction = Predictions(SUFFIX), [*range(25)]
+    request = make_request([7], 50, prediction_ids=array("q", prediction))
+    request.token_ids += [20, 21]
+    assert [drafter.propose(request, [], 2).token_ids for _ in range(3)] == [[], [], [22, 23]]
 
 
 def test_ngram_looks_at_the_requests_own_text_only() -> None:

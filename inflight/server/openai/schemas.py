@@ -120,6 +120,15 @@ TemplateArguments = Annotated[dict[str, str | int | float | bool | None], Before
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(ConstrainedBody):
     messages: Messages
     max_completion_tokens: int | None = ranged(minimum=1)
@@ -137,6 +146,9 @@ class ChatBody(ConstrainedBody):
         '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
     )
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = optional(
+        "What the answer may be like. With --speculative-config, an answer that agrees with it comes faster."
+    )
     reasoning_effort: Effort | None = optional("For templates that support it; none disables reasoning.")
     max_reasoning_tokens: int | None = optional("The reasoning ends after this many tokens.", ge=0)
     thinking_token_budget: int | None = optional(

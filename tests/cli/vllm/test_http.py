@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "guided_grammar": 'start: "a"',
     "chat_template_kwargs": {"enable_thinking": False},
     "reasoning_effort": "low",
+    "prediction": {"type": "content", "content": "Hello"},
     "tools": [TOOL],
     "tool_choice": "none",
     "stream_options": None,
