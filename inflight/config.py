@@ -148,8 +148,9 @@ class CacheConfig:
 class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
-    method: str  # auto, mtp, suffix, ngram or grammar
-    # The most drafts of a request in a step; None: 3 with mtp, otherwise 16.
+    method: str  # auto, mtp, eagle3, suffix, ngram or grammar
+    model: str | None = None  # eagle3: its checkpoint, a folder or a hub id
+    # The most drafts of a request in a step; None: 3 with mtp and eagle3, otherwise 16.
     num_speculative_tokens: int | None = None
     # ngram: how many of the last tokens must stand earlier in the request's own text, at most and at least.
     prompt_lookup_max: int = 5
@@ -164,7 +165,7 @@ class SpeculationConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculationConfig:
         """Read the options that a user gave. Raises ConfigError, in one line."""
-        methods = ("auto", "mtp", "suffix", "ngram", "grammar")
+        methods = ("auto", "mtp", "eagle3", "suffix", "ngram", "grammar")
         known = {item.name: item for item in fields(cls)}
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config is {shown(options)}: it must map names to values")
@@ -176,7 +177,7 @@ class SpeculationConfig:
                 f"speculative_config: method is {method}: it must be one of {', '.join(methods)}"
             )
         for name, value in options.items():
-            if name == "method":
+            if name in ("method", "model"):
                 continue
             is_count = not isinstance(known[name].default, float)
             most = 1.0 if name.endswith("prob") else 1_000_000
@@ -188,6 +189,11 @@ class SpeculationConfig:
                     f"speculative_config: {name} is {shown(value)}: it must be {noun} from {least} to {most:g}"
                 )
         chosen = cls(**options)
+        if (chosen.method == "eagle3") != isinstance(chosen.model, str):
+            needed = "name a checkpoint" if chosen.method == "eagle3" else "be left out"
+            raise ConfigError(
+                f"speculative_config: model is {shown(chosen.model)}: with method {chosen.method}, it must {needed}"
+            )
         if chosen.prompt_lookup_min > chosen.prompt_lookup_max:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min is {chosen.prompt_lookup_min}: it must be at most "

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.checkpoint.builtin import checkpoint_folder
-from inflight.constraints.attempts import Draft
+from inflight.constraints.attempts import GrammarSource
 from inflight.constraints.input_lark import bare_input, json_quoted
 from inflight.errors import InflightError
 from inflight.frontend.agents.answer_grammar import answer_grammar
@@ -105,7 +105,7 @@ def grammar_of(kind: str, size: int, make: Callable[[int], Any]) -> Case:
 
     def write(text: str) -> None:
         for one_of in (False, True):
-            Draft(kind, text, one_of=one_of).lark(frozenset({"<tool_call>"}))
+            GrammarSource(kind, text, one_of=one_of).lark(frozenset({"<tool_call>"}))
 
     return Case(text, write, size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from inflight.cli.vllm_arguments import ArgumentReader, KnownFlag
 from inflight.cli.vllm_flags import COMMANDS, SERVE_RULES
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, PromptError
 from inflight.vllm_rules import CompatRules
 
 logger = logging.getLogger(__name__)
 
 NOTES = "inflight.notes"  # key in a click context: notes for the user about the flags
 OPTIONS = "Options"
+STDIN = "-"
 NAME_WIDTH = 26  # the help of longer flags starts on the next line
 
 
@@ -133,6 +135,14 @@ def check_writable(path: Path) -> None:
     """Raise ConfigError if a file cannot be written; called before anything is measured."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in an existing folder")
+
+
+def read_text(file: str) -> str:
+    """Return the text of a file, or of standard input for "-"."""
+    try:
+        return sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"the file {file!r} cannot be read: {error}") from error
 
 
 def progress_bar() -> Progress:

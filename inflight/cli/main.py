@@ -14,7 +14,7 @@ import typer
 from inflight import __version__
 from inflight.cli import interrupts_end_at_once
 from inflight.cli.bench import app as bench_app
-from inflight.cli.command import Command, InflightCommand, InflightGroup
+from inflight.cli.command import Command, InflightCommand, InflightGroup, read_text
 from inflight.cli.compare import CompareCommand, compare
 from inflight.cli.evaluate import evaluate, quantize
 from inflight.cli.option_sources import argument, with_flags
@@ -24,7 +24,7 @@ from inflight.cli.scoring import embed, rerank
 from inflight.cli.serve import ServeCommand, serve
 from inflight.cli.timeline import top, trace
 from inflight.config import ENGINE_OPTIONS
-from inflight.errors import EngineError, InflightError, PromptError
+from inflight.errors import EngineError, InflightError
 from inflight.outputs import RequestOutput
 
 app = typer.Typer(
@@ -153,11 +153,7 @@ app.command(cls=Command)(trace)
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     texts = list(prompts or ())
     if file is not None:
-        try:
-            text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"the prompts file {str(file)!r} cannot be read: {error}") from error
-        texts += [line for line in text.splitlines() if line.strip()]
+        texts += [line for line in read_text(str(file)).splitlines() if line.strip()]
     if not texts:
         raise typer.BadParameter("no prompt: give -p TEXT, or --prompts-file FILE")
     return texts

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
@@ -13,6 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 from inflight.cli import interrupts_end_at_once
+from inflight.cli.command import STDIN, read_text
 from inflight.cli.option_sources import with_flags
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 # The engine's options that these commands have flags for.
 ENGINE_FLAGS = ("device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-STDIN = "-"
 FIRST_CHARACTERS = 400  # of a document; the table shows as many as fit
 
 _MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in model")
@@ -121,23 +119,16 @@ class NamedDocument:
 def _read_documents(files: list[str]) -> list[NamedDocument]:
     if len(files) == 1:
         return _lines(files[0])
-    return [NamedDocument(file, _read(file)) for file in files]
+    return [NamedDocument(file, read_text(file)) for file in files]
 
 
 def _lines(file: str) -> list[NamedDocument]:
     """Return the lines of a file that are not empty, named by their numbers."""
-    lines = enumerate(_read(file).splitlines(), 1)
+    lines = enumerate(read_text(file).splitlines(), 1)
     documents = [NamedDocument(f"{file}:{number}", line) for number, line in lines if line.strip()]
     if not documents:
         raise PromptError(f"{file!r} has no lines with text")
     return documents
-
-
-def _read(file: str) -> str:
-    try:
-        return sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"the file {file!r} cannot be read: {error}") from error
 
 
 # ---- output ----

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class GrammarSource:
     """A grammar that is yet to be written."""
 
     kind: str  # and the text of a constraint
@@ -49,7 +49,7 @@ class Draft:
 
 
 # Returns the compiled grammar, or why it cannot be used. Raises ParameterError and AttemptDiedError.
-Attempt = Callable[[Draft], T | str]
+Attempt = Callable[[GrammarSource], T | str]
 
 
 class AttemptDiedError(Exception):
@@ -66,13 +66,13 @@ def first_success(constraint: StructuredOutputs, attempt: Attempt[T]) -> T:
     Raises ParameterError if the constraint is invalid, not supported or too complex.
     """
     name, param = f"{PARAM}.{constraint.kind}", PARAM
-    draft = Draft(constraint.kind, constraint.text)
+    source = GrammarSource(constraint.kind, constraint.text)
     try:
         if constraint.kind == "answer":
             answer = AnswerRules.read(constraint.text)
             name, param = answer.name, answer.param
-            return _attempt_answer(answer, draft, attempt)
-        return _checked(name, param, _attempt_one_of(draft, attempt))
+            return _attempt_answer(answer, source, attempt)
+        return _checked(name, param, _attempt_one_of(source, attempt))
     except RecursionError:
         reason = "it is nested too deeply"
     except AttemptDiedError as error:
@@ -80,16 +80,16 @@ def first_success(constraint: StructuredOutputs, attempt: Attempt[T]) -> T:
     raise _too_complex(name, param, reason)
 
 
-def _attempt_answer(answer: AnswerRules, draft: Draft, attempt: Attempt[T]) -> T:
+def _attempt_answer(answer: AnswerRules, source: GrammarSource, attempt: Attempt[T]) -> T:
     """Reject strict schemas that cannot be used, and loosen the others."""
-    outcome = _attempt_one_of(draft, attempt)
+    outcome = _attempt_one_of(source, attempt)
     if isinstance(outcome, str):
         try:
             unusable = _unusable(answer, attempt)
         except BudgetSpentError as error:
             raise _rejection_as_a_whole(answer, outcome) from error
         if unusable:
-            outcome = _attempt_one_of(replace(draft, loosened=unusable), attempt)
+            outcome = _attempt_one_of(replace(source, loosened=unusable), attempt)
     return _checked(answer.name, answer.param, outcome)
 
 
@@ -100,11 +100,11 @@ def _unusable(answer: AnswerRules, attempt: Attempt[T]) -> tuple[str, ...]:
     """
     for name, (param, lark) in answer.grammars.items():
         alone = AnswerRules((f"start: @{name}",), grammars={name: (param, lark)})
-        _checked(param, param, attempt(Draft("answer", alone.text())))
+        _checked(param, param, attempt(GrammarSource("answer", alone.text())))
     names = []
     for name, schema in answer.schemas.items():
         alone = AnswerRules((f"start: {name}",), schemas={name: schema})
-        outcome = _attempt_one_of(Draft("answer", alone.text()), attempt)
+        outcome = _attempt_one_of(GrammarSource("answer", alone.text()), attempt)
         if isinstance(outcome, str):
             if schema.strict:
                 raise _rejection(schema.param, schema.param, outcome)
@@ -112,12 +112,12 @@ def _unusable(answer: AnswerRules, attempt: Attempt[T]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _attempt_one_of(draft: Draft, attempt: Attempt[T]) -> T | str:
+def _attempt_one_of(source: GrammarSource, attempt: Attempt[T]) -> T | str:
     """Attempt a grammar, and again with exclusive alternatives if llguidance finds that those of oneOf overlap."""
-    outcome = attempt(draft)
+    outcome = attempt(source)
     if isinstance(outcome, str) and _OVERLAP in outcome:
         with contextlib.suppress(ParameterError):
-            exclusive = attempt(replace(draft, one_of=True))
+            exclusive = attempt(replace(source, one_of=True))
             return outcome if isinstance(exclusive, str) else exclusive
     return outcome
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
-from inflight.constraints.attempts import Draft, first_success
+from inflight.constraints.attempts import GrammarSource, first_success
 from inflight.constraints.matcher import Lexer, Matcher, is_lexer_full
 from inflight.constraints.native_matcher import NativeState, NativeTokenizer, native_functions
 from inflight.constraints.trial_worker import first_error
@@ -161,8 +161,8 @@ class GrammarCompiler:
     def _compile(self, is_large: bool, constraint: StructuredOutputs) -> Grammar:
         return first_success(constraint, partial(self._attempt, is_large))
 
-    def _attempt(self, is_large: bool, draft: Draft) -> Grammar | str:
-        grammar = draft.lark(self._special_texts)
+    def _attempt(self, is_large: bool, source: GrammarSource) -> Grammar | str:
+        grammar = source.lark(self._special_texts)
         _ = self._tokenizer, self._native_tokenizer  # built now, as that would count as compiling
         start = time.perf_counter()
         states = self._states(is_large, grammar)

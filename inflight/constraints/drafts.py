@@ -70,7 +70,7 @@ class Habits:
         return -1, 0.0
 
 
-class _Answer:
+class _DraftedAnswer:
     """The answer of a request in its grammar, as far as its tokens were consumed."""
 
     def __init__(self, habits: Habits, request: Request) -> None:
@@ -157,7 +157,7 @@ class GrammarDrafts:
             habits.clear()
         self._habits.clear()
 
-    def _answer(self, request: Request) -> _Answer:
+    def _answer(self, request: Request) -> _DraftedAnswer:
         answer = record_of(request).kept(self, partial(self._begin, request))
         constraint = request.params.structured_outputs
         if answer.state is None and constraint is not None:  # until the grammar is compiled
@@ -165,7 +165,7 @@ class GrammarDrafts:
             answer.state = None if grammar is None else grammar.state_for_drafts()
         return answer
 
-    def _begin(self, request: Request) -> _Answer:
+    def _begin(self, request: Request) -> _DraftedAnswer:
         constraint = request.params.structured_outputs
         assert constraint is not None
         key = request.spec.cache_key, constraint.kind, constraint.text
@@ -173,7 +173,7 @@ class GrammarDrafts:
         self._habits.move_to_end(key)
         if len(self._habits) > MAX_GRAMMARS:
             self._habits.popitem(last=False)
-        return _Answer(habits, request)
+        return _DraftedAnswer(habits, request)
 
     def _spell(self, last: int, forced: bytes) -> tuple[int, ...]:
         """Return the tokens of a forced text behind another token, as the tokenizer spells them together.

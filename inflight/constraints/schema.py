@@ -6,12 +6,12 @@ By the standard unknown keywords are annotations, and llguidance ignores them. B
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from inflight.constraints.schema_document import (
     DATA_KEYWORDS,
@@ -21,7 +21,7 @@ from inflight.constraints.schema_document import (
     UnsupportedKeywordError,
     has_no_effect,
     is_annotation,
-    unescaped,
+    part_at,
 )
 from inflight.constraints.schema_logic import REPLACED, expand
 from inflight.errors import ParameterError, clipped
@@ -290,16 +290,10 @@ def _parts(schema: Any) -> dict[int, _Subschema]:
 
 def _target(root: Any, reference: Any) -> Any:
     """Return what a JSON pointer refers to, or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    value = root
-    for name in unquote(reference).split("/")[1:]:
-        if isinstance(value, list):
-            is_index = name.isdecimal() and len(name) < 10 and int(name) < len(value)
-            value = value[int(name)] if is_index else None
-        else:
-            value = value.get(unescaped(name)) if isinstance(value, dict) else None
-    return value
+    if isinstance(reference, str) and reference.startswith("#"):
+        with contextlib.suppress(LookupError):
+            return part_at(root, reference)
+    return None
 
 
 def _escaped(name: str) -> str:

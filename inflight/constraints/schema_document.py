@@ -77,19 +77,14 @@ class SchemaDocument:
 
     def _resolve(self, reference: Any, pointer: str) -> Any:
         """Return the part of the document that a reference points to."""
-        part = self.root
         if self._has_inner_ids:
             raise UnsupportedKeywordError("$ref", pointer, " here, in a schema with several $id")
         if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
             raise UnsupportedKeywordError("$ref", pointer, f" here: {shown(reference)} is not a JSON pointer")
-        for name in unquote(reference).split("/")[1:]:
-            try:
-                part = part[int(name)] if isinstance(part, list) else part[unescaped(name)]
-            except (KeyError, IndexError, ValueError, TypeError):
-                raise UnsupportedKeywordError(
-                    "$ref", pointer, f": {shown(reference)} does not exist"
-                ) from None
-        return part
+        try:
+            return part_at(self.root, reference)
+        except LookupError:
+            raise UnsupportedKeywordError("$ref", pointer, f": {shown(reference)} does not exist") from None
 
     def follow(self, reference: Any, pointer: str, use: Callable[[Any], T]) -> T:
         """Call `use` with the part that a reference points to, which must not lead back to itself."""
@@ -103,9 +98,15 @@ class SchemaDocument:
             self._references.pop()
 
 
-def unescaped(name: str) -> str:
-    """Return the name that a JSON pointer writes like this."""
-    return name.replace("~1", "/").replace("~0", "~")
+def part_at(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a JSON pointer such as "#/$defs/name" leads to. Raises LookupError."""
+    part = root
+    for name in unquote(reference).split("/")[1:]:
+        try:
+            part = part[int(name) if isinstance(part, list) else name.replace("~1", "/").replace("~0", "~")]
+        except (LookupError, ValueError, TypeError):
+            raise LookupError(reference) from None
+    return part
 
 
 def cost_of(schema: dict[str, Any]) -> int:

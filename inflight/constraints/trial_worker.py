@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.constraints.attempts import Draft
+from inflight.constraints.attempts import GrammarSource
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
 from inflight.processes.sandbox_worker import isolate, serve
@@ -42,7 +42,7 @@ def main() -> None:
     def answer(request: dict[str, Any]) -> str | Rejection:
         limit_memory(memory)
         try:
-            return attempt(tokenizer, special_texts, Draft(**request["draft"]), request["limits"])
+            return attempt(tokenizer, special_texts, GrammarSource(**request["source"]), request["limits"])
         except MemoryError:
             os.abort()
 
@@ -59,13 +59,13 @@ def limit_memory(memory: int) -> None:
 
 
 def attempt(
-    tokenizer: LLTokenizer, special_texts: Collection[str], draft: Draft, limits: dict[str, Any]
+    tokenizer: LLTokenizer, special_texts: Collection[str], source: GrammarSource, limits: dict[str, Any]
 ) -> str | Rejection:
     """Return why a grammar cannot be used, or an empty string if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        grammar = draft.lark(special_texts)
+        grammar = source.lark(special_texts)
     except ParameterError as error:
         return str(error), error.param, error.code
     state = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))

@@ -28,7 +28,13 @@ from functools import cache, partial
 from importlib.util import find_spec
 
 from inflight.constraints import trial_worker
-from inflight.constraints.attempts import Attempt, AttemptDiedError, BudgetSpentError, Draft, first_success
+from inflight.constraints.attempts import (
+    Attempt,
+    AttemptDiedError,
+    BudgetSpentError,
+    GrammarSource,
+    first_success,
+)
 from inflight.constraints.compiler import LIMITS, GrammarCompiler, OutcomeCache, result_of
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import GrammarWorkerError, ParameterError
@@ -208,7 +214,7 @@ class GrammarTrials:
         try:
             worker.wait_until_ready()
             budget = TrialBudget()
-            return work(lambda draft: trial.attempt(worker, draft, budget) or True)
+            return work(lambda source: trial.attempt(worker, source, budget) or True)
         finally:
             trial.needs_replacement = not worker.is_usable
             self._pool.put_back(worker)
@@ -243,14 +249,14 @@ class Trial:
         self.needs_replacement = False  # its process was lost
         self.num_waiting = 0  # requests of one owner with the same constraint
 
-    def attempt(self, process: _TrialProcess, draft: Draft, budget: TrialBudget) -> str:
+    def attempt(self, process: _TrialProcess, source: GrammarSource, budget: TrialBudget) -> str:
         """Return why a grammar cannot be used, or an empty string if it can. Raises ParameterError."""
         cpu_seconds, wall_seconds = budget.next_attempt()
         with self._lock:
             if self.is_cancelled:
                 raise GrammarWorkerError("the trial was cancelled")
             self._process = process
-        error, seconds_used = process.attempt(draft, cpu_seconds, wall_seconds)
+        error, seconds_used = process.attempt(source, cpu_seconds, wall_seconds)
         with self._lock:
             self._process = None
         budget.spend(seconds_used)
@@ -330,13 +336,13 @@ class _TrialProcess(SandboxWorker):
             raise GrammarWorkerError(f"the process that tries grammars ended with {self.wait()}") from None
 
     def attempt(
-        self, draft: Draft, cpu_seconds: float, wall_seconds: float
+        self, source: GrammarSource, cpu_seconds: float, wall_seconds: float
     ) -> tuple[str | trial_worker.Rejection, float]:
         """Return why a grammar cannot be used, empty if it can, and the CPU time that the attempt took.
 
         Raises AttemptDiedError, or GrammarWorkerError if the grammar is not to blame.
         """
-        request = pack({"draft": asdict(draft), "limits": LIMITS, "seconds": cpu_seconds})
+        request = pack({"source": asdict(source), "limits": LIMITS, "seconds": cpu_seconds})
         try:
             return self.call(request, wall_seconds)
         except TimeoutError:

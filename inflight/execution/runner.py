@@ -31,7 +31,7 @@ from inflight.execution.step import (
 )
 from inflight.layers.attention.backend import AttentionInputs
 from inflight.layers.recurrent import KeptTokens, StateInputs, allocate_states
-from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.decoder import NEVER, Decoder
 from inflight.scheduling.batch import Batch, Capture, Sampled
 
 
@@ -174,7 +174,6 @@ class RecentTokens:
 RECENT, KNOWN_FROM = 4096, 64  # tokens
 MISSED = 0.02  # share of recent tokens that may be unlikely
 LEAST_BITS = 14
-NEVER = -1e30  # the logit of unlikely tokens
 
 # Elements from which torch's threads pay off on a CPU.
 WORTH_SHARING = 1 << 21
@@ -230,8 +229,9 @@ class ModelRunner:
         samples = step.first_samples
         masks = self.constrained.start(step.sampling_rows[samples].tolist())
         of_all: Tensor | None = None  # hidden states of all tokens, where they are needed
+        inner: list[Tensor] = []  # what the predictor reads inside the decoder
         if batch.wanted_drafts or self.scored.any_in(batch):
-            of_all = self._forward(inputs, None)
+            of_all = self._forward(inputs, None, inner if batch.wanted_drafts else None)
             self._score(batch, of_all, result)
             hidden = of_all[inputs.sample_tokens]
         else:
@@ -245,7 +245,7 @@ class ModelRunner:
             vectors = self.decoder.pooling_head(hidden[num_sampling:])
             StepVectors(step.pooled_entries, vectors).read_into(result)
         if batch.wanted_drafts and of_all is not None:
-            self._draft(inputs, of_all, result)
+            self._draft(inputs, self.decoder.first_states(of_all, inner), result)
         return result
 
     def _prepare(self, batch: Batch) -> StepInputs:
@@ -264,11 +264,13 @@ class ModelRunner:
                 step.pool(pooled)
             return to_tensors(step, self.rows, batch.captures if self._states else None)
 
-    def _forward(self, inputs: StepInputs, outputs: Tensor | None) -> Tensor:
+    def _forward(
+        self, inputs: StepInputs, outputs: Tensor | None, inner: list[Tensor] | None = None
+    ) -> Tensor:
         """Run the layers that are here, and return the hidden states of these tokens, or of all."""
         decoder, caches, states = self.decoder, self.cache.layers, self._states
         if self._is_first:
-            return decoder.forward(inputs.token_ids, caches, inputs.attention, outputs, states)
+            return decoder.forward(inputs.token_ids, caches, inputs.attention, outputs, states, inner)
         assert self._links is not None
         hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
         self._links.receive(hidden)
@@ -336,8 +338,8 @@ class ModelRunner:
             self.rows.append(rows, lengths, torch.tensor(sampled.token_ids))
         return sampled
 
-    def _draft(self, inputs: StepInputs, hidden: Tensor, result: Sampled) -> None:
-        """Let the predictor read all tokens of the step, hidden [T, hidden_size], and guess what follows the last right
+    def _draft(self, inputs: StepInputs, states: Tensor, result: Sampled) -> None:
+        """Let the predictor read all tokens of the step, states [T, hidden_size], and guess what follows the last right
         one of each entry.
 
         Its keys and values of refused drafts, and those that guesses of guesses leave behind, are overwritten before
@@ -359,7 +361,6 @@ class ModelRunner:
         following = (positions + 1).clamp_(max=tokens.shape[1] - 1)
         token_ids = tokens[torch.from_numpy(inputs.host.token_rows), following].long()
         token_ids.clamp_(0, decoder.spec.vocab_size - 1)
-        states = decoder.normalise(hidden)
         x = decoder.predict(token_ids, states, caches, inputs.attention, last)
         rows, lengths = inputs.attention.rows[entries].long(), positions[last] + 2
         masks = self.constrained.start(rows.tolist())
@@ -381,7 +382,7 @@ class ModelRunner:
             entries, token_ids = [entries[i] for i in kept], torch.tensor(sampled.token_ids)[kept]
             rows, lengths = rows[kept], lengths[kept] + 1
             if entries:
-                states = predictor.normalise(x[kept])
+                states = predictor.next_states(x[kept])
                 x = decoder.predict(token_ids, states, caches, self._single_tokens(rows, lengths - 2))
 
     def _draft_logits(self, hidden: Tensor) -> Tensor:

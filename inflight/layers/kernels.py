@@ -191,8 +191,8 @@ class FusedLayers(Protocol):
 
     count: int
 
-    def run(self, x: Tensor, caches: Sequence[Any], inputs: Any, count: int) -> Tensor:
-        """Return the residual after the first `count` layers, each of which has its own cache. May overwrite x."""
+    def run(self, x: Tensor, caches: Sequence[Any], inputs: Any, first: int, end: int) -> Tensor:
+        """Return the residual after layers [first, end), each of which has its own cache. May overwrite x."""
 
 
 class Kernels(Protocol):

@@ -173,7 +173,7 @@ class NativeLayers:
         self._array: Any = None
         self._places: list[int] = []  # where the weights and caches are that the array leads to
 
-    def run(self, x: Tensor, caches: Sequence[Any], inputs: Any, count: int) -> Tensor:
+    def run(self, x: Tensor, caches: Sequence[Any], inputs: Any, first: int, end: int) -> Tensor:
         """In place."""
         x = dense(x)
         num_tokens, width = x.shape
@@ -182,10 +182,11 @@ class NativeLayers:
             raise ConfigError(f"the residual is {list(x.shape)}: it must be [{num_tokens}, {hidden}]")
         self._point_to(caches[: self.count])
         step = self._attention.step(inputs, num_tokens)
-        if num_tokens:
+        if num_tokens and first < end:
             self._library.decoder_layers(
-                self._array, min(count, self.count), ctypes.byref(step), x.data_ptr(), self._library.threads
-            )
+                ctypes.byref(self._array, first * ctypes.sizeof(self._array._type_)), end - first, ctypes.byref(step),
+                x.data_ptr(), self._library.threads,
+            )  # fmt: skip
         return x
 
     def _point_to(self, caches: Sequence[Any]) -> None:

@@ -16,7 +16,8 @@ from inflight.checkpoint.fields import Fields
 from inflight.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
-from inflight.models.decoders.families import predictor_spec
+from inflight.models.decoders.eagle import eagle_spec
+from inflight.models.decoders.families import mtp_spec
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.families import encoder_architecture
@@ -88,6 +89,7 @@ class ModelPlan:
     decoder: DecoderPlan
     dtype: torch.dtype  # of the weights
     context: int  # tokens, the longest to serve
+    draft: Checkpoint | None = None  # of a predictor that another checkpoint has
 
     @property
     def spec(self) -> DecoderSpec:
@@ -98,20 +100,35 @@ def plan_model(config: EngineConfig, checkpoint: Checkpoint, encode: Encode | No
     """Choose what to load. `encode` is None without a tokenizer."""
     expert_parallel = config.parallel.enable_expert_parallel
     plan = plan_decoder(model_name(config), checkpoint, encode, expert_parallel)
-    spec = quantized_spec(with_predictor(plan.spec, config, checkpoint), config.model)
+    draft = open_draft(config, is_dummy=not checkpoint.weight_files)
+    spec = quantized_spec(with_predictor(plan.spec, config, checkpoint, draft), config.model)
     spec = quantized_kv_spec(spec, config.cache)
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
     context = resolve_length(spec.max_position, spec.default_context, config.model.max_model_len)
-    return ModelPlan(replace(plan, spec=spec), dtype, context)
+    return ModelPlan(replace(plan, spec=spec), dtype, context, draft)
 
 
-def with_predictor(spec: DecoderSpec, config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
-    """Return the decoder with its layer that predicts further tokens, if speculation is configured to use it."""
+def open_draft(config: EngineConfig, is_dummy: bool) -> Checkpoint | None:
+    """Return the checkpoint that drafts for the model, if speculation is configured to use one."""
+    options = config.scheduler.speculative_config
+    model = None if options is None else SpeculationConfig.from_options(options).model
+    if model is None:
+        return None
+    load_format = "dummy" if is_dummy else "auto"
+    return open_checkpoint(model, load_format=load_format, download_dir=config.model.download_dir)
+
+
+def with_predictor(
+    spec: DecoderSpec, config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None = None
+) -> DecoderSpec:
+    """Return the decoder with the layer that predicts further tokens, if speculation is configured to use one."""
     options = config.scheduler.speculative_config
     method = None if options is None else SpeculationConfig.from_options(options).method
+    if draft is not None and spec.has_lm_head:
+        return replace(spec, predictor=eagle_spec(draft.config, read_headers(draft.weight_files), spec))
     if method not in ("auto", "mtp"):
         return spec
-    predictor = predictor_spec(checkpoint.config, spec) if spec.has_lm_head else None
+    predictor = mtp_spec(checkpoint.config, spec) if spec.has_lm_head else None
     if predictor is not None and checkpoint.weight_files:  # configs do not tell
         tensors = f"{predictor.names.projection}."
         if not any(name.startswith(tensors) for name in read_headers(checkpoint.weight_files)):
@@ -169,7 +186,7 @@ def quantized_kv_spec(spec: DecoderSpec, cache: CacheConfig) -> DecoderSpec:
         return spec
     predictor = spec.predictor
     if predictor is not None:
-        predictor = replace(predictor, mixer=predictor.mixer.with_quantized_kv(cache.kv_cache_dtype))
+        predictor = predictor.with_quantized_kv(cache.kv_cache_dtype)
     mixers = [
         mixer
         if mixer is None

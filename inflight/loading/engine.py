@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # The most drafts of a request in a step unless configured: of a model's predictor, and of lookups.
 MODEL_DRAFTS, LOOKUP_DRAFTS = 3, 16
+MODEL_METHODS = ("mtp", "eagle3")
 
 
 def decoder_core(
@@ -96,14 +97,14 @@ def make_speculation(
     if options.speculative_config is None:
         return NoSpeculation()
     config = SpeculationConfig.from_options(options.speculative_config)
-    if config.method == "mtp" and not predicts:
+    if config.method in MODEL_METHODS and not predicts:
         raise ConfigError(
-            "speculative_config: method is mtp, but the model was loaded without its layer that predicts further "
-            "tokens, or for a GPU, where it does not run yet"
+            f"speculative_config: method is {config.method}, but the model was loaded without a layer that predicts "
+            "further tokens, or for a GPU, where it does not run yet"
         )
     constraints = GrammarDrafts(grammars)
     predictions = None if config.method == "grammar" else Predictions(config)
-    if predicts and config.method in ("auto", "mtp"):
+    if predicts and config.method in ("auto", *MODEL_METHODS):
         most = config.num_speculative_tokens or MODEL_DRAFTS
         return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions)
     drafters: list[Drafter] = [constraints, *([] if config.method == "grammar" else [Lookup(config)])]

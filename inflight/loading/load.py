@@ -179,6 +179,7 @@ def fill_decoder(
         seed=model.config.model.seed,
         max_position=plan.context,
         shard=shard,
+        draft=plan.draft,
     )
     if shard.is_last:
         plan.decoder.complete(decoder)

@@ -241,9 +241,10 @@ class TensorRows:
     shape: tuple[int, ...]  # in the checkpoint
     runs: tuple[RowRun, ...]
     dummy: float
+    dtypes: tuple[str, ...] = FLOATS  # as which the checkpoint may store it
 
     def placements(self, name: str, weights: WeightFormat = PLAIN_FORMAT) -> Iterator[Placement]:  # noqa: ARG002
-        yield Placement(name, self.shape, self._load, self.dummy)
+        yield Placement(name, self.shape, self._load, self.dummy, dtypes=self.dtypes)
 
     def _load(self, tensor: Tensor, first: int) -> None:
         for row, rows in rows_in(self.runs, len(tensor), first):

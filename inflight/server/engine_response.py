@@ -1,18 +1,20 @@
 """One request to the engine over HTTP, from its checked body to its last byte.
 
-A route reads the body and returns an `EngineResponse`. Starlette calls it, and the call reads from top to bottom: admit
-the request, run the route's `answer` coroutine (prepare the prompts, then `generate`), clean up, send an error if there
-was one.
+A route reads the body as an `EngineCall` and returns an `EngineResponse`. Starlette calls it, and the call reads from
+top to bottom: admit the request, run the route's `answer` coroutine (prepare the prompts, then `generate`), clean up,
+send an error if there was one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -23,13 +25,16 @@ from inflight.errors import EngineError
 from inflight.events import Delta
 from inflight.frontend.generation import Generation
 from inflight.frontend.output_processor import OutputProcessor
-from inflight.request import RequestContext, RequestOrigin
+from inflight.request import RequestOrigin
+from inflight.scoring import Task
+from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
-from inflight.server.http.bodies import ENGINE_RESPONSE
+from inflight.server.http.bodies import ENGINE_RESPONSE, read_json
 from inflight.server.observability.request_log import LoggedRequest, Reason
 from inflight.server.prepare import GenerationParams
-from inflight.server.state import ServedModel, caller_of, state_of
+from inflight.server.schemas import EngineBody
+from inflight.server.state import ServedModel, ServerState, caller_of, state_of
 
 ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for
 ERROR_SECONDS = 5.0  # how long a client has to read an error
@@ -40,6 +45,36 @@ PART_SIZE = 256 << 10  # bytes of a long answer that are encoded and sent at a t
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
+BodyT = TypeVar("BodyT", bound=EngineBody)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall(Generic[BodyT]):
+    """A request to the engine as a route reads it."""
+
+    request: Request
+    state: ServerState
+    caller: Caller
+    body: BodyT
+    model: ServedModel
+    model_name: str  # as the body names it
+    request_id: str
+
+    @classmethod
+    async def read(
+        cls, request: Request, schema: type[BodyT], task: Task, prefix: str, num_bytes: int = 16
+    ) -> EngineCall[BodyT]:
+        """Read and check the body. An id that it does not give is random, with this prefix and so many bytes.
+
+        Raises ApiError, and RequestError if the model cannot do the task.
+        """
+        state = state_of(request)
+        body = await read_json(request, schema, state.options)
+        model, name = state.find_model(body.model, task)
+        request_id = body.request_id or f"{prefix}{secrets.token_hex(num_bytes)}"
+        return cls(request, state, caller_of(request), body, model, name, request_id)
+
+
 class EngineResponse(Response):
     """A response that is written while the engine computes it. It holds the whole state of one answer."""
 
@@ -47,32 +82,29 @@ class EngineResponse(Response):
 
     def __init__(
         self,
-        request: Request,
-        model: ServedModel,
+        call: EngineCall[Any],
         answer: Callable[[EngineResponse], Awaitable[None]],
+        user: str | None,
         *,
-        request_id: str,
-        model_name: str,
-        context: RequestContext,
-        stream: bool = False,
+        stream: bool | None = False,
         formatter: ResponseFormatter | None = None,
         awaited: str = "token",
     ) -> None:
         """`answer` does the work and sends everything. `awaited` is what the client waits for first."""
-        self.state, self.caller, self.model = state_of(request), caller_of(request), model
-        self.context = context
+        self.state, self.caller, self.model = call.state, call.caller, call.model
+        self.model_name, request = call.model_name, call.request
+        self.context = context = call.caller.context(call.body, user)
         options = self.state.options
         self.cancel_scope = CancelScope(request.receive, options.first_token_timeout, options.request_timeout)
         self.logged = LoggedRequest(
-            request_id,
+            call.request_id,
             self.caller,
             request.scope["route"].path,
-            stream,
+            bool(stream),
             context.priority,
             context.tenant,
             self.cancel_scope.end,
         )
-        self.model_name = model_name
         self._answer = answer
         self._formatter = self.logged.formatter = formatter or ResponseFormatter()
         self._awaited = awaited

@@ -18,7 +18,7 @@ from inflight import StructuredOutputs
 from inflight.constraints import trial_worker
 from inflight.constraints import validator as validator_module
 from inflight.constraints.answer_rules import AnswerRules, RuleSchema
-from inflight.constraints.attempts import BudgetSpentError, Draft
+from inflight.constraints.attempts import BudgetSpentError, GrammarSource
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.constraints.validator import (
     ATTEMPT_SECONDS,
@@ -116,7 +116,7 @@ def test_grammars_are_written_in_the_sandbox_alone(
     def fail(*_: Any) -> None:
         raise AssertionError("a grammar was written in this process")
 
-    monkeypatch.setattr(Draft, "lark", fail)
+    monkeypatch.setattr(GrammarSource, "lark", fail)
     with closing(GrammarValidator(vocabulary)) as own:
         own.validate(StructuredOutputs(**fields))
 
@@ -227,11 +227,11 @@ class StubProcess:
 
     def wait_until_ready(self) -> None: ...
 
-    def attempt(self, draft: Draft, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:  # noqa: ARG002
+    def attempt(self, source: GrammarSource, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:  # noqa: ARG002
         StubProcess.num_attempts += 1
         if cpu_seconds < 0.6:
             raise BudgetSpentError("killed by the timer")
-        return "it is WRONG" if "WRONG" in draft.text else "", 0.6
+        return "it is WRONG" if "WRONG" in source.text else "", 0.6
 
     def interrupt(self) -> None: ...
 

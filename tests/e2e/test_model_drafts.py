@@ -17,8 +17,14 @@ from inflight.scheduling.batch import Sampled, ScheduledStep
 from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
 from tests.e2e.test_speculation import Oracle, draw_options, draw_requests
 from tests.scheduling.guessing import EagerModel
-from tests.support.checkpoints import VOCAB_SIZE, write_tokenizer
-from tests.support.predictors import PREDICTORS, edit_tensors, predicted_states, write_with_predictor
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
+from tests.support.predictors import (
+    PREDICTORS,
+    edit_tensors,
+    predicted_states,
+    write_eagle,
+    write_with_predictor,
+)
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
@@ -46,13 +52,24 @@ class Replaced(ModelDrafter):
 
 @pytest.mark.parametrize("family", PREDICTORS)
 def test_model_drafts_change_no_token(family: str, written: dict[str, tuple[Path, Any, Any]]) -> None:
-    folder, rng = written[family][0], random.Random(family)
+    check_tokens(written[family][0], family, MTP)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "qwen3.5"])
+def test_drafts_of_another_checkpoint_change_no_token(family: str, tmp_path: Path) -> None:
+    write_tokenizer(write_checkpoint(tmp_path / "model", family))
+    write_eagle(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    check_tokens(tmp_path / "model", family, {"method": "eagle3", "model": str(tmp_path / "draft")})
+
+
+def check_tokens(folder: Path, seed: str, speculation: dict[str, Any]) -> None:
+    rng = random.Random(seed)
     plain = LLM(str(folder))
     num_drafted = num_accepted = 0
     for odds, hard in ((1.0, True), (0.7, False), (0.0, True), (0.8, True)):
         prompts, params = draw_requests(rng)
         expected = plain.generate(prompts, params)
-        llm = LLM(str(folder), speculative_config=MTP, **draw_options(rng, hard))
+        llm = LLM(str(folder), speculative_config=speculation, **draw_options(rng, hard))
         oracle = Oracle(rng, odds)
         oracle.learn(expected)
         scheduler = llm._engine.core.scheduler

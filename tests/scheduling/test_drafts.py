@@ -335,8 +335,11 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "method is None: it must be one of auto, mtp, suffix, ngram, grammar"),
+        ({}, "method is None: it must be one of auto, mtp, eagle3, suffix, ngram, grammar"),
         ({"method": "eagle"}, "method is 'eagle'"),
+        ({"method": "eagle3"}, "model is None: with method eagle3, it must name a checkpoint"),
+        ({"method": "eagle3", "model": 3}, "model is 3: with method eagle3, it must name a checkpoint"),
+        ({"method": "mtp", "model": "a"}, "model is 'a': with method mtp, it must be left out"),
         ({"method": "suffix", "tokens": 3}, "speculative_config has tokens: allowed are method, "),
         (
             {"method": "suffix", "num_speculative_tokens": 0},

@@ -1,4 +1,4 @@
-"""Small random layers that predict further tokens, as checkpoints of the families that have them store them."""
+"""Small random layers that predict further tokens, as checkpoints that have them store them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import make_model, randomise
+from tests.support.checkpoints import VOCAB_SIZE, make_model, randomise
 
 # Families with such a layer, and the fields that say so.
 PREDICTORS: dict[str, dict[str, Any]] = {
@@ -95,3 +95,62 @@ def predicted_states(model: Any, layer: Any, token_ids: list[int], guesses: list
             following, hidden = [*following, guesses[number]], torch.cat((hidden, states[:, -1:]), dim=1)
     last: Tensor = states[0]
     return last
+
+
+# ---- EAGLE-3 ----
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, DRAFT_VOCAB, EPS = 64, 4, 2, 16, 96, 100, 1e-5
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": EPS,
+    "rope_theta": 1000.0,
+}
+
+
+def write_eagle(
+    folder: Path, layers: str = "midlayer", nested: bool = False, own_embedding: bool = False, **fields: Any
+) -> dict[str, Tensor]:
+    """Write a random checkpoint, and return its tensors."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int, scale: float = 0.12) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    tensors = {
+        "fc.weight": random(HIDDEN, 3 * HIDDEN),
+        f"{layers}.input_layernorm.weight": 1 + random(HIDDEN, scale=0.3),
+        f"{layers}.hidden_norm.weight": 1 + random(HIDDEN, scale=0.3),
+        f"{layers}.post_attention_layernorm.weight": 1 + random(HIDDEN, scale=0.3),
+        f"{layers}.self_attn.q_proj.weight": random(HEADS * DIM, 2 * HIDDEN),
+        f"{layers}.self_attn.k_proj.weight": random(KV_HEADS * DIM, 2 * HIDDEN),
+        f"{layers}.self_attn.v_proj.weight": random(KV_HEADS * DIM, 2 * HIDDEN),
+        f"{layers}.self_attn.o_proj.weight": random(HIDDEN, HEADS * DIM),
+        f"{layers}.mlp.gate_proj.weight": random(INNER, HIDDEN),
+        f"{layers}.mlp.up_proj.weight": random(INNER, HIDDEN),
+        f"{layers}.mlp.down_proj.weight": random(HIDDEN, INNER),
+        "norm.weight": 1 + random(HIDDEN, scale=0.3),
+        "lm_head.weight": random(DRAFT_VOCAB, HIDDEN),
+    }
+    known = torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB].sort().values
+    tensors["d2t"] = known - torch.arange(DRAFT_VOCAB)
+    tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, known, True)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = random(VOCAB_SIZE, HIDDEN)
+    config: dict[str, Any] = {"draft_vocab_size": DRAFT_VOCAB}
+    if nested:
+        config |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        config["transformer_layer_config"] = LLAMA
+    else:
+        config |= LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors

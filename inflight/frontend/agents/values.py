@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from inflight.constraints.schema_document import part_at
 from inflight.frontend.agents.source import ParserEvent, Reading, Source
 
 NOT_JSON = object()  # returned by `parse_json`
@@ -65,10 +66,10 @@ def resolve_reference(schema: object, root: object) -> object:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
-        schema = root
-        for name in reference[2:].split("/"):
-            key = name.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
+        try:
+            schema = part_at(root, reference)
+        except LookupError:
+            return None
     return schema
 
 

@@ -55,6 +55,7 @@ class AttentionSpec:
     quantized_kv: str | None = None  # how the KV cache holds it, "fp8" or "int8"; None: as computed
     # The layer whose keys and values it reads, with heads and window like its own; None: it has its own.
     kv_source: int | None = None
+    input_size: int | None = None  # features of its input; None: those of the residual, which is its input
 
     state_size = kept_values = 0
 
@@ -133,7 +134,8 @@ class SelfAttention:
         self._cache = layer.cache
         self._qkv_size = heads_here.query_size + 2 * heads_here.kv_size * has_kv
         num_rows = self._qkv_size + heads_here.query_size * heads_here.has_gate
-        self.qkv = layer.linear("attention.qkv", spec.hidden_size, num_rows, heads_here.qkv_bias)
+        num_inputs = whole.input_size or spec.hidden_size
+        self.qkv = layer.linear("attention.qkv", num_inputs, num_rows, heads_here.qkv_bias)
         self.output = layer.output("attention.output", heads_here.query_size, heads_here.output_bias)
         self.in_norm, self.out_norm = layer.norms()
         of_all, any_norm = heads_here.qk_norm is QKNorm.WHOLE, heads_here.qk_norm is not QKNorm.NONE
@@ -167,8 +169,19 @@ class SelfAttention:
         next_norm: Tensor | None,
         output_tokens: Tensor | None = None,
     ) -> Residual:
+        return self.attend(residual, residual, step, next_norm, output_tokens)
+
+    def attend(
+        self,
+        inputs: Residual,
+        residual: Residual,
+        step: MixerStep,
+        next_norm: Tensor | None,
+        output_tokens: Tensor | None = None,
+    ) -> Residual:
+        """Return the residual plus the output for `inputs`, which are usually the residual itself."""
         spec, local = self._spec, self._own
-        projected = self.qkv.normed(residual, spec.norm_eps)  # gates come last
+        projected = self.qkv.normed(inputs, spec.norm_eps)  # gates come last
         qkv = projected[:, : self._qkv_size] if local.has_gate else projected
         if local.qk_norm is QKNorm.WHOLE:
             qkv = self._normalise_whole(qkv)
@@ -185,6 +198,7 @@ class SelfAttention:
         spec, local = self._spec, self._own
         if (
             local.has_gate
+            or local.input_size is not None
             or local.kv_source is not None
             or local.qk_norm is QKNorm.WHOLE
             or local.output_scale != 1.0

@@ -29,6 +29,8 @@ from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.heads import Head
 
+NEVER = -1e30  # the logit of tokens that a predictor does not know
+
 
 class Decoder:
     """Token ids to hidden states to logits. Holds the weights, never the KV cache.
@@ -58,8 +60,8 @@ class Decoder:
         builders = list(self._builders())
         self.layers = [Layer.build(layer) for layer in builders[: len(shard.layers)]]
         self.predictor: Predictor | None = None  # guesses the token after the next
-        if len(builders) > len(shard.layers):
-            self.predictor = Predictor(shard.whole, builders[-1])
+        if shard.whole.predictor is not None and len(builders) > len(shard.layers):
+            self.predictor = shard.whole.predictor.build(shard.whole, builders[-1])
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -158,6 +160,7 @@ class Decoder:
         inputs: Any,
         output_tokens: Tensor | None = None,
         states: Sequence[LayerStates] = (),
+        inner: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden_size] of token ids [T].
 
@@ -166,12 +169,14 @@ class Decoder:
 
         With `output_tokens` [W], token indices, return only theirs, [W, hidden_size]. The last layer then computes only
         keys and values for the other tokens, which saves a prompt most of a layer. Negative indices are padding.
+
+        The residual before the layers that a predictor reads is appended to `inner`, if there is such a list.
         """
         x = self.embed(token_ids)
         own_inputs = None
         if self.layer_inputs is not None:
             own_inputs = self.layer_inputs(x, self._rows_of(self.layer_inputs.embed, token_ids))
-        return self.run_layers(x, caches, inputs, output_tokens, states, own_inputs)
+        return self.run_layers(x, caches, inputs, output_tokens, states, own_inputs, inner)
 
     def run_layers(
         self,
@@ -181,6 +186,7 @@ class Decoder:
         output_tokens: Tensor | None = None,
         states: Sequence[LayerStates] = (),
         layer_inputs: Tensor | None = None,
+        inner: list[Tensor] | None = None,
     ) -> Tensor:
         """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten: on a CPU the first
         plain ones in one compiled call (layers/native_kernels.py), and others one by one.
@@ -190,9 +196,14 @@ class Decoder:
         # Only the layers up to this one need all tokens.
         last_mixing = len(self.layers) if output_tokens is None else self._last_mixing
         num_fused = 0
+        read = () if inner is None or self.predictor is None else self.predictor.inner_layers
         if self._fused is not None:
-            num_fused = min(self._fused.count, max(0, last_mixing))
-            x = self._fused.run(x, caches, inputs, num_fused)
+            last = min(self._fused.count, max(0, last_mixing))
+            for end in (*(index for index in read if index < last), last):
+                x = self._fused.run(x, caches, inputs, num_fused, end)
+                num_fused = end
+                if inner is not None and end < last:
+                    inner.append(x.clone())
             if num_fused == len(self.layers):
                 return x
         norms = [*(layer.in_norm for layer in self.layers), None]
@@ -203,6 +214,8 @@ class Decoder:
             kept_tokens, residual = output_tokens, Residual(x[output_tokens], norms[0])
         for index, layer in islice(enumerate(self.layers), num_fused, None):
             next_norm = norms[index + 1]
+            if inner is not None and index in read:
+                inner.append(residual.x.clone())
             if layer.mixer is not None:
                 kept_tokens = output_tokens if index == last_mixing else None
                 mlp_norm = next_norm if layer.mlp is None else layer.mlp.in_norm
@@ -222,10 +235,6 @@ class Decoder:
                 residual = Residual(residual.x * layer.scale, next_norm)
         return residual.x
 
-    def normalise(self, hidden: Tensor) -> Tensor:
-        """Return the states [T, hidden_size] that the LM head and the predictor read."""
-        return self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
-
     def predict(
         self,
         token_ids: Tensor,
@@ -234,14 +243,25 @@ class Decoder:
         inputs: Any,
         output_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Return the predictor's hidden states, from which `Predictor.normalise` and `logits` continue.
+        """Return the predictor's hidden states, for `predicted_logits` and the next pass.
 
-        For the token at position p, `inputs` is that of the step which computes it, `states` are those after it, and
+        For the token at position p, `inputs` is that of the step which computes it, `states` are those behind it, and
         `token_ids` holds the token at p + 1: the logits are about the one at p + 2. With `output_tokens` as in
-        `forward`.
+        `forward`. May overwrite the states.
         """
-        assert self.predictor is not None
-        return self.predictor(self.embed(token_ids), states, MixerStep(inputs, caches, ()), output_tokens)
+        predictor = self.predictor
+        assert predictor is not None
+        embedded = predictor.embed(token_ids)
+        embedded = self.embed(token_ids) if embedded is None else embedded
+        return predictor(embedded, states, MixerStep(inputs, caches, ()), output_tokens)
+
+    def first_states(self, hidden: Tensor, inner: Sequence[Tensor]) -> Tensor:
+        """Return what the predictor first reads, given the results of `forward`."""
+        predictor = self.predictor
+        assert predictor is not None
+        if predictor.inner_layers:
+            return predictor.first_states(torch.cat(list(inner), dim=1))
+        return predictor.first_states(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps))
 
     @property
     def _last_mixing(self) -> int:
@@ -267,16 +287,24 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
-        return self._logits(hidden, self.final_norm)
+        return self._logits(hidden, self.final_norm, self.spec.norm_eps)
 
     def predicted_logits(self, hidden: Tensor, num_tokens: int | None = None) -> Tensor:
         """Return the logits that follow a predictor's hidden states. Ranks that hold the whole vocabulary may compute
-        those of its first tokens alone, [S, num_tokens]."""
-        assert self.predictor is not None
-        return self._logits(hidden, self.predictor.final_norm, num_tokens)
+        those of its first tokens alone, [S, num_tokens]. Tokens that it does not know are very unlikely."""
+        predictor = self.predictor
+        assert predictor is not None
+        if predictor.head is None:
+            return self._logits(hidden, predictor.final_norm, predictor.eps, num_tokens)
+        logits = predictor.head.logits(hidden, predictor.final_norm, predictor.eps)
+        if predictor.token_ids is None:
+            return logits
+        return logits.new_full((len(logits), self.spec.vocab_size), NEVER).index_copy_(
+            1, predictor.token_ids, logits
+        )
 
-    def _logits(self, hidden: Tensor, norm: Tensor, num_tokens: int | None = None) -> Tensor:
-        logits = self._lm_head().logits(hidden, norm, self.spec.norm_eps, num_tokens)
+    def _logits(self, hidden: Tensor, norm: Tensor, eps: float, num_tokens: int | None = None) -> Tensor:
+        logits = self._lm_head().logits(hidden, norm, eps, num_tokens)
         if self.spec.logit_divisor != 1.0:
             logits.div_(self.spec.logit_divisor)
         if self.spec.logit_softcap is not None:

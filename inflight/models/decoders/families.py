@@ -16,14 +16,13 @@ from inflight.errors import UnknownArchitectureError
 from inflight.models.decoders import experts_config, mixer_config, weight_names
 from inflight.models.decoders.gguf_names import gguf_predictor, with_gguf_names
 from inflight.models.decoders.mlps import DenseMlpSpec
+from inflight.models.decoders.predictor import MtpNames, MtpSpec
 from inflight.models.decoders.spec import (
     DecoderSpec,
     LayerInputsSpec,
     MixerSpec,
     MlpSpec,
     NormPlacement,
-    PredictorNames,
-    PredictorSpec,
     WeightNames,
 )
 from inflight.models.encoders.families import ENCODERS
@@ -56,7 +55,7 @@ class Family:
     layer_inputs: bool = False  # whether layers have their own inputs, if the config says so
     section: str | None = None  # the text model's part of a multimodal config
     # The names of the layer that predicts further tokens, by the number of other layers; None: it is not supported.
-    predictor: Callable[[int], PredictorNames] | None = None
+    predictor: Callable[[int], MtpNames] | None = None
     # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields that would change the computation, with the values that are supported.
@@ -361,7 +360,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     return spec if family.head == "language" else without_lm_head(spec)
 
 
-def predictor_spec(config: Mapping[str, Any], spec: DecoderSpec) -> PredictorSpec | None:
+def mtp_spec(config: Mapping[str, Any], spec: DecoderSpec) -> MtpSpec | None:
     """Return the layer of a decoder's checkpoint that predicts further tokens, or None if there is not exactly one.
 
     Not all configs say whether they have one: the tensors tell.
@@ -374,8 +373,8 @@ def predictor_spec(config: Mapping[str, Any], spec: DecoderSpec) -> PredictorSpe
         return None
     num_layers = spec.num_layers
     names = gguf_predictor(spec.names, num_layers) if GGUF_FIELD in config else family.predictor(num_layers)
-    index = names.layer.first_layer
-    return PredictorSpec(attention[-1], _mlps(fields, family, index + 1)[index], names)
+    index = names.layer.first_layer or 0
+    return MtpSpec(attention[-1], _mlps(fields, family, index + 1)[index], names)
 
 
 def _mlps(fields: Fields, family: Family, num_layers: int) -> tuple[MlpSpec, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.decoders.spec import DecoderSpec, PredictorNames, WeightNames
+from inflight.models.decoders.predictor import MtpNames
+from inflight.models.decoders.spec import DecoderSpec, WeightNames
 
 _QKV = {part: f"attention.qkv.{part[-1]}" for part in ("attn_q", "attn_k", "attn_v")}
 _INTERLEAVED = {**_QKV, "attn_q": "attention.qkv.q.interleaved", "attn_k": "attention.qkv.k.interleaved"}
@@ -76,8 +77,8 @@ def with_gguf_names(
     return replace(spec, names=names, norm_offset=0.0)
 
 
-def gguf_predictor(names: WeightNames, num_layers: int) -> PredictorNames:
+def gguf_predictor(names: WeightNames, num_layers: int) -> MtpNames:
     """Return the names of the layer that follows the others, given theirs."""
     module = f"blk.{num_layers}.nextn"
     layer = replace(names, first_layer=num_layers, final_norm=f"{module}.shared_head_norm")
-    return PredictorNames(layer, f"{module}.eh_proj", f"{module}.enorm", f"{module}.hnorm")
+    return MtpNames(layer, f"{module}.eh_proj", f"{module}.enorm", f"{module}.hnorm")

@@ -1,33 +1,121 @@
-"""Multi-token prediction (MTP): one further layer guesses the token after the next, and others from its own output."""
+"""Layers that guess further tokens. In multi-token prediction (MTP), it is one more layer of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.layer import Layer
-from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.decoders.spec import DecoderSpec, MixerSpec, MlpSpec, WeightNames
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.tensors import NormWeight, Target, whole_rows
 
 
-class Predictor:
-    """The layer of a `PredictorSpec`, behind the projection of what it reads, and before its final norm.
+class Predictor(Protocol):
+    """One further layer behind a decoder. Ranks share it as they share the decoder's; each has all that is beside it.
 
-    Ranks share the layer as they share the decoder's; each has the whole projection.
+    What it computes for the token at position p, which is where its keys and values go, is about the token at p + 2. It
+    reads the embedding of the token at p + 1, and states: first the decoder's, then its own.
     """
 
-    def __init__(self, whole: DecoderSpec, builder: LayerBuilder) -> None:
-        predictor, hidden = whole.predictor, whole.hidden_size
-        assert predictor is not None
-        self.names = predictor.names
+    layer: Layer
+    names: WeightNames  # of the layer
+    final_norm: Tensor  # [hidden_size] float32, before the LM head
+    eps: float  # of its norms
+
+    @property
+    def inner_layers(self) -> Sequence[int]:
+        """It reads the residual before these layers of the decoder; empty: behind the last."""
+
+    @property
+    def head(self) -> Linear | None:
+        """Its own LM head; None: the decoder's."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """[outputs of `head`] int64: which tokens they are; None: all."""
+
+    def first_states(self, hidden: Tensor) -> Tensor:
+        """Return the states for the decoder's normalised hidden states [T, hidden_size], or for the inner ones, side by
+        side."""
+
+    def embed(self, token_ids: Tensor) -> Tensor | None:
+        """Return its own embeddings of tokens; None: they are the decoder's."""
+
+    def __call__(
+        self, embedded: Tensor, states: Tensor, step: MixerStep, output_tokens: Tensor | None = None
+    ) -> Tensor:
+        """Return hidden states [T, hidden_size]; with `output_tokens` [W], token indices, only theirs. May overwrite
+        the states."""
+
+    def next_states(self, hidden: Tensor) -> Tensor:
+        """Return the states that the next pass reads."""
+
+    def targets(self) -> Iterator[tuple[str, Target]]:
+        """Yield the modules and tensors beside the layer's, and where they are loaded."""
+
+
+# ---- multi-token prediction ----
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """How a checkpoint names the tensors of a layer for MTP, with full names of modules."""
+
+    layer: WeightNames  # and of its final norm
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """Implements `PredictorSpec`: a layer of the same checkpoint. Embedding and LM head are the decoder's."""
+
+    mixer: MixerSpec
+    mlp: MlpSpec
+    names: MtpNames
+
+    is_separate = False
+
+    def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
+        return replace(
+            decoder,
+            mixers=(self.mixer,),
+            mlps=(self.mlp,),
+            names=self.names.layer,
+            has_layer_scales=False,
+            layer_inputs=None,
+            predictor=None,
+        )
+
+    def with_quantized_kv(self, dtype: str) -> MtpSpec:
+        return replace(self, mixer=self.mixer.with_quantized_kv(dtype))
+
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder) -> Mtp:
+        return Mtp(self, decoder, layer)
+
+
+class Mtp:
+    """Implements `Predictor`: the layer, behind the projection of what it reads, and before its final norm."""
+
+    inner_layers = ()
+    head = None
+    token_ids = None
+
+    def __init__(self, spec: MtpSpec, whole: DecoderSpec, builder: LayerBuilder) -> None:
+        hidden = whole.hidden_size
+        self.names = spec.names.layer
+        self._names = spec.names
         self._kernels = builder.kernels
-        self._eps, self._norm_offset = whole.norm_eps, whole.norm_offset
+        self.eps, self._norm_offset = whole.norm_eps, whole.norm_offset
         self.embedding_norm, self.hidden_norm, self.final_norm = (builder.empty(hidden) for _ in range(3))
-        scheme = builder.spec.format_of(predictor.names.projection).scheme
+        scheme = builder.spec.format_of(spec.names.projection).scheme
         self.projection: Linear = builder.kernels.linear(
             2 * hidden, hidden, builder.dtype, False, scheme=scheme
         )
@@ -36,9 +124,7 @@ class Predictor:
     def __call__(
         self, embedded: Tensor, states: Tensor, step: MixerStep, output_tokens: Tensor | None = None
     ) -> Tensor:
-        """Return hidden states [T, hidden_size], before the norm, for the embeddings of the next tokens and the states
-        of these; with `output_tokens` [W], token indices, only theirs."""
-        kernels, eps, layer = self._kernels, self._eps, self.layer
+        kernels, eps, layer = self._kernels, self.eps, self.layer
         both = (
             kernels.rms_norm(embedded, self.embedding_norm, eps),
             kernels.rms_norm(states, self.hidden_norm, eps),
@@ -53,13 +139,17 @@ class Predictor:
             return residual.x
         return layer.mlp(residual, None, output_tokens).x
 
-    def normalise(self, hidden: Tensor) -> Tensor:
-        """Return the states that the next pass reads."""
-        return self._kernels.rms_norm(hidden, self.final_norm, self._eps)
+    def first_states(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def embed(self, token_ids: Tensor) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def next_states(self, hidden: Tensor) -> Tensor:
+        return self._kernels.rms_norm(hidden, self.final_norm, self.eps)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """Yield the modules beside the layer's, and where they are loaded."""
-        names = self.names
+        names = self._names
         yield names.projection, whole_rows(self.projection, bias=False)
         norms = {
             names.embedding_norm: self.embedding_norm,

@@ -22,6 +22,7 @@ from inflight.models.quantization import UNQUANTIZED, Quantization
 from inflight.models.tensors import StoredTensor
 
 if TYPE_CHECKING:
+    from inflight.models.decoders.predictor import Predictor
     from inflight.models.decoders.sublayers import LayerBuilder, Mixer, Mlp
 
 
@@ -64,7 +65,7 @@ class WeightNames:
     experts: tuple[Mapping[str, str], ...] = ({},)
     prefixes: tuple[str, ...] = ("model.",)  # the first that the checkpoint has an embedding under
     layers: str = "layers"  # after the prefix: what the layers are in
-    first_layer: int = 0  # the number of the first one
+    first_layer: int | None = 0  # the number of the first one; None: there is only one, without a number
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
     classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"
@@ -72,7 +73,7 @@ class WeightNames:
     ignored: tuple[str, ...] = IGNORED  # patterns of tensors that are not needed
 
     def layer_name(self, index: int) -> str:
-        return f"{self.layers}.{self.first_layer + index}"
+        return self.layers if self.first_layer is None else f"{self.layers}.{self.first_layer + index}"
 
 
 class MixerSpec(Protocol):
@@ -144,27 +145,25 @@ class LayerInputsSpec:
         return scale
 
 
-@dataclass(frozen=True, slots=True)
-class PredictorNames:
-    """How a checkpoint names the tensors of a predictor, with full names of modules."""
+class PredictorSpec(Protocol):
+    """One further layer that guesses tokens beyond the next (`predictor.py`, `eagle.py`)."""
 
-    layer: WeightNames  # and of its final norm
-    projection: str
-    embedding_norm: str
-    hidden_norm: str
+    @property
+    def mixer(self) -> MixerSpec:
+        """What keeps keys and values, behind those of the decoder's layers."""
 
+    @property
+    def is_separate(self) -> bool:
+        """Whether its tensors are in another checkpoint."""
 
-@dataclass(frozen=True, slots=True)
-class PredictorSpec:
-    """One further layer, which guesses the token after the next: the multi-token prediction (MTP) of a checkpoint.
+    def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
+        """Return its layer as a decoder of one layer."""
 
-    It reads a projection of the next token's embedding and the decoder's hidden state, both normalised, and keeps its
-    own keys and values. Embedding and LM head are the decoder's.
-    """
+    def with_quantized_kv(self, dtype: str) -> PredictorSpec:
+        """Return the same with keys and values in "fp8" or "int8"."""
 
-    mixer: MixerSpec
-    mlp: MlpSpec
-    names: PredictorNames
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder) -> Predictor:
+        """Return a rank's part with empty weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +194,6 @@ class DecoderSpec:
     expert_parallel: bool = False
     quantization: Quantization = UNQUANTIZED
     predictor: PredictorSpec | None = None  # None: there is none, or it is not needed
-
-    @property
-    def predictor_layer(self) -> DecoderSpec | None:
-        """The predictor's layer, as a decoder of one layer."""
-        predictor = self.predictor
-        if predictor is None:
-            return None
-        return replace(
-            self,
-            mixers=(predictor.mixer,),
-            mlps=(predictor.mlp,),
-            names=predictor.names.layer,
-            has_layer_scales=False,
-            layer_inputs=None,
-            predictor=None,
-        )
 
     def format_of(self, module: str) -> WeightFormat:
         """Return the format of a module's weights; "{}" in its name stands for any expert."""
@@ -315,8 +298,10 @@ class Shard:
     @property
     def predictor(self) -> Shard | None:
         """This rank's part of the layer that predicts further tokens."""
-        layer = self.whole.predictor_layer
-        return None if layer is None else replace(self, whole=layer, layers=range(1))
+        predictor = self.whole.predictor
+        if predictor is None:
+            return None
+        return replace(self, whole=predictor.layer_of(self.whole), layers=range(1))
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""
@@ -330,7 +315,8 @@ class Shard:
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Raise if the model cannot be split across `size` ranks."""
-    for mixer in dict.fromkeys(spec.mixers):
+    further = () if spec.predictor is None else (spec.predictor.mixer,)
+    for mixer in dict.fromkeys((*spec.mixers, *further)):
         if mixer is not None:
             mixer.check_split(size)
     parts = [mlp.num_parts(spec.expert_parallel) for mlp in spec.mlps if mlp is not None]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.decoders.spec import IGNORED, PredictorNames, WeightNames
+from inflight.models.decoders.predictor import MtpNames
+from inflight.models.decoders.spec import IGNORED, WeightNames
 
 ATTENTION = {
     "self_attn.q_proj": "attention.qkv.q",
@@ -157,7 +158,7 @@ QWEN3_NEXT = WeightNames(_QWEN_LAYER | _GROUPED_NET, experts=EXPERTS, ignored=(*
 QWEN3_5 = WeightNames(
     _QWEN_LAYER | _SEPARATE_NET, experts=EXPERTS, ignored=(*IGNORED, _FURTHER_TOKENS, r"^model\.visual\.")
 )
-_QWEN_PREDICTOR = PredictorNames(
+_QWEN_PREDICTOR = MtpNames(
     WeightNames(_QWEN_LAYER, experts=EXPERTS, prefixes=("",), layers="mtp.layers", final_norm="mtp.norm"),
     projection="mtp.fc",
     embedding_norm="mtp.pre_fc_norm_embedding",
@@ -165,11 +166,11 @@ _QWEN_PREDICTOR = PredictorNames(
 )
 
 
-def qwen_predictor(num_layers: int) -> PredictorNames:  # noqa: ARG001
+def qwen_predictor(num_layers: int) -> MtpNames:  # noqa: ARG001
     return _QWEN_PREDICTOR
 
 
-def glm_predictor(num_layers: int) -> PredictorNames:
+def glm_predictor(num_layers: int) -> MtpNames:
     """Return the names of a layer that follows the others."""
     module = f"model.layers.{num_layers}"
     names = replace(
@@ -179,7 +180,7 @@ def glm_predictor(num_layers: int) -> PredictorNames:
         first_layer=num_layers,
         final_norm=f"{module}.shared_head.norm",
     )
-    return PredictorNames(names, f"{module}.eh_proj", f"{module}.enorm", f"{module}.hnorm")
+    return MtpNames(names, f"{module}.eh_proj", f"{module}.enorm", f"{module}.hnorm")
 
 
 QWEN3_5_VISION = replace(QWEN3_5, prefixes=("model.language_model.",))

@@ -79,8 +79,14 @@ def placements(
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
-    if decoder.predictor is not None:
+    if decoder.predictor is not None and (dummy or not _is_separate(decoder)):
         yield from _predictor(decoder.predictor, decoder, predictor_layout, dummy)
+
+
+def _is_separate(decoder: Decoder) -> bool:
+    """Return whether there is a predictor, and another checkpoint has its tensors."""
+    predictor = decoder.shard.whole.predictor
+    return predictor is not None and predictor.is_separate
 
 
 def _layer(
@@ -98,13 +104,21 @@ def _layer(
 
 
 def _predictor(predictor: Predictor, decoder: Decoder, layout: int, dummy: bool) -> Iterator[Placement]:
-    spec = decoder.shard.whole.predictor_layer
-    assert spec is not None
+    assert decoder.shard.predictor is not None
+    spec = decoder.shard.predictor.whole
     prefix = spec.names.prefixes[0]
     yield from _layer(predictor.layer, spec, 0, prefix, layout, dummy)
     for module, target in predictor.targets():
         weights = spec.format_of(module)
         yield from target.placements(prefix + module, weights.quantizing() if dummy else weights)
+
+
+def _fill_separate(predictor: Predictor, decoder: Decoder, draft: Checkpoint) -> None:
+    """Load a predictor from another checkpoint, after checking that it holds exactly its tensors."""
+    stored = read_headers(draft.weight_files)
+    needed = list(_predictor(predictor, decoder, 0, False))
+    check_tensors(needed, stored, predictor.names.ignored)
+    fill({placement.name: placement for placement in needed}, stored, None, decoder.device)
 
 
 def _layer_inputs(inputs: LayerInputs, decoder: Decoder, prefix: str, dummy: bool) -> Iterator[Placement]:
@@ -133,9 +147,10 @@ def load_decoder(
     progress: Progress | None = None,
     spec: DecoderSpec | None = None,
     shard: Shard | None = None,
+    draft: Checkpoint | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder with its weights loaded. `spec` defaults to the one that config.json describes,
-    `shard` to the whole decoder."""
+    `shard` to the whole decoder. `draft` has the tensors of a predictor that is separate."""
     shard = shard or whole_shard(spec or decoder_spec(checkpoint.config))
     stored: dict[str, StoredTensor] = {}
     names = 0, 0, 0
@@ -149,6 +164,8 @@ def load_decoder(
     else:
         needed = placements(decoder, *names)
         fill({placement.name: placement for placement in needed}, stored, progress, device)
+        if draft is not None and decoder.predictor is not None:
+            _fill_separate(decoder.predictor, decoder, draft)
     return decoder
 
 
@@ -180,9 +197,9 @@ def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int
     ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))
     layout = _layout(names, stored, lambda layout: placements(decoder, variant, layout))
     predictor_layout = 0
-    if (predictor := decoder.predictor) is not None:
+    if (predictor := decoder.predictor) is not None and not _is_separate(decoder):
         predictor_layout = _layout(
-            predictor.names.layer, stored, lambda layout: _predictor(predictor, decoder, layout, False)
+            predictor.names, stored, lambda layout: _predictor(predictor, decoder, layout, False)
         )
     found = variant, layout, predictor_layout
     check_tensors(placements(decoder, *found), stored, ignored, layers_hint(spec.num_layers, stored))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +18,7 @@ from inflight.server.anthropic.schemas import (
     MessagesBody,
     TokenCount,
 )
-from inflight.server.engine_response import EngineResponse
+from inflight.server.engine_response import EngineCall, EngineResponse
 from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, conversation_params, prepare_conversation
@@ -37,9 +35,8 @@ ROUTE = "/v1/messages"
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, given as messages of content blocks."""
-    state, caller = state_of(request), caller_of(request)
-    body = await read_json(request, MessagesBody, state.options)
-    model, name = state.find_model(body.model, "generate")
+    call = await EngineCall.read(request, MessagesBody, "generate", "msg_", 12)
+    state, caller, model, body = call.state, call.caller, call.model, call.body
     check(body)
     params = await state.in_thread_if(
         body.is_large,
@@ -53,7 +50,6 @@ async def create_message(request: Request) -> Response:
             constraint=text_constraint(body),
         ),
     )
-    request_id = body.request_id or f"msg_{secrets.token_hex(12)}"
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
     async def answer(response: EngineResponse) -> None:
@@ -62,16 +58,8 @@ async def create_message(request: Request) -> Response:
         )
         await response.generate(prepared, params)
 
-    return EngineResponse(
-        request,
-        model,
-        answer,
-        request_id=request_id,
-        model_name=name,
-        context=caller.context(body, user_of(body)),
-        stream=bool(body.stream),
-        formatter=MessagesFormatter(request_id, name, shows_thinking),
-    )
+    formatter = MessagesFormatter(call.request_id, call.model_name, shows_thinking)
+    return EngineResponse(call, answer, user_of(body), stream=body.stream, formatter=formatter)
 
 
 @router.post(f"{ROUTE}/count_tokens", **documented(CountTokensBody, TokenCount, 529, error=MessageErrorBody))

@@ -101,7 +101,7 @@ _PLAIN_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})\r\n")
 MAX_CHUNKS = 256  # parsed at a time, since each costs the parser the same however small it is
 
 
-class _Part(Enum):
+class _RequestPart(Enum):
     HEADERS = 0
     BODY = 1  # of a known length
     CHUNK_SIZE = 2
@@ -116,7 +116,7 @@ class RequestFraming:
     """
 
     def __init__(self) -> None:
-        self._part = _Part.HEADERS
+        self._part = _RequestPart.HEADERS
         self._has_begun = False  # whether the next request has; newlines before it are skipped
         self._num_left = 0  # bytes left of the body, or of the chunk and the newline after it
         self._line = b""  # the line received so far
@@ -125,11 +125,11 @@ class RequestFraming:
 
     @property
     def in_chunks(self) -> bool:
-        return self._part in (_Part.CHUNK_SIZE, _Part.CHUNK, _Part.TRAILERS)
+        return self._part in (_RequestPart.CHUNK_SIZE, _RequestPart.CHUNK, _RequestPart.TRAILERS)
 
     @property
     def in_headers(self) -> bool:
-        return self._part is _Part.HEADERS
+        return self._part is _RequestPart.HEADERS
 
     @property
     def num_extra_bytes(self) -> int:
@@ -142,10 +142,10 @@ class RequestFraming:
         self._has_begun = False
         self._line, self._num_extra_bytes = b"", 0
         if b"transfer-encoding" in values:
-            self._part = _Part.CHUNK_SIZE
+            self._part = _RequestPart.CHUNK_SIZE
         else:
             self._num_left = int(values.get(b"content-length", b"0"))
-            self._part = _Part.BODY if self._num_left else _Part.HEADERS
+            self._part = _RequestPart.BODY if self._num_left else _RequestPart.HEADERS
 
     def advance(self, data: bytes, start: int, max_extra_bytes: int) -> int:
         """Return how far the parser may read from `start`.
@@ -157,9 +157,9 @@ class RequestFraming:
             return self._end_of_headers(data, start)
         self._num_chunks = 0
         while start < len(data) and not self.in_headers and self.num_extra_bytes <= max_extra_bytes:
-            if self._num_chunks >= MAX_CHUNKS and self._part is _Part.CHUNK_SIZE:
+            if self._num_chunks >= MAX_CHUNKS and self._part is _RequestPart.CHUNK_SIZE:
                 break
-            read = self._skip if self._part in (_Part.BODY, _Part.CHUNK) else self._read_line
+            read = self._skip if self._part in (_RequestPart.BODY, _RequestPart.CHUNK) else self._read_line
             start = read(data, start)
         return start
 
@@ -189,12 +189,12 @@ class RequestFraming:
         num = min(self._num_left, len(data) - start)
         self._num_left -= num
         if not self._num_left:
-            self._part = _Part.HEADERS if self._part is _Part.BODY else _Part.CHUNK_SIZE
+            self._part = _RequestPart.HEADERS if self._part is _RequestPart.BODY else _RequestPart.CHUNK_SIZE
         return start + num
 
     def _read_line(self, data: bytes, start: int) -> int:
         """Read a chunk size with its extensions, or a trailer."""
-        if self._part is _Part.CHUNK_SIZE and not self._line:
+        if self._part is _RequestPart.CHUNK_SIZE and not self._line:
             start = self._whole_chunks(data, start)
         newline = data.find(b"\n", start)
         end = len(data) if newline < 0 else newline + 1
@@ -203,18 +203,18 @@ class RequestFraming:
             return end
         line, self._line = self._line, b""
         text = line.rstrip(b"\r\n")
-        if self._part is _Part.TRAILERS:
+        if self._part is _RequestPart.TRAILERS:
             self._num_extra_bytes += len(line)
-            self._part = _Part.TRAILERS if text else _Part.HEADERS
+            self._part = _RequestPart.TRAILERS if text else _RequestPart.HEADERS
             return end
         size = _CHUNK_SIZE.match(text)
         if size is None:  # the parser will refuse it
-            self._num_left, self._part = len(data), _Part.CHUNK
+            self._num_left, self._part = len(data), _RequestPart.CHUNK
             return end
         self._num_extra_bytes += len(text) - size.end()
         self._num_chunks += 1
         num = int(size[0], 16)
-        self._num_left, self._part = num + 2, _Part.CHUNK if num else _Part.TRAILERS
+        self._num_left, self._part = num + 2, _RequestPart.CHUNK if num else _RequestPart.TRAILERS
         return end
 
 

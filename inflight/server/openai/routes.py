@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any
 
@@ -10,8 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.server.engine_response import EngineResponse
-from inflight.server.http.bodies import read_json
+from inflight.server.engine_response import EngineCall, EngineResponse
 from inflight.server.openai.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openai.schemas import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody
 from inflight.server.openapi import documented
@@ -26,7 +24,7 @@ from inflight.server.prepare import (
     prompts_of_body,
 )
 from inflight.server.schemas import GenerationBody
-from inflight.server.state import ServedModel, caller_of, state_of
+from inflight.server.state import ServedModel
 
 router = APIRouter()
 
@@ -36,13 +34,11 @@ LONG_TEXT = 2000  # characters or token ids above which prompts are prepared in 
 @router.post("/v1/completions", **documented(CompletionBody, Completion, events=Completion))
 async def completions(request: Request) -> Response:
     """Continue prompts, given as text or token ids."""
-    state, caller = state_of(request), caller_of(request)
-    body = await read_json(request, CompletionBody, state.options)
-    model, name = state.find_model(body.model, "generate")
+    call = await EngineCall.read(request, CompletionBody, "generate", "cmpl-")
+    state, caller, model, body = call.state, call.caller, call.model, call.body
     params = await state.in_thread_if(body.is_large, caller, lambda: completion_params(model, body))
     prompts = prompts_of_body(model, body, params.sampling.n)
     is_long = body.is_large or sum(map(len, prompts)) > LONG_TEXT
-    request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread_if(
@@ -50,27 +46,18 @@ async def completions(request: Request) -> Response:
         )
         await response.generate(prepared, params)
 
-    return EngineResponse(
-        request,
-        model,
-        answer,
-        request_id=request_id,
-        model_name=name,
-        context=caller.context(body, body.user),
-        stream=bool(body.stream),
-        formatter=CompletionFormatter(request_id, name, **_format_options(model, body, params)),
-    )
+    options = _format_options(model, body, params)
+    formatter = CompletionFormatter(call.request_id, call.model_name, **options)
+    return EngineResponse(call, answer, body.user, stream=body.stream, formatter=formatter)
 
 
 @router.post("/v1/chat/completions", **documented(ChatBody, ChatCompletion, events=ChatChunk))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, through the checkpoint's chat template."""
-    state, caller = state_of(request), caller_of(request)
-    body = await read_json(request, ChatBody, state.options)
-    model, name = state.find_model(body.model, "generate")
+    call = await EngineCall.read(request, ChatBody, "generate", "chatcmpl-")
+    state, caller, model, body = call.state, call.caller, call.model, call.body
     params = await state.in_thread_if(body.is_large, caller, lambda: chat_params(model, body))
     check_answers(model, 1, params.sampling.n)
-    request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
@@ -78,21 +65,9 @@ async def chat_completions(request: Request) -> Response:
         )
         await response.generate(prepared, params)
 
-    return EngineResponse(
-        request,
-        model,
-        answer,
-        request_id=request_id,
-        model_name=name,
-        context=caller.context(body, body.user),
-        stream=bool(body.stream),
-        formatter=ChatFormatter(
-            request_id,
-            name,
-            with_reasoning=body.include_reasoning is not False,
-            **_format_options(model, body, params),
-        ),
-    )
+    options = _format_options(model, body, params) | {"with_reasoning": body.include_reasoning is not False}
+    formatter = ChatFormatter(call.request_id, call.model_name, **options)
+    return EngineResponse(call, answer, body.user, stream=body.stream, formatter=formatter)
 
 
 def _format_options(model: ServedModel, body: GenerationBody, params: GenerationParams) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,9 +16,8 @@ from inflight.errors import EngineError, RequestError
 from inflight.events import RequestRecord
 from inflight.request import RequestOrigin
 from inflight.scoring import Task
-from inflight.server.engine_response import EngineResponse
+from inflight.server.engine_response import EngineCall, EngineResponse
 from inflight.server.errors import ApiError, invalid
-from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import MAX_TEXT_RECORDS
 from inflight.server.openapi import documented
 from inflight.server.scoring.formatters import (
@@ -35,7 +33,6 @@ from inflight.server.scoring.schemas import (
     ClassifyBody,
     EmbeddingsAnswer,
     EmbeddingsBody,
-    PoolingBody,
     RerankAnswer,
     RerankBody,
     ScoreAnswer,
@@ -43,11 +40,9 @@ from inflight.server.scoring.schemas import (
     ScoringBody,
     TextsBody,
 )
-from inflight.server.state import ServedModel, caller_of, state_of
 
 router = APIRouter()
 
-T = TypeVar("T", bound=PoolingBody)
 ERRORS = (409, 429, 500, 504)
 LONG_ANSWER = 1 << 14  # numbers above which they are encoded in a thread
 
@@ -55,45 +50,47 @@ LONG_ANSWER = 1 << 14  # numbers above which they are encoded in a thread
 @router.post("/v1/embeddings", **documented(EmbeddingsBody, EmbeddingsAnswer, *ERRORS))
 async def embeddings(request: Request) -> Response:
     """Compute the embeddings of texts, given as text or token ids."""
-    body, model, name = await _read(request, EmbeddingsBody, "embed")
-    texts = read_inputs(body.input, model.options.max_documents)
-    call = partial(
-        model.engine.embed,
+    call = await EngineCall.read(request, EmbeddingsBody, "embed", "embed-")
+    body, engine, limit = call.body, call.model.engine, call.model.options.max_documents
+    texts = read_inputs(body.input, limit)
+    compute = partial(
+        engine.embed,
         texts,
         prompt_name=body.prompt_name,
         dimensions=body.dimensions,
         **_truncation(body),
     )
     write = partial(write_embeddings, base64=body.encoding_format == "base64")
-    pooling = PoolingCall("embed", len(texts), call, write, {"texts": "input"})
-    return _response(request, model, name, body, pooling)
+    pooling = PoolingCall("embed", len(texts), compute, write, {"texts": "input"})
+    return EngineResponse(call, pooling.answer, body.user, awaited="result")
 
 
 @router.post("/classify", **documented(ClassifyBody, ClassifyAnswer, *ERRORS))
 @router.post("/v1/classify", **documented(ClassifyBody, ClassifyAnswer, *ERRORS))
 async def classify(request: Request) -> Response:
     """Compute a number for each of the model's labels, for each text."""
-    body, model, name = await _read(request, ClassifyBody, "classify")
-    texts = read_inputs(body.input, model.options.max_documents)
-    call = partial(model.engine.classify, texts, scale=body.scale, **_truncation(body))
-    pooling = PoolingCall("classify", len(texts), call, write_classes, {"texts": "input"})
-    return _response(request, model, name, body, pooling)
+    call = await EngineCall.read(request, ClassifyBody, "classify", "classify-")
+    body, engine, limit = call.body, call.model.engine, call.model.options.max_documents
+    texts = read_inputs(body.input, limit)
+    compute = partial(engine.classify, texts, scale=body.scale, **_truncation(body))
+    pooling = PoolingCall("classify", len(texts), compute, write_classes, {"texts": "input"})
+    return EngineResponse(call, pooling.answer, body.user, awaited="result")
 
 
 @router.post("/score", **documented(ScoreBody, ScoreAnswer, *ERRORS))
 @router.post("/v1/score", **documented(ScoreBody, ScoreAnswer, *ERRORS))
 async def score(request: Request) -> Response:
     """Score how well each document answers a query: the same query for all, or one for each."""
-    body, model, name = await _read(request, ScoreBody, "score")
+    call = await EngineCall.read(request, ScoreBody, "score", "score-")
+    body, engine, limit = call.body, call.model.engine, call.model.options.max_documents
     first, second = ("queries", "documents") if body.text_1 is None else ("text_1", "text_2")
-    limit = model.options.max_documents
     queries = read_texts(first, getattr(body, first), limit)
     documents = read_texts(second, getattr(body, second), limit)
     query = queries[0] if len(queries) == 1 else queries
-    call = partial(model.engine.score, query, documents, **_scoring(body))
+    compute = partial(engine.score, query, documents, **_scoring(body))
     params = {"query": first, "documents": second}
-    pooling = PoolingCall("score", len(documents), call, write_scores, params)
-    return _response(request, model, name, body, pooling)
+    pooling = PoolingCall("score", len(documents), compute, write_scores, params)
+    return EngineResponse(call, pooling.answer, body.user, awaited="result")
 
 
 @router.post("/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
@@ -101,19 +98,13 @@ async def score(request: Request) -> Response:
 @router.post("/v2/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
 async def rerank(request: Request) -> Response:
     """Sort documents by how well they answer a query, best first."""
-    body, model, name = await _read(request, RerankBody, "rerank")
-    documents = read_documents(body.documents, model.options.max_documents)
-    call = partial(model.engine.rerank, body.query, documents, body.top_n, **_scoring(body))
+    call = await EngineCall.read(request, RerankBody, "rerank", "rerank-")
+    body, engine, limit = call.body, call.model.engine, call.model.options.max_documents
+    documents = read_documents(body.documents, limit)
+    compute = partial(engine.rerank, body.query, documents, body.top_n, **_scoring(body))
     write = partial(write_ranking, documents=body.documents if body.return_documents else None)
-    pooling = PoolingCall("rerank", len(documents), call, write, {})
-    return _response(request, model, name, body, pooling)
-
-
-async def _read(request: Request, schema: type[T], task: Task) -> tuple[T, ServedModel, str]:
-    """Return the body, its model and the model's name. Raise if the model cannot do the task."""
-    state = state_of(request)
-    body = await read_json(request, schema, state.options)
-    return body, *state.find_model(body.model, task)
+    pooling = PoolingCall("rerank", len(documents), compute, write, {})
+    return EngineResponse(call, pooling.answer, body.user, awaited="result")
 
 
 def _truncation(body: TextsBody) -> dict[str, Any]:
@@ -130,20 +121,6 @@ def _scoring(body: ScoringBody) -> dict[str, Any]:
         "truncate": bool(body.truncate),
         "max_tokens_per_doc": body.max_tokens_per_doc,
     }
-
-
-def _response(
-    request: Request, model: ServedModel, name: str, body: PoolingBody, pooling: PoolingCall
-) -> Response:
-    return EngineResponse(
-        request,
-        model,
-        pooling.answer,
-        request_id=body.request_id or f"{pooling.task}-{secrets.token_hex(16)}",
-        model_name=name,
-        context=caller_of(request).context(body, body.user),
-        awaited="result",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from inflight.layers.attention.backend import AttentionInputs
 from inflight.layers.recurrent import StateInputs, allocate_states
 from inflight.loading.planning import Devices, plan_devices
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.families import decoder_spec, predictor_spec
+from inflight.models.decoders.families import decoder_spec, mtp_spec
 from inflight.models.decoders.footprint import num_bytes
 from tests.models.running import BLOCK_SIZE, CPU, load, prompt
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
@@ -32,13 +32,16 @@ GUESSES = [7, 3, 200]
 def load_with_predictor(folder: Path, **options: Any) -> Decoder:
     config = json.loads((folder / "config.json").read_text())
     spec = decoder_spec(config)
-    spec = replace(spec, predictor=predictor_spec(config, spec))
+    spec = replace(spec, predictor=mtp_spec(config, spec))
     return load(folder, spec=spec, **options)
 
 
 @torch.inference_mode()
-def our_states(decoder: Decoder, token_ids: list[int], guesses: list[int], chunks: list[int]) -> Tensor:
-    """Return what `predicted_states` returns, of a prompt that is computed in chunks."""
+def our_states(
+    decoder: Decoder, token_ids: list[int], guesses: list[int], chunks: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the states behind the tokens of a prompt, which is computed in chunks, but the last, and behind guesses
+    of what follows; and the logits after the guesses."""
     predictor = decoder.predictor
     assert predictor is not None
     num_blocks = -(-(len(token_ids) + len(guesses)) // BLOCK_SIZE)
@@ -64,24 +67,24 @@ def our_states(decoder: Decoder, token_ids: list[int], guesses: list[int], chunk
     ids, out, start = torch.tensor([*token_ids, 0]), [], 0
     for count in chunks:
         step = inputs(start, count)
-        hidden = decoder.forward(ids[start : start + count], caches, step, None, states)
-        following = ids[start + 1 : start + count + 1]
-        x = decoder.predict(following, decoder.normalise(hidden), caches, step)
-        last = decoder.predict(
-            following, decoder.normalise(hidden), caches, step, torch.tensor([count - 1, -1])
-        )
+        inner: list[Tensor] = []
+        hidden = decoder.forward(ids[start : start + count], caches, step, None, states, inner)
+        following, first = ids[start + 1 : start + count + 1], decoder.first_states(hidden, inner)
+        x = decoder.predict(following, first.clone(), caches, step)
+        last = decoder.predict(following, first, caches, step, torch.tensor([count - 1, -1]))
         torch.testing.assert_close(last[:1], x[-1:])
-        out.append(predictor.normalise(x))
+        out.append(predictor.next_states(x))
         start += count
     out = [torch.cat(out)[:-1]]  # the last token's guess is overwritten
+    logits = []
     for number, guess in enumerate(guesses):
         step = inputs(len(token_ids) - 1 + number, 1)
-        x = decoder.predict(torch.tensor([guess]), out[-1][-1:], caches, step)
-        out.append(predictor.normalise(x))
-        logits = decoder.predicted_logits(x)
-        torch.testing.assert_close(logits, out[-1] @ decoder.head_rows(torch.arange(320)).T.float())
-        assert torch.equal(decoder.predicted_logits(x, 70), logits[:, :70])
-    return torch.cat(out)
+        x = decoder.predict(torch.tensor([guess]), out[-1][-1:].clone(), caches, step)
+        out.append(predictor.next_states(x))
+        logits.append(decoder.predicted_logits(x))
+        if predictor.head is None:
+            assert torch.equal(decoder.predicted_logits(x, 70), logits[-1][:, :70])
+    return torch.cat(out), torch.cat(logits)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -90,8 +93,10 @@ def test_predictors_match_transformers(family: str, fast: bool, tmp_path: Path) 
     model, layer = write_with_predictor(tmp_path, family)
     decoder = load_with_predictor(tmp_path, fast=fast)
     ids = prompt(22)
-    states = our_states(decoder, ids, GUESSES, [9, 1, 12])
+    states, logits = our_states(decoder, ids, GUESSES, [9, 1, 12])
     expected = predicted_states(model, layer, ids, GUESSES)
+    head = model.get_output_embeddings().weight.detach()
+    torch.testing.assert_close(logits, expected[-3:] @ head.T, rtol=0, atol=5e-4)
     torch.testing.assert_close(states, expected, rtol=0, atol=2e-4)
 
 
@@ -101,10 +106,10 @@ def test_predictor_is_read_from_a_gguf_file(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tmp_path)
     config = open_checkpoint(str(file)).config
     spec = decoder_spec(config)
-    decoder = load(file, spec=replace(spec, predictor=predictor_spec(config, spec)))
+    decoder = load(file, spec=replace(spec, predictor=mtp_spec(config, spec)))
     ids = prompt(22)
     expected = predicted_states(model, layer, ids, GUESSES)
-    states = our_states(decoder, ids, GUESSES, [9, 1, 12])
+    states, _ = our_states(decoder, ids, GUESSES, [9, 1, 12])
     torch.testing.assert_close(states, expected, rtol=0, atol=2e-4)
     params = SamplingParams(temperature=0, max_tokens=12)
     outputs = LLM(str(file), speculative_config=MTP, **OPTIONS).generate([ids], params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import counted
-from inflight.server.engine_response import EngineResponse
+from inflight.server.engine_response import EngineCall, EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
 from inflight.server.http.bodies import read_json
@@ -53,9 +52,8 @@ ROUTE = "/v1/responses"
 @router.post(ROUTE, **documented(ResponsesBody, ResponseObject, events=ResponseEvent))
 async def create_response(request: Request) -> Response:
     """Answer a conversation, given as items; it may continue an earlier response."""
-    state, caller = state_of(request), caller_of(request)
-    body = await read_json(request, ResponsesBody, state.options)
-    model, name = state.find_model(body.model, "generate")
+    call = await EngineCall.read(request, ResponsesBody, "generate", "resp_", 24)
+    state, caller, model, body = call.state, call.caller, call.model, call.body
     num_logprobs = _num_logprobs(body)
     params = await state.in_thread_if(
         body.is_large,
@@ -73,31 +71,23 @@ async def create_response(request: Request) -> Response:
     if tools.dropped:
         logger.info("ignoring tools that this server does not run: %s", ", ".join(tools.dropped))
     turn = ResponseTurn(state, model, caller, body)
-    response_id, reasoning = body.request_id or f"resp_{secrets.token_hex(24)}", body.reasoning
-    head = head_of(response_id, int(time.time()), name, body, params.sampling)
+    reasoning = body.reasoning
+    head = head_of(call.request_id, int(time.time()), call.model_name, body, params.sampling)
 
     async def answer(response: EngineResponse) -> None:
         await turn.look_up()
         prepared = await state.in_thread(caller, lambda: turn.prepare(params, response.context))
         await response.generate(prepared, params, before_end=turn.store)
 
-    return EngineResponse(
-        request,
-        model,
-        answer,
-        request_id=response_id,
-        model_name=name,
-        context=caller.context(body, user_of(body)),
-        stream=bool(body.stream),
-        formatter=ResponsesFormatter(
-            head,
-            turn.set_ended if body.store is not False else None,
-            tools=tools.by_name,
-            with_summary=bool(reasoning and (reasoning.summary or reasoning.generate_summary)),
-            num_logprobs=num_logprobs,
-            tokenizer=model.frontend.tokenizer,
-        ),
+    formatter = ResponsesFormatter(
+        head,
+        turn.set_ended if body.store is not False else None,
+        tools=tools.by_name,
+        with_summary=bool(reasoning and (reasoning.summary or reasoning.generate_summary)),
+        num_logprobs=num_logprobs,
+        tokenizer=model.frontend.tokenizer,
     )
+    return EngineResponse(call, answer, user_of(body), stream=body.stream, formatter=formatter)
 
 
 def _num_logprobs(body: ResponsesBody) -> int | None:
