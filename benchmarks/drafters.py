@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.scheduling.scheduler import NoSpeculation, Speculation
 
 ANIMALS = ("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit")
-PEOPLE = ("Anna", "Tom", "a baker", "the king", "my sister", "Lily", "a farmer", "a sailor", "Ben")
-SCHEMA = {
+NAMES = ("Anna", "Tom", "Lily", "Ben", "Stella", "Paul")
+FAMILY_NAMES = ("Baker", "King", "Miller", "Long", "Fisher", "Stone")
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "first_name": {"type": "string", "maxLength": 12},
@@ -36,7 +38,7 @@ SCHEMA = {
     },
     "additionalProperties": False,
 }
-SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
+SCHEMA["required"] = list(SCHEMA["properties"])
 
 
 def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
@@ -44,10 +46,16 @@ def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
     if name == "json":
         constraint = StructuredOutputs(json=SCHEMA)
         params: Any = [
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=constraint)
+            SamplingParams(
+                temperature=0.7, top_p=0.95, seed=seed, max_tokens=200, structured_outputs=constraint
+            )
             for seed in range(batch)
         ]
-        chats = [[user(f"Describe {PEOPLE[index % len(PEOPLE)]} as JSON.")] for index in range(batch)]
+        rng = random.Random(0)
+        chats = [
+            [user("As JSON: " + ", ".join(f"{key} {value}" for key, value in person(rng).items()))]
+            for _ in range(batch)
+        ]
     else:
         params = SamplingParams(temperature=0, max_tokens=300)
         about = [ANIMALS[index % len(ANIMALS)] for index in range(batch + 1)]
@@ -66,6 +74,20 @@ def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
         output.prompt_token_ids for output in llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
     ]
     return prompts, params
+
+
+def person(rng: random.Random) -> dict[str, str]:
+    """Return a value for each key of the schema."""
+    values = {
+        "first_name": rng.choice(NAMES),
+        "family_name": rng.choice(FAMILY_NAMES),
+        "age_in_years": str(rng.randint(1, 99)),
+        "favourite_colour": rng.choice(("red", "green", "blue", "yellow")),
+        "number_of_children": str(rng.randint(0, 9)),
+        "is_married": rng.choice(("true", "false")),
+    }
+    assert values.keys() == SCHEMA["properties"].keys()
+    return values
 
 
 def user(text: str) -> dict[str, str]:

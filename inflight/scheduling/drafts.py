@@ -60,6 +60,7 @@ NUM_TRIES = 2  # steps after which a size is known
 STEP_WEIGHT = 0.1  # of a step among all
 OWN_WEIGHT = 0.03  # of a step among those of its size, besides, and for each step since the last of them
 MAX_OWN_WEIGHT = 0.5
+MAX_CHANGE = 0.3  # by which a step differs from what was expected, as far as it counts
 
 
 class StepCosts:
@@ -87,8 +88,10 @@ class StepCosts:
         if count <= NUM_FIRST_STEPS:  # first steps are often slow
             self._seconds[size] = min(seconds, before)
             return 1.0
-        change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
         own_weight = min(OWN_WEIGHT * num_since, MAX_OWN_WEIGHT)
+        # One of many steps says little: on a busy machine, some are slow.
+        most = MAX_CHANGE if max(weight, own_weight) < MAX_OWN_WEIGHT else 1.0
+        change = 1 + min(max(seconds / before - 1, -most / (1 + most)), most)
         # Contexts and the machine's load change all of them. But a size that is seldom observed may just be wrong.
         factor = 1 + weight * (1 - own_weight) * (change - 1)
         self.scale(factor)
@@ -161,7 +164,13 @@ PATIENCE, PROBE_INTERVAL = 4, 32
 LIKELY = 0.5  # what is drafted even so, then
 WAIT_WEIGHT = 0.1  # of the last wait
 PRIOR = 4.0  # how many observations an expectation is worth
-FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
+FIRST_PROBABILITY = 0.7  # of drafts, before any was verified
+WORTH_A_GUESS = 0.5  # of the probability from which tokens pay
+# Guessing takes time, too, which small models notice. Requests whose guesses gain less are asked now and then.
+MIN_GAIN = 1.02  # how many times as fast a step with drafts must seem
+GUESS_SECONDS = 25e-6
+ASK_INTERVAL = 8
+WORTH_MEMORY = 50.0  # guesses
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
 RECOVERY = 0.002  # share of the record of a drafter that is forgotten with every token that it does not draft
 
@@ -180,6 +189,8 @@ class DraftRecord:
         self.rates = [HitRate(30.0) for _ in range(num_drafters)]  # how often each drafter was right
         self.parts: list[_Part] = []  # of the draft that is being verified
         self.has_ended = False
+        self.worth: float | None = None  # about how many tokens a guess gains; None: as for others
+        self.num_unasked = 0  # steps without a guess that could have had one
         self._kept: dict[Any, Any] = {}
 
     def kept(self, drafter: object, create: Callable[[], Kept]) -> Kept:
@@ -223,6 +234,7 @@ class AdaptiveSpeculation:
         self._is_allowed = [drafter is constraints for drafter in whole]  # whether a grammar made its guesses
         self._waited = 0.0  # about how many seconds steps with drafts wait for those before them
         self._num_plain = 0  # steps since the last one with drafts
+        self._guess_worth = 1.0  # about how many tokens a guess gains, of all requests
         self._most = most  # drafts of a request in a step
         self._costs = StepCosts()
         # Of all requests lately: by drafter, and by place in what it proposed.
@@ -245,21 +257,23 @@ class AdaptiveSpeculation:
         if room <= 0 or not num_decodes or not costs.knows(num_tokens):
             return
         seconds = costs.estimate(num_tokens)
-        # How likely a token must be: one more makes the step this much longer for all of them.
-        break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
-        tries = (
-            self._num_plain % PROBE_INTERVAL == 0
-        )  # whether drafts still cost what they did, if they are likely
+        # How likely a token must be: it makes the step this much longer for all of them. One for each is less uncertain
+        # than a single one.
+        break_even = max(MIN_PROBABILITY, costs.estimate(num_tokens + num_decodes) / seconds - 1)
+        tries = self._num_plain % PROBE_INTERVAL == 0  # whether likely drafts still cost what they did
         if tries:
             break_even = min(break_even, LIKELY)
+        if break_even >= 1:
+            return
         drafts: dict[int, _Draft] = {}
         slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
-        for entry, draft in self._drafts(step, room, break_even):
+        gain_needed = GUESS_SECONDS * num_decodes / seconds
+        for entry, draft in self._drafts(step, room, break_even, gain_needed):
             drafts[entry] = draft
             slots += [(probability, entry) for probability in draft.probabilities]
         slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
-        returned, best, num_drafted = float(num_decodes), num_decodes / seconds, 0
+        returned, best, num_drafted = float(num_decodes), MIN_GAIN * num_decodes / seconds, 0
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
             # Fewer tokens are never slower.
@@ -269,31 +283,59 @@ class AdaptiveSpeculation:
         if tries and not num_drafted:
             num_drafted = sum(probability >= LIKELY for probability, _ in slots[:room])
         self._num_plain *= not num_drafted
-        for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
-            record_of(step.requests[entry]).parts = drafts[entry].parts
-            yield entry, drafts[entry].token_ids[:length]
+        lengths = Counter(entry for _, entry in slots[:num_drafted])
+        for entry, draft in drafts.items():
+            record, length = record_of(step.requests[entry]), lengths[entry]
+            gain = sum(draft.probabilities[:length]) - length * break_even
+            worth = self._guess_worth if record.worth is None else record.worth
+            record.worth = worth + (gain - worth) / ASK_INTERVAL
+            self._guess_worth += (gain - self._guess_worth) / WORTH_MEMORY
+            if length:
+                record.parts = draft.parts
+                yield entry, draft.token_ids[:length]
 
-    def _drafts(self, step: ScheduledStep, room: int, break_even: float) -> Iterator[tuple[int, _Draft]]:
+    def _drafts(
+        self, step: ScheduledStep, room: int, break_even: float, gain_needed: float
+    ) -> Iterator[tuple[int, _Draft]]:
         """Yield the drafts of entries for which one may pay."""
-        places = [[place.estimate(FIRST_PROBABILITY) for place in places] for places in self._places]
+        firsts = [places[0].estimate(FIRST_PROBABILITY) for places in self._places]
+        places: list[list[float]] = []  # as far as each drafter's tokens may pay
         for entry in range(step.batch.num_decodes):
             request = step.requests[entry]
             most = min(self._most, request.max_total - request.num_tokens, room)
             has_outputs = request.num_computed > request.num_prompt_tokens
             if not has_outputs or request.num_in_flight > 1 or most <= 0:
                 continue
-            rates = record_of(request, len(places)).rates
+            record = record_of(request, len(firsts))
+            if (self._guess_worth if record.worth is None else record.worth) < gain_needed:
+                record.num_unasked += 1
+                if record.num_unasked % ASK_INTERVAL:
+                    continue
             paying = []  # drafters
-            for drafter, rate in enumerate(rates):
-                if rate.estimate(places[drafter][0]) > break_even:
+            for drafter, rate in enumerate(record.rates):
+                if rate.estimate(firsts[drafter]) > break_even:
                     paying.append(drafter)
                 else:
                     rate.fade(RECOVERY)
                     self._places[drafter][0].fade(RECOVERY / step.batch.num_decodes)
-            if paying and (draft := self._draft(request, most, places, paying)).token_ids:
-                yield entry, draft
+            if not paying:
+                continue
+            places = places or [self._estimates(drafter, break_even) for drafter in range(len(firsts))]
+            yield entry, self._draft(request, most, places, paying, WORTH_A_GUESS * break_even)
 
-    def _draft(self, request: Request, most: int, places: list[list[float]], paying: list[int]) -> _Draft:
+    def _estimates(self, drafter: int, break_even: float) -> list[float]:
+        """Return how often a drafter's tokens are right by their place, up to that from which none is likely to pay."""
+        estimates, reached = [], 1.0
+        for place in self._places[drafter]:
+            estimates.append(place.estimate(FIRST_PROBABILITY))
+            reached *= min(1.0, estimates[-1])
+            if reached < WORTH_A_GUESS * break_even:
+                break
+        return estimates
+
+    def _draft(
+        self, request: Request, most: int, places: list[list[float]], paying: list[int], least: float
+    ) -> _Draft:
         """Let that drafter begin which is expected to be right for most tokens.
 
         Where a grammar refuses its next token, or where nothing is left of its guess, others may know how to go on.
@@ -301,13 +343,14 @@ class AdaptiveSpeculation:
         draft, rates = _Draft([], [], []), record_of(request).rates
         is_constrained = request.params.structured_outputs is not None
         reached = 1.0
-        while (room := most - len(draft.token_ids)) > 0 and reached >= MIN_PROBABILITY:
+        while (room := most - len(draft.token_ids)) > 0 and reached >= least:
             best, best_length = None, 0.0
             probabilities: list[float] = []
             for drafter in paying:
                 if draft.parts and draft.parts[-1].drafter == drafter:
                     continue  # it had no more to say
-                guess = self._drafters[drafter].propose(request, draft.token_ids, room)
+                count = min(room, len(places[drafter]))
+                guess = self._drafters[drafter].propose(request, draft.token_ids, count)
                 if is_constrained and guess.token_ids and not self._is_allowed[drafter]:
                     guess = self._cut(request, draft.token_ids, guess)
                 estimates = map(rates[drafter].estimate, places[drafter])
