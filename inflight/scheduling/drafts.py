@@ -73,10 +73,12 @@ class StepCosts:
         self._known: list[int] = []  # those of which NUM_TRIES were
         self._num_steps = 0
         self._last: dict[int, int] = {}  # when each size was observed
+        self._bounds: list[float] = []  # of each known size: what it, or any larger one, takes at least
 
     def observe(self, num_tokens: int, seconds: float, weight: float = STEP_WEIGHT) -> float:
         """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
+        self._bounds.clear()
         before = self._seconds.get(size, seconds)
         count = self._counts[size] = self._counts.get(size, 0) + 1
         self._num_steps += 1
@@ -99,6 +101,7 @@ class StepCosts:
         return factor
 
     def scale(self, factor: float) -> None:
+        self._bounds.clear()
         for size in self._tried:
             self._seconds[size] *= factor
 
@@ -118,7 +121,8 @@ class StepCosts:
     def estimate(self, num_tokens: int) -> float:
         """Return about how long a step takes: a straight line between known sizes, and on behind them.
 
-        A size that is hardly known seems no slower than that, so it is tried until it is known.
+        A size that is hardly known seems no slower than that, so it is tried until it is known. No size seems slower
+        than a larger one.
         """
         sizes, seconds = self._known or self._tried, self._seconds
         if len(sizes) < 2:
@@ -128,13 +132,21 @@ class StepCosts:
         slope = (seconds[above] - seconds[below]) / (above - below)
         if num_tokens < below or num_tokens > above:
             slope = max(slope, 0.0)
-        return seconds[below] + (num_tokens - below) * slope
+        line = seconds[below] + (num_tokens - below) * slope
+        if num_tokens > above:
+            return line
+        if not self._bounds:
+            self._bounds = [*accumulate((seconds[size] for size in reversed(sizes)), min)][::-1]
+        return min(line, self._bounds[index])
 
 
 def _size_class(num_tokens: int) -> int:
     """Return the number of tokens to within an eighth, so that few sizes cover all steps."""
     grain = 1 << max(0, num_tokens.bit_length() - 4)
     return num_tokens // grain * grain
+
+
+PRIOR = 4.0  # how many observations an expectation is worth
 
 
 @dataclass(slots=True)
@@ -154,21 +166,20 @@ class HitRate:
         self.hits -= self.hits * share
         self.tries -= self.tries * share
 
-    def estimate(self, expected: float) -> float:
-        return (self.hits + PRIOR * expected) / (self.tries + PRIOR)
+    def estimate(self, expected: float, prior: float = PRIOR) -> float:
+        return (self.hits + prior * expected) / (self.tries + prior)
 
 
 # While steps have drafts, each waits for the results of the one before it, which drafts continue. After some steps
 # without, they no longer wait, but for one of many: maybe drafts pay again.
 PATIENCE, PROBE_INTERVAL = 4, 32
-LIKELY = 0.5  # what is drafted even so, then
+LIKELY, POSSIBLE = 0.5, 0.25  # all tokens, and the one, that are drafted then even if they do not seem to pay
 WAIT_WEIGHT = 0.1  # of the last wait
-PRIOR = 4.0  # how many observations an expectation is worth
-FIRST_PROBABILITY = 0.7  # of drafts, before any was verified
+FIRST_PROBABILITY, FIRST_PRIOR = 0.7, 12.0  # of drafts, before any was verified
 WORTH_A_GUESS = 0.5  # of the probability from which tokens pay
 # Guessing takes time, too, which small models notice. Requests whose guesses gain less are asked now and then.
-MIN_GAIN = 1.02  # how many times as fast a step with drafts must seem
-GUESS_SECONDS = 25e-6
+MIN_GAIN = 1.04  # how many times as fast a step with drafts must seem
+GUESS_SECONDS = 40e-6
 ASK_INTERVAL = 8
 WORTH_MEMORY = 50.0  # guesses
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
@@ -264,7 +275,7 @@ class AdaptiveSpeculation:
         break_even = max(MIN_PROBABILITY, costs.estimate(num_tokens + num_decodes) / seconds - 1)
         tries = self._num_plain % PROBE_INTERVAL == 0  # whether likely drafts still cost what they did
         if tries:
-            break_even = min(break_even, LIKELY)
+            break_even = min(break_even, POSSIBLE)
         if break_even >= 1:
             return
         drafts: dict[int, _Draft] = {}
@@ -283,7 +294,8 @@ class AdaptiveSpeculation:
             if rate > best:
                 best, num_drafted = rate, number
         if tries and not num_drafted:
-            num_drafted = sum(probability >= LIKELY for probability, _ in slots[:room])
+            num_likely = sum(probability >= LIKELY for probability, _ in slots[:room])
+            num_drafted = num_likely or int(bool(slots) and slots[0][0] >= POSSIBLE)
         self._num_plain *= not num_drafted
         lengths = Counter(entry for _, entry in slots[:num_drafted])
         for entry, draft in drafts.items():
@@ -300,7 +312,7 @@ class AdaptiveSpeculation:
         self, step: ScheduledStep, room: int, break_even: float, gain_needed: float
     ) -> Iterator[tuple[int, _Draft]]:
         """Yield the drafts of entries for which one may pay."""
-        firsts = [places[0].estimate(FIRST_PROBABILITY) for places in self._places]
+        firsts = [places[0].estimate(FIRST_PROBABILITY, FIRST_PRIOR) for places in self._places]
         places: list[list[float]] = []  # as far as each drafter's tokens may pay
         for entry in range(step.batch.num_decodes):
             request = step.requests[entry]
@@ -329,7 +341,7 @@ class AdaptiveSpeculation:
         """Return how often a drafter's tokens are right by their place, up to that from which none is likely to pay."""
         estimates, reached = [], 1.0
         for place in self._places[drafter]:
-            estimates.append(place.estimate(FIRST_PROBABILITY))
+            estimates.append(place.estimate(FIRST_PROBABILITY, FIRST_PRIOR))
             reached *= min(1.0, estimates[-1])
             if reached < WORTH_A_GUESS * break_even:
                 break
