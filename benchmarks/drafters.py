@@ -26,8 +26,10 @@ from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.scheduling.scheduler import NoSpeculation, Speculation
 
 MIN_ALIKE = 0.7
-ANIMALS = ("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit")
-ANIMALS += ("wolf", "hen", "goose", "pig", "goat", "cow", "duck", "snail", "crow")
+ANIMALS = (
+    *("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit"),
+    *("wolf", "hen", "goose", "pig", "goat", "cow", "duck", "snail", "crow"),
+)
 NAMES = ("Anna", "Tom", "Lily", "Ben", "Stella", "Paul")
 FAMILY_NAMES = ("Baker", "King", "Miller", "Long", "Fisher", "Stone")
 SCHEMA: dict[str, Any] = {
