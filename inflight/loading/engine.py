@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # The most drafts of a request in a step unless configured: of a model's predictor, and of lookups.
 MODEL_DRAFTS, LOOKUP_DRAFTS = 3, 16
-MODEL_METHODS = ("mtp", "eagle3")
+MODEL_METHODS = ("mtp", "eagle3", "draft_model")
 
 
 def decoder_core(
@@ -67,8 +67,9 @@ def decoder_core(
     )
     if options.speculative_config is not None and limits.num_stages > 1:
         raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-    predicts = decoder.predictor is not None and platform.device.type == "cpu"
-    speculation = make_speculation(options, grammars, predicts)
+    predictor = decoder.predictor if platform.device.type == "cpu" else None
+    read_ahead = None if predictor is None else int(predictor.reads_tokens)
+    speculation = make_speculation(options, grammars, read_ahead)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -91,22 +92,23 @@ def decoder_core(
 
 
 def make_speculation(
-    options: SchedulerConfig, grammars: GrammarCompiler, predicts: bool = False
+    options: SchedulerConfig, grammars: GrammarCompiler, read_ahead: int | None = None
 ) -> Speculation:
-    """Return what `speculative_config` asks for. `predicts`: whether the model can guess further tokens itself."""
+    """Return what `speculative_config` asks for. `read_ahead`: how many sampled tokens a model reads before it guesses
+    others; None: none guesses."""
     if options.speculative_config is None:
         return NoSpeculation()
     config = SpeculationConfig.from_options(options.speculative_config)
-    if config.method in MODEL_METHODS and not predicts:
+    if config.method in MODEL_METHODS and read_ahead is None:
         raise ConfigError(
             f"speculative_config: method is {config.method}, but the model was loaded without a layer that predicts "
             "further tokens, or for a GPU, where it does not run yet"
         )
     constraints = GrammarDrafts(grammars)
     predictions = None if config.method == "grammar" else Predictions(config)
-    if predicts and config.method in ("auto", *MODEL_METHODS):
+    if read_ahead is not None and config.method in ("auto", *MODEL_METHODS):
         most = config.num_speculative_tokens or MODEL_DRAFTS
-        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions)
+        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions, read_ahead)
     drafters: list[Drafter] = [constraints, *([] if config.method == "grammar" else [Lookup(config)])]
     most = config.num_speculative_tokens or LOOKUP_DRAFTS
     return AdaptiveSpeculation(drafters, most, constraints, predictions)
