@@ -197,7 +197,7 @@ class GpuRunner:
             handle.done = event_on(self.decoder.device)
             return
         if masks is not None:
-            sampling.constrained.finish(masks)
+            sampling.finish_masks(masks)
             self.sampling_steps.run(shape)
         samples = sampling.fetch(step, shape, masks)
         handle.results.append(samples)
