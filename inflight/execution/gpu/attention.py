@@ -12,10 +12,11 @@ from inflight.execution.gpu.parts import Section, StepPart, put, put_items
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
-from inflight.layers.attention.backend import KVShape
+from inflight.layers.attention.backend import AttentionLayer, KVShape
 from inflight.layers.attention.triton.backend import TableInputs, TritonAttention
 from inflight.layers.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.layers.attention.triton.planner import AttentionPlanner, DecodeWork
+from inflight.layers.attention.triton.singles import SingleTokens
 from inflight.layers.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.layers.attention.triton.tuning import HeadShape
 from inflight.models.decoders.decoder import Decoder
@@ -50,6 +51,14 @@ class DeviceAttention(StepPart):
         self._slot_mappings = [f"slot_mapping_{table}" for table in range(len(shape.windows))]
         self._decodes: list[DecodeWork] = []  # of the next step, by plan; empty: there are none
         self.tables: tuple[TableInputs | None, ...] = ()  # of the step that is open
+
+    def single_tokens(self, layer: AttentionLayer) -> SingleTokens:
+        """Return what plans single tokens of rows for a layer on the device."""
+        plan, rows = self._planned[layer.table], self._rows
+        assert plan is not None
+        return SingleTokens(
+            layer.table, plan.planner.tuning, rows.block_tables, rows.block_size, self.workspace
+        )
 
     def begin(self, step: HostStep) -> None:
         """Plan the decodes."""

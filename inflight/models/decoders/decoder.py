@@ -144,8 +144,9 @@ class Decoder:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """The parameters of attention in each layer that attends."""
-        mixers = [layer.mixer for layer in self.layers]
+        """The parameters of attention in each layer that attends, the predictor's last."""
+        layers = self.layers if self.predictor is None else [*self.layers, self.predictor.layer]
+        mixers = [layer.mixer for layer in layers]
         return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
 
     @property

@@ -12,10 +12,13 @@ from inflight import LLM, SamplingParams
 from inflight.execution import platforms
 from inflight.layers.attention.triton import rope_write
 from inflight.outputs import RequestOutput
+from inflight.request import Request
+from inflight.scheduling.model_drafts import ModelDrafter
 from tests.e2e.test_speculation import Oracle
 from tests.execution.gpu.interpreted import InterpretedPlatform
-from tests.scheduling.guessing import Eager
+from tests.scheduling.guessing import Eager, EagerModel
 from tests.support.checkpoints import write_checkpoint
+from tests.support.predictors import write_with_predictor
 
 # Padding is computed from whatever was in memory, and its results are dropped.
 pytestmark = [
@@ -93,3 +96,48 @@ def test_drafts_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest
                     [*position] for position in theirs.logprobs
                 ]
     assert 0 < num_accepted < num_drafted
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+class Recorder(ModelDrafter):
+    """Remembers what the model guessed, by the tokens that it follows."""
+
+    def __init__(self) -> None:
+        self.guesses: dict[tuple[int, ...], list[int]] = {}
+
+    def receive(self, request: Request, token_ids: list[int]) -> None:
+        super().receive(request, token_ids)
+        self.guesses[tuple(request.token_ids)] = token_ids
+
+
+def guesses(folder: Path, **options: Any) -> tuple[list[list[int]], Recorder]:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 8, "num_blocks": 200}
+    params = [
+        SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **PARAMS[index])
+        for index in (0, 1, 2)
+    ]
+    with LLM(
+        folder, skip_tokenizer_init=True, show_progress=False, speculative_config=MTP, **sizes, **options
+    ) as llm:
+        recorder = Recorder()
+        llm._engine.core.scheduler.speculation = EagerModel(3, recorder)
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], recorder
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "glm4-moe"])
+def test_model_guesses_as_on_a_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = LAYERS.get(family, {})
+    write_with_predictor(tmp_path, family, **layers)
+    expected, on_cpu = guesses(tmp_path, device="cpu")
+    monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    tokens, on_gpu = guesses(tmp_path, dtype="float32")
+    assert tokens == expected
+    shared = on_cpu.guesses.keys() & on_gpu.guesses.keys()
+    assert len(shared) > 10
+    assert {known: on_gpu.guesses[known] for known in shared} == {
+        known: on_cpu.guesses[known] for known in shared
+    }

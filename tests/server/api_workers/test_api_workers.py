@@ -239,7 +239,7 @@ def test_both_workers_show_the_same_timeline_and_requests(server: TwoWorkers) ->
         assert admin.get(f"/v1/requests/{name}").json()["id"] == name
     assert admin.get("/v1/requests/unknown").status_code == 404
     for http in server.pair("one-key"):  # a key that may have one request at a time
-        query = {"seconds": 600, "format": "recording"}
+        query: dict[str, str | int] = {"seconds": 600, "format": "recording"}
         # The first worker tells the main process that its trace has ended, but does not wait until that knows.
         while (trace := http.get("/v1/trace", params=query)).status_code == 429:
             assert trace.json()["error"]["type"] == "rate_limit_error"
