@@ -148,9 +148,10 @@ class CacheConfig:
 class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
-    method: str  # auto, mtp, eagle3, suffix, ngram or grammar
-    model: str | None = None  # eagle3: its checkpoint, a folder or a hub id
-    # The most drafts of a request in a step; None: 3 with mtp and eagle3, otherwise 16.
+    method: str  # auto, mtp, eagle3, draft_model, suffix, ngram or grammar
+    # A checkpoint that drafts, a folder or a hub id. Without a method, it is a draft model or, if it says so, EAGLE-3.
+    model: str | None = None
+    # The most drafts of a request in a step; None: 3 if a model drafts, otherwise 16.
     num_speculative_tokens: int | None = None
     # ngram: how many of the last tokens must stand earlier in the request's own text, at most and at least.
     prompt_lookup_max: int = 5
@@ -165,12 +166,14 @@ class SpeculationConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculationConfig:
         """Read the options that a user gave. Raises ConfigError, in one line."""
-        methods = ("auto", "mtp", "eagle3", "suffix", "ngram", "grammar")
+        methods = ("auto", "mtp", "eagle3", "draft_model", "suffix", "ngram", "grammar")
         known = {item.name: item for item in fields(cls)}
         if not isinstance(options, Mapping):
             raise ConfigError(f"speculative_config is {shown(options)}: it must map names to values")
         if unknown := sorted(options.keys() - known.keys()):
             raise ConfigError(f"speculative_config has {', '.join(unknown)}: allowed are {', '.join(known)}")
+        if isinstance(options.get("model"), str):
+            options = {"method": "draft_model", **options}
         if options.get("method") not in methods:
             method = shown(options.get("method"))
             raise ConfigError(
@@ -189,8 +192,9 @@ class SpeculationConfig:
                     f"speculative_config: {name} is {shown(value)}: it must be {noun} from {least} to {most:g}"
                 )
         chosen = cls(**options)
-        if (chosen.method == "eagle3") != isinstance(chosen.model, str):
-            needed = "name a checkpoint" if chosen.method == "eagle3" else "be left out"
+        needs_model = chosen.method in ("eagle3", "draft_model")
+        if needs_model != isinstance(chosen.model, str):
+            needed = "name a checkpoint" if needs_model else "be left out"
             raise ConfigError(
                 f"speculative_config: model is {shown(chosen.model)}: with method {chosen.method}, it must {needed}"
             )

@@ -178,7 +178,7 @@ ENGINE_RULES = (
         "speculative_disable_by_batch_size N, spec_decoding_acceptance_method NAME, "
         "ngram_prompt_lookup_max N, ngram_prompt_lookup_min N",
         {},
-        "use $speculative_config, with the methods mtp, eagle3, suffix and ngram: other models cannot draft yet",
+        "use $speculative_config, with the methods mtp, eagle3, draft_model, suffix and ngram",
     ),
     CompatRule(
         "enable_eplb, eplb_config JSON, all2all_backend NAME, expert_placement_strategy NAME",

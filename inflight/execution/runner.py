@@ -31,7 +31,8 @@ from inflight.execution.step import (
 )
 from inflight.layers.attention.backend import AttentionInputs
 from inflight.layers.recurrent import KeptTokens, StateInputs, allocate_states
-from inflight.models.decoders.decoder import NEVER, Decoder
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.predictor import NEVER
 from inflight.scheduling.batch import Batch, Capture, Sampled
 
 
@@ -349,20 +350,29 @@ class ModelRunner:
         assert predictor is not None
         for sampled_ids in result.token_ids:
             self._recent.note(sampled_ids)
-        batch, positions, tokens = inputs.host.batch, inputs.attention.positions, self.rows.tokens
-        num_refused, ends = result.num_refused(batch), inputs.attention.query_starts[1:].tolist()
+        batch, num_refused = inputs.host.batch, result.num_refused(inputs.host.batch)
         entries = [
             entry
             for entry, count in enumerate(batch.wanted_drafts)
             if count and result.token_ids[entry] and entry not in result.errors
         ]
-        last = torch.tensor([ends[entry] - 1 - num_refused.get(entry, 0) for entry in entries]).long()
+        counts = [count - num_refused.get(entry, 0) for entry, count in enumerate(batch.counts)]
+        read_ahead = int(predictor.reads_tokens)
+        if read_ahead:
+            for entry in entries:
+                counts[entry] += 1  # what was sampled
+            of_rows = Batch(batch.step, batch.rows, batch.starts, counts, batch.samples, sum(counts))
+            read = to_tensors(host_step(of_rows, self.rows.tables, self._block_size), self.rows)
+            first, token_ids = read.attention, read.token_ids
+        else:
+            first, tokens = inputs.attention, self.rows.tokens
+            following = (first.positions + 1).clamp_(max=tokens.shape[1] - 1)
+            token_ids = tokens[torch.from_numpy(inputs.host.token_rows), following].long()
+        last = first.query_starts.long()[entries] + torch.tensor(counts)[entries] - 1
         # What follows refused drafts, or the end of a request, may be anything.
-        following = (positions + 1).clamp_(max=tokens.shape[1] - 1)
-        token_ids = tokens[torch.from_numpy(inputs.host.token_rows), following].long()
         token_ids.clamp_(0, decoder.spec.vocab_size - 1)
-        x = decoder.predict(token_ids, states, caches, inputs.attention, last)
-        rows, lengths = inputs.attention.rows[entries].long(), positions[last] + 2
+        x = decoder.predict(token_ids, states, caches, first, last)
+        rows, lengths = first.rows[entries].long(), first.positions[last] + 2 - read_ahead
         masks = self.constrained.start(rows.tolist())
         if masks is not None:
             self.constrained.finish(masks)
@@ -383,7 +393,9 @@ class ModelRunner:
             rows, lengths = rows[kept], lengths[kept] + 1
             if entries:
                 states = predictor.next_states(x[kept])
-                x = decoder.predict(token_ids, states, caches, self._single_tokens(rows, lengths - 2))
+                x = decoder.predict(
+                    token_ids, states, caches, self._single_tokens(rows, lengths - 2 + read_ahead)
+                )
 
     def _draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the predictor's logits [S, vocab_size], in which rare tokens may have none."""

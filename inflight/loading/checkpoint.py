@@ -16,8 +16,9 @@ from inflight.checkpoint.fields import Fields
 from inflight.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
-from inflight.models.decoders.eagle import eagle_spec
-from inflight.models.decoders.families import mtp_spec
+from inflight.models.decoders.draft_model import DraftModelSpec, draft_model_spec
+from inflight.models.decoders.eagle import eagle_spec, is_eagle
+from inflight.models.decoders.families import decoder_spec, mtp_spec
 from inflight.models.decoders.heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.encoders.families import encoder_architecture
@@ -125,7 +126,10 @@ def with_predictor(
     options = config.scheduler.speculative_config
     method = None if options is None else SpeculationConfig.from_options(options).method
     if draft is not None and spec.has_lm_head:
-        return replace(spec, predictor=eagle_spec(draft.config, read_headers(draft.weight_files), spec))
+        stored = read_headers(draft.weight_files)
+        if method == "eagle3" or is_eagle(draft.config):
+            return replace(spec, predictor=eagle_spec(draft.config, stored, spec))
+        return replace(spec, predictor=draft_model_spec(decoder_spec(draft.config).as_stored(stored), spec))
     if method not in ("auto", "mtp"):
         return spec
     predictor = mtp_spec(checkpoint.config, spec) if spec.has_lm_head else None
@@ -225,7 +229,28 @@ class OpenModel:
     def plan(self) -> ModelPlan:
         tokenizer = self.tokenizer
         encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-        return plan_model(self.config, self.checkpoint, encode)
+        plan = plan_model(self.config, self.checkpoint, encode)
+        path = None if plan.draft is None else plan.draft.tokenizer_path
+        if tokenizer is not None and path is not None and isinstance(plan.spec.predictor, DraftModelSpec):
+            try:
+                other = Tokenizer.load(path)
+            except ModelError:  # it needs none
+                return plan
+            check_same_tokens(tokenizer, other)
+        return plan
+
+
+SAME_TOKENS = 0.99  # of the tokens of a draft model; names of reserved ones may differ
+
+
+def check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    """Raise unless nearly all tokens of a draft model are those of the model."""
+    count = min(tokenizer.vocab_size, draft.vocab_size)
+    same = sum(tokenizer.token(token_id) == draft.token(token_id) for token_id in range(count))
+    if same < SAME_TOKENS * count:
+        raise ConfigError(
+            f"speculative_config: the draft model has another tokenizer: {count - same} of {count} tokens differ"
+        )
 
 
 def open_configured(config: EngineConfig, load_format: str | None = None) -> Checkpoint:

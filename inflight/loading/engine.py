@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
 
 LOOKUP_DRAFTS = 16  # of a request in a step, unless configured
-MODEL_METHODS = ("mtp", "eagle3")
+MODEL_METHODS = ("mtp", "eagle3", "draft_model")
 
 
 def decoder_core(
@@ -72,7 +72,9 @@ def decoder_core(
     )
     if options.speculative_config is not None and limits.num_stages > 1:
         raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-    speculation = make_speculation(options, grammars, decoder.predictor is not None)
+    predictor = decoder.predictor
+    read_ahead = None if predictor is None else int(predictor.reads_tokens)
+    speculation = make_speculation(options, grammars, read_ahead)
     blocks = BlockManager(num_blocks, layout, cache)
     scheduler = Scheduler(limits, policy, blocks, token_budget, speculation)
     links = None if ranks is None else stage_links(ranks.memory, decoder)
@@ -95,22 +97,23 @@ def decoder_core(
 
 
 def make_speculation(
-    options: SchedulerConfig, grammars: GrammarCompiler, predicts: bool = False
+    options: SchedulerConfig, grammars: GrammarCompiler, read_ahead: int | None = None
 ) -> Speculation:
-    """Return what `speculative_config` asks for. `predicts`: whether the model can guess further tokens itself."""
+    """Return what `speculative_config` asks for. `read_ahead`: how many sampled tokens a model reads before it guesses
+    others; None: none guesses."""
     if options.speculative_config is None:
         return NoSpeculation()
     config = SpeculationConfig.from_options(options.speculative_config)
-    if config.method in MODEL_METHODS and not predicts:
+    if config.method in MODEL_METHODS and read_ahead is None:
         raise ConfigError(
             f"speculative_config: method is {config.method}, but the model was loaded without a layer that predicts "
             "further tokens"
         )
     constraints = GrammarDrafts(grammars)
     predictions = None if config.method == "grammar" else Predictions(config)
-    if predicts and config.method in ("auto", *MODEL_METHODS):
+    if read_ahead is not None and config.method in ("auto", *MODEL_METHODS):
         most = config.num_speculative_tokens or MODEL_DRAFTS
-        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions)
+        return ModelSpeculation(ModelDrafter(), most, [constraints], constraints, predictions, read_ahead)
     drafters: list[Drafter] = [constraints, *([] if config.method == "grammar" else [Lookup(config)])]
     most = config.num_speculative_tokens or LOOKUP_DRAFTS
     return AdaptiveSpeculation(drafters, most, constraints, predictions)

@@ -198,6 +198,8 @@ class _Draft(NamedTuple):
 class AdaptiveSpeculation:
     """Implements `Speculation` with drafters."""
 
+    read_ahead = 0
+
     def __init__(
         self,
         drafters: Sequence[Drafter],

@@ -69,8 +69,10 @@ class ModelSpeculation(AdaptiveSpeculation):
         others: Sequence[Drafter] = (),
         constraints: Constraints | None = None,
         predictions: Drafter | None = None,
+        read_ahead: int = 0,
     ) -> None:
         super().__init__([model, *others], most, constraints, predictions)
+        self.read_ahead = read_ahead
         self._model = model
         self._num_wanted = most
         self._by_number = [StepCosts() for _ in range(most + 1)]  # of guesses

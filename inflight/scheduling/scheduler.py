@@ -43,6 +43,8 @@ class Speculation(Protocol):
     def waits(self) -> bool:
         """Whether drafts are worth waiting for the results of all steps in flight before the next one is formed."""
 
+    read_ahead: int  # sampled tokens whose keys and values the predictor writes before it guesses: 0 or 1
+
     def num_wanted(self, step: ScheduledStep) -> int:
         """Return how many further tokens the model guesses for each request; 0: its predictor does not run."""
 
@@ -63,6 +65,8 @@ class NoSpeculation:
     """Implements `Speculation` without drafts."""
 
     waits = False
+
+    read_ahead = 0
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
@@ -251,17 +255,17 @@ class Scheduler:
         They end before the request does. To guess from the first of them, the predictor writes its keys and values, and
         so on: for these there are blocks.
         """
-        request = step.requests[entry]
+        request, read_ahead = step.requests[entry], self.speculation.read_ahead
         num_drafts = request.num_drafted
         count = min(most, request.max_total - request.num_tokens - num_drafts - 1)
-        if count <= 1:
+        if count + read_ahead <= 1:
             return max(0, count)
-        needed = num_drafts + count - 1
+        needed = num_drafts + read_ahead + count - 1
         if request.kv_capacity - request.num_computed >= needed:
             return count
         num_fit, updates = self.blocks.make_room_for_drafts(request, needed, len(self.pool.running))
         step.batch.tables += updates
-        return max(1, num_fit - num_drafts + 1)
+        return max(1 - read_ahead, num_fit - num_drafts - read_ahead + 1)
 
     def _ready(self) -> list[Request]:
         """Return a copy of the running requests that this step may schedule; some may be preempted meanwhile.

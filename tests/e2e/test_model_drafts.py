@@ -76,9 +76,9 @@ def check_tokens(folder: Path, seed: str, speculation: dict[str, Any]) -> None:
         assert isinstance(scheduler.speculation, ModelSpeculation)
         grammars = scheduler.speculation._constraints
         assert isinstance(grammars, GrammarDrafts)
-        scheduler.speculation = EagerModel(
-            rng.choice((1, 3, 6)), Replaced(oracle), rng.choice((None, rng)), grammars
-        )
+        eager = EagerModel(rng.choice((1, 3, 6)), Replaced(oracle), rng.choice((None, rng)), grammars)
+        eager.read_ahead = scheduler.speculation.read_ahead
+        scheduler.speculation = eager
         for _ in range(2):  # with a cold cache, then with a warm one
             outputs = llm.generate(prompts, params, priority=[rng.randrange(3) for _ in prompts])
             for output, whole in zip(outputs, expected, strict=True):

@@ -335,7 +335,7 @@ def test_drafts_never_exceed_the_room_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "method is None: it must be one of auto, mtp, eagle3, suffix, ngram, grammar"),
+        ({}, "method is None: it must be one of auto, mtp, eagle3, draft_model, suffix, ngram, grammar"),
         ({"method": "eagle"}, "method is 'eagle'"),
         ({"method": "eagle3"}, "model is None: with method eagle3, it must name a checkpoint"),
         ({"method": "eagle3", "model": 3}, "model is 3: with method eagle3, it must name a checkpoint"),

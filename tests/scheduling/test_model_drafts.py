@@ -123,7 +123,9 @@ def test_right_guesses_of_a_model_are_accepted() -> None:
 
 def test_method_decides_who_drafts() -> None:
     def of(method: str, predicts: bool) -> object:
-        return make_speculation(SchedulerConfig(speculative_config={"method": method}), compiler(), predicts)
+        return make_speculation(
+            SchedulerConfig(speculative_config={"method": method}), compiler(), 0 if predicts else None
+        )
 
     assert isinstance(of("mtp", True), ModelSpeculation)
     assert isinstance(of("auto", True), ModelSpeculation)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.errors import EngineError
+from inflight.errors import ConfigError, EngineError
 from inflight.execution.gpu.parts import Section, StepPart, put, put_items
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
@@ -52,13 +53,18 @@ class DeviceAttention(StepPart):
         self._decodes: list[DecodeWork] = []  # of the next step, by plan; empty: there are none
         self.tables: tuple[TableInputs | None, ...] = ()  # of the step that is open
 
-    def single_tokens(self, layer: AttentionLayer) -> SingleTokens:
-        """Return what plans single tokens of rows for a layer on the device."""
-        plan, rows = self._planned[layer.table], self._rows
-        assert plan is not None
-        return SingleTokens(
-            layer.table, plan.planner.tuning, rows.block_tables, rows.block_size, self.workspace
-        )
+    def single_tokens(self, layers: Sequence[AttentionLayer]) -> SingleTokens:
+        """Return what plans single tokens of rows for these layers on the device."""
+        rows, tunings = self._rows, {}
+        for layer in layers:
+            plan = self._planned[layer.table]
+            assert plan is not None
+            if plan.window is not None:
+                raise ConfigError(
+                    "speculative_config: on GPUs, layers that guess tokens cannot have windows so far"
+                )
+            tunings[layer.table] = plan.planner.tuning
+        return SingleTokens(tunings, rows.block_tables, rows.block_size, self.workspace)
 
     def begin(self, step: HostStep) -> None:
         """Plan the decodes."""

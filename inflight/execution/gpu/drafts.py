@@ -2,6 +2,9 @@
 
 The first pass reads all tokens of the step, so that its keys and values are complete. Which of them is the last right
 one of its row is known on the device alone, and so are the positions of further passes, of one token for each row.
+
+Guesses are sampled as the tokens that they guess will be, with the same random numbers. Only penalties and rules do not
+know the guesses before.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.errors import EngineError
 from inflight.execution.gpu.attention import DeviceAttention
 from inflight.execution.gpu.device import to_host
 from inflight.execution.gpu.parts import Section, StepPart, put
@@ -84,10 +86,8 @@ class DeviceDrafts(StepPart):
         self._max_guesses = max_guesses
         predictor = decoder.predictor
         assert predictor is not None
-        mixer = predictor.layer.mixer
-        if mixer is None or mixer.heads is None:
-            raise EngineError("a predictor without attention has no positions")
-        self._singles = attention.single_tokens(mixer.heads)
+        self._predictor = predictor
+        self._singles = attention.single_tokens(predictor.attention_layers)
         dtype, hidden_size = decoder.kernels.compute_dtype, decoder.spec.hidden_size
         probe = torch.zeros(1, hidden_size, dtype=dtype, device=rows.device)
         width = decoder.first_states(probe, [probe for _ in predictor.inner_layers]).shape[1]
@@ -141,41 +141,48 @@ class DeviceDrafts(StepPart):
 
     def keep(self, hidden: Tensor, inner: list[Tensor]) -> None:
         """Enqueue the copy of what the predictor reads of a step's tokens."""
-        self._states[: len(hidden)].copy_(self._decoder.first_states(hidden, inner))
+        if not self._predictor.reads_tokens:
+            self._states[: len(hidden)].copy_(self._decoder.first_states(hidden, inner))
 
     def draft(self, shape: DraftShape, sections: dict[str, Tensor], inputs: TritonInputs) -> Tensor | None:
         """Enqueue all passes, and return [2, guesses, rows]: token ids, and 0 or why sampling failed."""
-        decoder, rows, step = self._decoder, self._rows, shape.step
-        capacity, device = shape.num_rows, rows.device
-        tokens = StepTokens(sections["token_rows"], sections["positions"])
-        following = following_tokens(tokens, rows.tokens)
-        cursor = Cursor.of(capacity, device)
+        rows, step, predictor, capacity = self._rows, shape.step, self._predictor, shape.num_rows
+        cursor = Cursor.of(capacity, rows.device)
         if capacity:
-            find_last(
-                Guessing(*(sections[f"guess_{name}"] for name in ("rows", "samples", "counts", "wanted"))),
-                SampledTokens(
-                    *(sections[f"sample_{name}"] for name in ("tokens", "lengths", "drafts")),
-                    *self._sampling.sampled(step),
-                ),
-                cursor,
-            )
+            guessing = (sections[f"guess_{name}"] for name in ("rows", "samples", "counts", "wanted"))
+            samples = (sections[f"sample_{name}"] for name in ("tokens", "lengths", "drafts"))
+            sampled = SampledTokens(*samples, *self._sampling.sampled(step))
+            find_last(Guessing(*guessing), sampled, cursor, int(predictor.reads_tokens))
         states = self._states[: step.num_tokens]
-        hidden = decoder.predict(following, states, self._caches, inputs, cursor.last)
+        if (
+            predictor.reads_tokens
+        ):  # the first guess follows the sampled token, which the step has not computed
+            self._predict(rows.token_ids(step), states, inputs, cursor.last[:0])
+            if capacity:
+                hidden = self._predict(
+                    cursor.sampled, states, self._singles.plan(cursor.rows, cursor.positions)
+                )
+        else:
+            step_tokens = StepTokens(sections["token_rows"], sections["positions"])
+            hidden = self._predict(following_tokens(step_tokens, rows.tokens), states, inputs, cursor.last)
         if not capacity:
             return None
-        guesses = torch.zeros(2, shape.num_guesses, capacity, dtype=torch.int32, device=device)
-        predictor = decoder.predictor
-        assert predictor is not None
+        guesses = torch.zeros(2, shape.num_guesses, capacity, dtype=torch.int32, device=rows.device)
         for number in range(shape.num_guesses):
             token_ids, failed = guesses[0, number], guesses[1, number]
             batch = SamplingBatch(cursor.rows, cursor.lengths, token_ids, failed, None)
-            logits = decoder.predicted_logits(hidden)
+            logits = self._decoder.predicted_logits(hidden)
             sample_tokens(logits, batch, self._sampling.state, rows.tokens, self._sampling.workspace)
             if number + 1 < shape.num_guesses:
                 go_on(sections["guess_wanted"], failed, cursor, number + 1)
                 single = self._singles.plan(cursor.rows, cursor.positions)
-                hidden = decoder.predict(token_ids, predictor.next_states(hidden), self._caches, single)
+                hidden = self._predict(token_ids, predictor.next_states(hidden), single)
         return guesses
+
+    def _predict(
+        self, token_ids: Tensor, states: Tensor, inputs: TritonInputs, output_tokens: Tensor | None = None
+    ) -> Tensor:
+        return self._decoder.predict(token_ids, states, self._caches, inputs, output_tokens)
 
     def fetch(self, step: HostStep, guesses: Tensor) -> PendingGuesses:
         """Start copying the guesses to host memory."""

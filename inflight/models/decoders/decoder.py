@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.kv.layout import LayerKV
+from inflight.kv.layout import KVPlace, LayerKV
 from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
 from inflight.layers.recurrent import DeltaNetLayer, LayerStates, blocks_per_snapshot
@@ -29,7 +29,12 @@ from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.heads import Head
 
-NEVER = -1e30  # the logit of tokens that a predictor does not know
+
+class KVBehind(NamedTuple):
+    """Where a decoder keeps its keys and values, if not alone: behind the caches of another one, in its blocks."""
+
+    num_caches: int = 0
+    places: Sequence[KVPlace] = ()  # of each layer that keeps some
 
 
 class Decoder:
@@ -49,6 +54,7 @@ class Decoder:
         device: torch.device,
         max_position: int | None = None,
         shard: Shard | None = None,
+        behind: KVBehind | None = None,
     ) -> None:
         self.shard = shard = whole_shard(spec) if shard is None else shard
         self.spec = spec = shard.spec
@@ -57,11 +63,13 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self._max_position = max_position or spec.default_context
+        self._behind = behind or KVBehind()
         builders = list(self._builders())
         self.layers = [Layer.build(layer) for layer in builders[: len(shard.layers)]]
         self.predictor: Predictor | None = None  # guesses the token after the next
         if shard.whole.predictor is not None and len(builders) > len(shard.layers):
-            self.predictor = shard.whole.predictor.build(shard.whole, builders[-1])
+            first, places = builders[-1].cache, self.kv_shape(1).places
+            self.predictor = shard.whole.predictor.build(shard.whole, builders[-1], places[first:])
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -89,7 +97,7 @@ class Decoder:
     def _builders(self) -> Iterator[LayerBuilder]:
         """Yield what creates each layer, the predictor's last, and knows where the layer keeps its memory."""
         shard, whole = self.shard, self.shard.whole
-        places = self.kv_shape(1).places
+        places, first = self._behind.places or self.kv_shape(1).places, self._behind.num_caches
         kept = [index for index in whole.kv_layers if index in shard.layers]
         rotary_tables: dict[Rope, Tensor] = {}
 
@@ -103,7 +111,7 @@ class Decoder:
                 self.device,
                 self._max_position,
                 0 if cache is None else places[cache].table,
-                cache or 0,
+                first + (cache or 0),
                 state,
                 rotary_tables,
             )
@@ -121,10 +129,10 @@ class Decoder:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
         shard, predictor = self.shard, self.shard.whole.predictor
         kv_layers = self.shard.whole.kv_layers
-        if predictor is not None:  # behind the others
-            kv_layers[shard.whole.num_layers] = predictor.mixer
+        further = () if predictor is None else predictor.kept  # behind the others
+        kv_layers.update(enumerate(further, shard.whole.num_layers))
         kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
-        layers = range(shard.layers.start, shard.layers.stop + shard.is_last)
+        layers = range(shard.layers.start, shard.layers.stop + shard.is_last * len(further))
         before = sum(index < layers.start for index in kv_layers)
         rank_layers = range(before, before + sum(index in layers for index in kv_layers))
         shape = KVShape.from_layers(kept, block_size, self.kernels.compute_dtype, rank_layers)
@@ -145,9 +153,8 @@ class Decoder:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The parameters of attention in each layer that attends, the predictor's last."""
-        layers = self.layers if self.predictor is None else [*self.layers, self.predictor.layer]
-        mixers = [layer.mixer for layer in layers]
-        return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
+        predicting = [] if self.predictor is None else self.predictor.attention_layers
+        return [*chain.from_iterable(layer.attention_layers for layer in self.layers), *predicting]
 
     @property
     def recurrent_layers(self) -> list[DeltaNetLayer]:
@@ -201,7 +208,7 @@ class Decoder:
         if self._fused is not None:
             last = min(self._fused.count, max(0, last_mixing))
             for end in (*(index for index in read if index < last), last):
-                x = self._fused.run(x, caches, inputs, num_fused, end)
+                x = self._fused.run(x, caches[self._behind.num_caches :], inputs, num_fused, end)
                 num_fused = end
                 if inner is not None and end < last:
                     inner.append(x.clone())
@@ -260,6 +267,8 @@ class Decoder:
         """Return what the predictor first reads, given the results of `forward`."""
         predictor = self.predictor
         assert predictor is not None
+        if predictor.reads_tokens:
+            return hidden
         if predictor.inner_layers:
             return predictor.first_states(torch.cat(list(inner), dim=1))
         return predictor.first_states(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps))
@@ -295,13 +304,11 @@ class Decoder:
         those of its first tokens alone, [S, num_tokens]. Tokens that it does not know are very unlikely."""
         predictor = self.predictor
         assert predictor is not None
-        if predictor.head is None:
-            return self._logits(hidden, predictor.final_norm, predictor.eps, num_tokens)
-        logits = predictor.head.logits(hidden, predictor.final_norm, predictor.eps)
-        if predictor.token_ids is None:
-            return logits
-        return logits.new_full((len(logits), self.spec.vocab_size), NEVER).index_copy_(
-            1, predictor.token_ids, logits
+        logits = predictor.logits(hidden)
+        return (
+            self._logits(hidden, predictor.final_norm, predictor.eps, num_tokens)
+            if logits is None
+            else logits
         )
 
     def _logits(self, hidden: Tensor, norm: Tensor, eps: float, num_tokens: int | None = None) -> Tensor:

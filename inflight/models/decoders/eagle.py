@@ -6,7 +6,7 @@ residual before some of the decoder's layers, and then the layer's own output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from inflight.checkpoint.fields import Fields
 from inflight.errors import ConfigError
+from inflight.kv.layout import KVPlace
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.attention import AttentionSpec, SelfAttention
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.mlps import DenseMlp
-from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.decoders.predictor import NEVER
+from inflight.models.decoders.spec import DecoderSpec, MixerSpec
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.decoders.weight_names import LLAMA
 from inflight.models.tensors import NormWeight, Target, whole_rows, whole_tensor
@@ -42,7 +45,9 @@ class EagleSpec:
     has_embedding: bool  # whether it has its own
     has_head: bool
 
-    is_separate = True
+    @property
+    def kept(self) -> Sequence[MixerSpec]:
+        return (self.mixer,)
 
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:  # noqa: ARG002
         return replace(self.layer, mixers=(self.mixer,))
@@ -50,8 +55,15 @@ class EagleSpec:
     def with_quantized_kv(self, dtype: str) -> EagleSpec:
         return replace(self, mixer=self.mixer.with_quantized_kv(dtype))
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder) -> Eagle:
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Eagle:  # noqa: ARG002
         return Eagle(self, decoder, layer)
+
+
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` says that it describes EAGLE-3."""
+    names = config.get("architectures")
+    named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
+    return named or config.get("speculators_model_type") == "eagle3"
 
 
 def eagle_spec(config: Mapping[str, Any], names: Collection[str], decoder: DecoderSpec) -> EagleSpec:
@@ -125,6 +137,8 @@ def _check(spec: EagleSpec, layer: DecoderSpec, fields: Fields, decoder: Decoder
 class Eagle:
     """Implements `Predictor`."""
 
+    reads_tokens = False
+
     def __init__(self, spec: EagleSpec, whole: DecoderSpec, builder: LayerBuilder) -> None:
         hidden, dtype, kernels = builder.spec.hidden_size, builder.dtype, builder.kernels
         self.inner_layers = spec.inner_layers
@@ -150,11 +164,8 @@ class Eagle:
             self.offsets = torch.empty(spec.draft_vocab_size, dtype=torch.int64, device=builder.device)
 
     @property
-    def token_ids(self) -> Tensor | None:
-        if self.offsets is None:
-            return None
-        ids = self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
-        return ids.clamp_(0, self._spec.layer.vocab_size - 1)
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.layer.attention_layers
 
     def first_states(self, hidden: Tensor) -> Tensor:
         return self.projection(hidden)
@@ -177,12 +188,26 @@ class Eagle:
             return residual.x
         return mlp(residual, None).x
 
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        if self.head is None:
+            return None
+        logits, offsets, vocab_size = (
+            self.head.logits(hidden, self.final_norm, self.eps),
+            self.offsets,
+            self._spec.layer.vocab_size,
+        )
+        if offsets is None:
+            return logits
+        token_ids = (offsets + torch.arange(len(offsets), device=offsets.device)).clamp_(0, vocab_size - 1)
+        return logits.new_full((len(logits), vocab_size), NEVER).index_copy_(1, token_ids, logits)
+
     def next_states(self, hidden: Tensor) -> Tensor:
         if not self._spec.norm_output:
             return hidden
         return self._kernels.rms_norm(hidden, self.final_norm, self.eps)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
+        """Yield the modules and tensors beside the layer's, and where they are loaded."""
         layers = self.names.layers
         yield "fc", whole_rows(self.projection, bias=False)
         yield f"{layers}.hidden_norm", NormWeight(self.hidden_norm, len(self.hidden_norm))

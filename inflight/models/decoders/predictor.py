@@ -9,22 +9,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inflight.kv.layout import KVPlace
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.spec import DecoderSpec, MixerSpec, MlpSpec, WeightNames
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.tensors import NormWeight, Target, whole_rows
 
+NEVER = -1e30  # the logit of tokens that a predictor does not know
+
 
 class Predictor(Protocol):
-    """One further layer behind a decoder. Ranks share it as they share the decoder's; each has all that is beside it.
+    """Further layers behind a decoder. Ranks share them as they share the decoder's; each has all that is beside them.
 
     What it computes for the token at position p, which is where its keys and values go, is about the token at p + 2. It
     reads the embedding of the token at p + 1, and states: first the decoder's, then its own.
     """
 
-    layer: Layer
-    names: WeightNames  # of the layer
     final_norm: Tensor  # [hidden_size] float32, before the LM head
     eps: float  # of its norms
 
@@ -33,12 +35,12 @@ class Predictor(Protocol):
         """It reads the residual before these layers of the decoder; empty: behind the last."""
 
     @property
-    def head(self) -> Linear | None:
-        """Its own LM head; None: the decoder's."""
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The parameters of attention in each of its layers."""
 
     @property
-    def token_ids(self) -> Tensor | None:
-        """[outputs of `head`] int64: which tokens they are; None: all."""
+    def reads_tokens(self) -> bool:
+        """Whether it reads only tokens, no states: each at its own position, of which it is about the next."""
 
     def first_states(self, hidden: Tensor) -> Tensor:
         """Return the states for the decoder's normalised hidden states [T, hidden_size], or for the inner ones, side by
@@ -56,8 +58,8 @@ class Predictor(Protocol):
     def next_states(self, hidden: Tensor) -> Tensor:
         """Return the states that the next pass reads."""
 
-    def targets(self) -> Iterator[tuple[str, Target]]:
-        """Yield the modules and tensors beside the layer's, and where they are loaded."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return the logits of all tokens by its own LM head; None: the decoder's continues from `final_norm`."""
 
 
 # ---- multi-token prediction ----
@@ -81,7 +83,9 @@ class MtpSpec:
     mlp: MlpSpec
     names: MtpNames
 
-    is_separate = False
+    @property
+    def kept(self) -> Sequence[MixerSpec]:
+        return (self.mixer,)
 
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
         return replace(
@@ -97,7 +101,7 @@ class MtpSpec:
     def with_quantized_kv(self, dtype: str) -> MtpSpec:
         return replace(self, mixer=self.mixer.with_quantized_kv(dtype))
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder) -> Mtp:
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Mtp:  # noqa: ARG002
         return Mtp(self, decoder, layer)
 
 
@@ -105,8 +109,7 @@ class Mtp:
     """Implements `Predictor`: the layer, behind the projection of what it reads, and before its final norm."""
 
     inner_layers = ()
-    head = None
-    token_ids = None
+    reads_tokens = False
 
     def __init__(self, spec: MtpSpec, whole: DecoderSpec, builder: LayerBuilder) -> None:
         hidden = whole.hidden_size
@@ -139,16 +142,24 @@ class Mtp:
             return residual.x
         return layer.mlp(residual, None, output_tokens).x
 
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.layer.attention_layers
+
     def first_states(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def embed(self, token_ids: Tensor) -> Tensor | None:  # noqa: ARG002
         return None
 
+    def logits(self, hidden: Tensor) -> Tensor | None:  # noqa: ARG002
+        return None
+
     def next_states(self, hidden: Tensor) -> Tensor:
         return self._kernels.rms_norm(hidden, self.final_norm, self.eps)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
+        """Yield the modules beside the layer's, and where they are loaded."""
         names = self._names
         yield names.projection, whole_rows(self.projection, bias=False)
         norms = {

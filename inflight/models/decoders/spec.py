@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.kv.layout import LayerKV
+from inflight.kv.layout import KVPlace, LayerKV
 from inflight.layers.formats.schemes import Scheme, common_scheme
 from inflight.layers.formats.weight_format import PLAIN_FORMAT, PlainFormat, WeightFormat
 from inflight.layers.rotary import Rope
@@ -146,24 +146,21 @@ class LayerInputsSpec:
 
 
 class PredictorSpec(Protocol):
-    """One further layer that guesses tokens beyond the next (`predictor.py`, `eagle.py`)."""
+    """Further layers that guess tokens beyond the next (`predictor.py`, `eagle.py`, `draft_model.py`)."""
 
     @property
-    def mixer(self) -> MixerSpec:
-        """What keeps keys and values, behind those of the decoder's layers."""
-
-    @property
-    def is_separate(self) -> bool:
-        """Whether its tensors are in another checkpoint."""
+    def kept(self) -> Sequence[MixerSpec]:
+        """The mixers that keep keys and values, which are behind those of the decoder."""
 
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
-        """Return its layer as a decoder of one layer."""
+        """Return its layers as a decoder."""
 
     def with_quantized_kv(self, dtype: str) -> PredictorSpec:
         """Return the same with keys and values in "fp8" or "int8"."""
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder) -> Predictor:
-        """Return a rank's part with empty weights."""
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Predictor:
+        """Return a rank's part with empty weights. The first layer's keys and values are at the first of these places,
+        and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +298,8 @@ class Shard:
         predictor = self.whole.predictor
         if predictor is None:
             return None
-        return replace(self, whole=predictor.layer_of(self.whole), layers=range(1))
+        whole = predictor.layer_of(self.whole)
+        return replace(self, whole=whole, layers=range(whole.num_layers))
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` features."""
@@ -315,7 +313,7 @@ class Shard:
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Raise if the model cannot be split across `size` ranks."""
-    further = () if spec.predictor is None else (spec.predictor.mixer,)
+    further = () if spec.predictor is None else spec.predictor.kept
     for mixer in dict.fromkeys((*spec.mixers, *further)):
         if mixer is not None:
             mixer.check_split(size)

@@ -18,11 +18,13 @@ from inflight.layers.formats.weight_format import PLAIN_FORMAT
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.draft_model import DraftModel
+from inflight.models.decoders.eagle import Eagle
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.footprint import META, meta_decoder
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.layer_inputs import LayerInputs
-from inflight.models.decoders.predictor import Predictor
+from inflight.models.decoders.predictor import Mtp
 from inflight.models.decoders.spec import DecoderSpec, Shard, WeightNames, whole_shard
 from inflight.models.tensors import (
     ExpertMatrix,
@@ -79,14 +81,11 @@ def placements(
     if shard.is_last:
         norm = NormWeight(decoder.final_norm, spec.hidden_size, offset=spec.norm_offset)
         yield from norm.placements(prefix + names.final_norm)
-    if decoder.predictor is not None and (dummy or not _is_separate(decoder)):
-        yield from _predictor(decoder.predictor, decoder, predictor_layout, dummy)
-
-
-def _is_separate(decoder: Decoder) -> bool:
-    """Return whether there is a predictor, and another checkpoint has its tensors."""
-    predictor = decoder.shard.whole.predictor
-    return predictor is not None and predictor.is_separate
+    predictor = decoder.predictor
+    if isinstance(predictor, Mtp) or (dummy and isinstance(predictor, Eagle)):
+        yield from _predictor(predictor, decoder, predictor_layout, dummy)
+    elif dummy and isinstance(predictor, DraftModel):
+        yield from placements(predictor.decoder, dummy=True)
 
 
 def _layer(
@@ -103,7 +102,7 @@ def _layer(
             yield from to.placements(prefix + name, weights.quantizing() if dummy else weights)
 
 
-def _predictor(predictor: Predictor, decoder: Decoder, layout: int, dummy: bool) -> Iterator[Placement]:
+def _predictor(predictor: Mtp | Eagle, decoder: Decoder, layout: int, dummy: bool) -> Iterator[Placement]:
     assert decoder.shard.predictor is not None
     spec = decoder.shard.predictor.whole
     prefix = spec.names.prefixes[0]
@@ -113,11 +112,15 @@ def _predictor(predictor: Predictor, decoder: Decoder, layout: int, dummy: bool)
         yield from target.placements(prefix + module, weights.quantizing() if dummy else weights)
 
 
-def _fill_separate(predictor: Predictor, decoder: Decoder, draft: Checkpoint) -> None:
+def _fill_separate(predictor: Eagle | DraftModel, decoder: Decoder, draft: Checkpoint) -> None:
     """Load a predictor from another checkpoint, after checking that it holds exactly its tensors."""
     stored = read_headers(draft.weight_files)
-    needed = list(_predictor(predictor, decoder, 0, False))
-    check_tensors(needed, stored, predictor.names.ignored)
+    if isinstance(predictor, DraftModel):
+        names = check_files(predictor.decoder.shard, stored)
+        needed = list(placements(predictor.decoder, *names))
+    else:
+        needed = list(_predictor(predictor, decoder, 0, False))
+        check_tensors(needed, stored, predictor.names.ignored)
     fill({placement.name: placement for placement in needed}, stored, None, decoder.device)
 
 
@@ -164,7 +167,7 @@ def load_decoder(
     else:
         needed = placements(decoder, *names)
         fill({placement.name: placement for placement in needed}, stored, progress, device)
-        if draft is not None and decoder.predictor is not None:
+        if draft is not None and isinstance(decoder.predictor, Eagle | DraftModel):
             _fill_separate(decoder.predictor, decoder, draft)
     return decoder
 
@@ -197,7 +200,8 @@ def check_files(shard: Shard, stored: dict[str, StoredTensor]) -> tuple[int, int
     ignored = (*names.ignored, *spec.quantization.ignored, *(f"^{re.escape(name)}$" for name in copies))
     layout = _layout(names, stored, lambda layout: placements(decoder, variant, layout))
     predictor_layout = 0
-    if (predictor := decoder.predictor) is not None and not _is_separate(decoder):
+    predictor = decoder.predictor
+    if isinstance(predictor, Mtp):
         predictor_layout = _layout(
             predictor.names, stored, lambda layout: _predictor(predictor, decoder, layout, False)
         )

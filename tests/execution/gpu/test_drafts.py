@@ -18,7 +18,7 @@ from tests.e2e.test_speculation import Oracle
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.scheduling.guessing import Eager, EagerModel
 from tests.support.checkpoints import write_checkpoint
-from tests.support.predictors import write_with_predictor
+from tests.support.predictors import write_eagle, write_with_predictor
 
 # Padding is computed from whatever was in memory, and its results are dropped.
 pytestmark = [
@@ -98,9 +98,6 @@ def test_drafts_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest
     assert 0 < num_accepted < num_drafted
 
 
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
-
-
 class Recorder(ModelDrafter):
     """Remembers what the model guessed, by the tokens that it follows."""
 
@@ -112,29 +109,44 @@ class Recorder(ModelDrafter):
         self.guesses[tuple(request.token_ids)] = token_ids
 
 
-def guesses(folder: Path, **options: Any) -> tuple[list[list[int]], Recorder]:
+def guesses(folder: Path, speculation: dict[str, Any], **options: Any) -> tuple[list[list[int]], Recorder]:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 8, "num_blocks": 200}
     params = [
         SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **PARAMS[index])
-        for index in (0, 1, 2)
+        for index in (0, 1, 3)  # on GPUs, penalties do not count guesses
     ]
-    with LLM(
-        folder, skip_tokenizer_init=True, show_progress=False, speculative_config=MTP, **sizes, **options
-    ) as llm:
+    options |= {"skip_tokenizer_init": True, "show_progress": False, "speculative_config": speculation}
+    with LLM(folder, **sizes, **options) as llm:
         recorder = Recorder()
+        read_ahead = llm._engine.core.scheduler.speculation.read_ahead
         llm._engine.core.scheduler.speculation = EagerModel(3, recorder)
+        llm._engine.core.scheduler.speculation.read_ahead = read_ahead
         outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], recorder
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "glm4-moe"])
-def test_model_guesses_as_on_a_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = LAYERS.get(family, {})
-    write_with_predictor(tmp_path, family, **layers)
-    expected, on_cpu = guesses(tmp_path, device="cpu")
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("qwen3.5", "mtp"), ("glm4-moe", "mtp"), ("qwen3", "eagle3"), ("qwen3", "draft_model")],
+)
+def test_model_guesses_as_on_a_cpu(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, layers = tmp_path / "model", LAYERS.get(family, {})
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "mtp":
+        write_with_predictor(folder, family, **layers)
+    else:
+        write_checkpoint(folder, family, **layers | {"num_hidden_layers": 3})
+        speculation["model"] = str(tmp_path / "draft")
+    if method == "eagle3":
+        write_eagle(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    elif method == "draft_model":
+        write_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=2)
+    expected, on_cpu = guesses(folder, speculation, device="cpu")
     monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
-    tokens, on_gpu = guesses(tmp_path, dtype="float32")
+    tokens, on_gpu = guesses(folder, speculation, dtype="float32")
     assert tokens == expected
     shared = on_cpu.guesses.keys() & on_gpu.guesses.keys()
     assert len(shared) > 10

@@ -137,7 +137,10 @@ def test_guesses_of_eagle_are_those_of_its_reference(target: tuple[Path, Any], t
     params = SamplingParams(temperature=0, max_tokens=20)
     prompts = [prompt(22)[:count] for count in (3, 22, 9)]
     expected = LLM(str(folder), **options).generate(prompts, params)
-    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    speculation = {
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 3,
+    }  # its config says what it is
     llm = LLM(
         str(folder),
         speculative_config=speculation,

@@ -82,7 +82,7 @@ def our_states(
         x = decoder.predict(torch.tensor([guess]), out[-1][-1:].clone(), caches, step)
         out.append(predictor.next_states(x))
         logits.append(decoder.predicted_logits(x))
-        if predictor.head is None:
+        if predictor.logits(x) is None:
             assert torch.equal(decoder.predicted_logits(x, 70), logits[-1][:, :70])
     return torch.cat(out), torch.cat(logits)
 

@@ -44,13 +44,14 @@ class Cursor:
     """Where the rows that guess are, [R] int32 each."""
 
     last: Tensor  # the step's last right token of each; negative: padding
+    sampled: Tensor  # the token sampled behind it
     rows: Tensor  # negative: no further guess
     positions: Tensor  # of the token that the next pass reads
     lengths: Tensor  # the position of the next guess
 
     @classmethod
     def of(cls, capacity: int, device: torch.device) -> Cursor:
-        return cls(*torch.zeros(4, capacity, dtype=torch.int32, device=device))
+        return cls(*torch.zeros(5, capacity, dtype=torch.int32, device=device))
 
 
 def following_tokens(step: StepTokens, tokens: Tensor) -> Tensor:
@@ -62,12 +63,12 @@ def following_tokens(step: StepTokens, tokens: Tensor) -> Tensor:
     return ids
 
 
-def find_last(guessing: Guessing, sampled: SampledTokens, cursor: Cursor) -> None:
-    """Set the cursor behind each row's last right token."""
+def find_last(guessing: Guessing, sampled: SampledTokens, cursor: Cursor, read_ahead: int) -> None:
+    """Set the cursor to each row's last right token, or `read_ahead` tokens behind it."""
     capacity = len(cursor.rows)
     _find_last[(triton.cdiv(capacity, PROGRAM_SIZE),)](
-        *guessing[:3], *sampled, cursor.last, cursor.rows, cursor.positions, cursor.lengths, capacity,
-        SIZE=PROGRAM_SIZE,
+        *guessing[:3], *sampled, cursor.last, cursor.sampled, cursor.rows, cursor.positions, cursor.lengths,
+        read_ahead, capacity, SIZE=PROGRAM_SIZE,
     )  # fmt: skip
 
 
@@ -90,10 +91,10 @@ def _following(
     tl.store(ids + i, token_id, mask=i < num_tokens)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["read_ahead", "capacity"])
 def _find_last(
     guess_rows, samples, counts, sample_tokens, sample_lengths, sample_drafts, ids, bad,
-    last, rows, positions, lengths, capacity, SIZE: tl.constexpr,
+    last, last_ids, rows, positions, lengths, read_ahead, capacity, SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     row = tl.load(guess_rows + i, mask=i < capacity, other=-1)
@@ -111,8 +112,9 @@ def _find_last(
     length = tl.load(sample_lengths + sample, mask=there, other=1)
     inside = i < capacity
     tl.store(last + i, tl.load(sample_tokens + sample, mask=there, other=-1), mask=inside)
+    tl.store(last_ids + i, tl.load(ids + sample, mask=there, other=0), mask=inside)
     tl.store(rows + i, tl.where(there, row, -1), mask=inside)
-    tl.store(positions + i, length - 1, mask=inside)
+    tl.store(positions + i, length - 1 + read_ahead, mask=inside)
     tl.store(lengths + i, length + 1, mask=inside)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,11 @@ MIN_SPLIT, WHOLE_KEYS = 512, 64  # keys of a split, at least, and their divisor
 
 @dataclass(frozen=True, slots=True)
 class SingleTokens:
-    """Plans attention over one block table for up to `capacity` rows, one token each."""
+    """Plans attention for some rows, one token each."""
 
-    table: int  # its number
-    tuning: Tuning
+    tunings: Mapping[
+        int, Tuning
+    ]  # of the block tables that layers have, by number; none of them has a window
     block_tables: Tensor  # [num_tables, max_rows, max_blocks] int32
     block_size: int
     workspace: AttentionWorkspace
@@ -32,18 +34,18 @@ class SingleTokens:
         """Enqueue the plan for a token at each position of rows [R] int32; negative rows are padding."""
         capacity, device = len(rows), rows.device
         num_splits = min(MOST_SPLITS, max(1, SPLIT_PROGRAMS // capacity))
-        slots = torch.empty(capacity, dtype=torch.int32, device=device)
         items = torch.empty(capacity * num_splits, DECODE_FIELDS, dtype=torch.int32, device=device)
         count = torch.zeros(1, dtype=torch.int32, device=device)
-        tables = self.block_tables[self.table]
-        _plan_singles[(1,)](
+        work = Items(items, count, capacity * num_splits)
+        planned: list[TableInputs | None] = [None] * len(self.block_tables)
+        for table, tuning in self.tunings.items():
+            tables, slots = self.block_tables[table], torch.empty(capacity, dtype=torch.int32, device=device)
+            planned[table] = TableInputs(tuning, slots, tables, work, None, None, None)
+            _plan_singles[(1,)](
             rows, positions, tables, tables.stride(0), slots, items, count, capacity,
             BLOCK_SIZE=self.block_size, FIELDS=DECODE_FIELDS, SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT,
             TILE=WHOLE_KEYS, SIZE=triton.next_power_of_2(capacity), num_warps=4,
         )  # fmt: skip
-        planned: list[TableInputs | None] = [None] * len(self.block_tables)
-        work = Items(items, count, capacity * num_splits)
-        planned[self.table] = TableInputs(self.tuning, slots, tables, work, None, None, None)
         return TritonInputs(positions, rows, tuple(planned), False, self.workspace)
 
 
