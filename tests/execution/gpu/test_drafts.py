@@ -110,7 +110,12 @@ class Recorder(ModelDrafter):
 
 
 def guesses(folder: Path, speculation: dict[str, Any], **options: Any) -> tuple[list[list[int]], Recorder]:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 8, "num_blocks": 200}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "block_size": 8,
+        "num_blocks": 200,
+    }
     params = [
         SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **PARAMS[index])
         for index in (0, 1, 3)  # on GPUs, penalties do not count guesses
