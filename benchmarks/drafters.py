@@ -2,8 +2,9 @@
 
     python -m benchmarks.drafters --task edit quote json --batch 1 2 4 8
 
-`edit`: after a story about an animal, the same about another; `quote`: that story once more; `json`: an object with new
-values for each request, of a schema whose keys are half of the answer. Nobody's answers are known before: caches are
+`edit`: after a story about an animal, the same about another; `quote`: that story once more. Questions to which the
+model tells a new story are left out: at least 70% of the words must be those of the first one. `json`: an object with
+the values of the question, of a schema whose keys are half of the answer. Nobody's answers are known before: caches are
 cleared before each turn. The rates are output tokens per second as a caller of `LLM.generate` sees them, and the
 medians of turns without and with drafts in alternation. `benchmarks/speculation.py` says what drafts of a known
 acceptance gain.
@@ -13,18 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 from benchmarks.report import show
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.scheduling.scheduler import NoSpeculation, Speculation
 
-ANIMALS = ("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit")
-PEOPLE = ("Anna", "Tom", "a baker", "the king", "my sister", "Lily", "a farmer", "a sailor", "Ben")
-SCHEMA = {
+MIN_ALIKE = 0.7
+ANIMALS = (
+    *("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "frog", "rabbit"),
+    *("wolf", "hen", "goose", "pig", "goat", "cow", "duck", "snail", "crow"),
+)
+NAMES = ("Anna", "Tom", "Lily", "Ben", "Stella", "Paul")
+FAMILY_NAMES = ("Baker", "King", "Miller", "Long", "Fisher", "Stone")
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "first_name": {"type": "string", "maxLength": 12},
@@ -36,7 +44,7 @@ SCHEMA = {
     },
     "additionalProperties": False,
 }
-SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
+SCHEMA["required"] = list(SCHEMA["properties"])
 
 
 def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
@@ -44,28 +52,58 @@ def requests(llm: LLM, name: str, batch: int) -> tuple[list[Any], Any]:
     if name == "json":
         constraint = StructuredOutputs(json=SCHEMA)
         params: Any = [
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=constraint)
+            SamplingParams(
+                temperature=0.7, top_p=0.95, seed=seed, max_tokens=200, structured_outputs=constraint
+            )
             for seed in range(batch)
         ]
-        chats = [[user(f"Describe {PEOPLE[index % len(PEOPLE)]} as JSON.")] for index in range(batch)]
+        rng = random.Random(0)
+        chats = [
+            [user("As JSON: " + ", ".join(f"{key} {value}" for key, value in person(rng).items()))]
+            for _ in range(batch)
+        ]
     else:
         params = SamplingParams(temperature=0, max_tokens=300)
-        about = [ANIMALS[index % len(ANIMALS)] for index in range(batch + 1)]
-        chats = [[user(f"Tell me a story about a {animal}.")] for animal in about]
+        chats = [[user(f"Tell me a story about a {animal}.")] for animal in ANIMALS]
         told = [made.outputs[0].text for made in llm.chat(chats, params, use_tqdm=False)]
-        more = "Tell me that story again." if name == "quote" else "Tell me a story about a {}."
         chats = [
             [
-                *chats[index],
-                {"role": "assistant", "content": told[index]},
-                user(more.format(about[index + 1])),
+                user(f"Tell me a story about a {animal}."),
+                {"role": "assistant", "content": story},
+                user(request),
             ]
-            for index in range(batch)
+            for animal, story in zip(ANIMALS, told, strict=True)
+            for request in (
+                ["Tell me that story again."]
+                if name == "quote"
+                else [f"Tell me a story about a {other}." for other in ANIMALS[:3] if other != animal]
+            )
         ]
+        answers = [made.outputs[0].text for made in llm.chat(chats, params, use_tqdm=False)]
+        alike = [
+            SequenceMatcher(None, chat[1]["content"].split(), answer.split()).ratio()
+            for chat, answer in zip(chats, answers, strict=True)
+        ]
+        chats = [chat for chat, ratio in zip(chats, alike, strict=True) if ratio >= MIN_ALIKE][:batch]
+        assert len(chats) == batch, f"the model does this only {len(chats)} times"
     prompts = [
         output.prompt_token_ids for output in llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
     ]
     return prompts, params
+
+
+def person(rng: random.Random) -> dict[str, str]:
+    """Return a value for each key of the schema."""
+    values = {
+        "first_name": rng.choice(NAMES),
+        "family_name": rng.choice(FAMILY_NAMES),
+        "age_in_years": str(rng.randint(1, 99)),
+        "favourite_colour": rng.choice(("red", "green", "blue", "yellow")),
+        "number_of_children": str(rng.randint(0, 9)),
+        "is_married": rng.choice(("true", "false")),
+    }
+    assert values.keys() == SCHEMA["properties"].keys()
+    return values
 
 
 def user(text: str) -> dict[str, str]:

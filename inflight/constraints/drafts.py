@@ -21,7 +21,7 @@ MAX_GRAMMARS = 64  # whose habits are kept
 MAX_SITUATIONS = 2_000  # of one grammar
 MAX_CHOICES = 4  # tokens that are tried in a situation
 END_WEIGHT = 0.5  # of a spelling that ends with the forced text: the model may prefer a token that goes on
-MIN_REACHED = 0.1  # how likely all tokens of a draft must be right
+MIN_REACHED = 0.2  # how likely all tokens of a draft must be right
 
 SPECIAL = b"\xff"  # begins a special token, as \xff[17]
 Situation = bytes | int  # the text that must follow; if none must, the last token

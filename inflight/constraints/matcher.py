@@ -59,6 +59,19 @@ class Matcher:
             num_consumed = self.state.try_consume_tokens(list(chunk))
             self._is_derailed |= num_consumed < len(chunk) and not self.state.is_stopped()
 
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Consume a few tokens, as `MaskBatch.advance` does one: a failure becomes the matcher's error."""
+        for token_id in token_ids:
+            if self.state.is_stopped():
+                return
+            self.state.consume_token(token_id)
+
+    def copy(self) -> Matcher:
+        """Return another matcher of the same text. It takes microseconds, and counts as none of its lexer's."""
+        matcher = Matcher(self.state.deep_copy(), self.lexer)
+        matcher._is_derailed = self._is_derailed
+        return matcher
+
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Set the bits of the tokens that may come next, as `MaskBatch` does, but in this thread."""
         if isinstance(self.state, NativeState):

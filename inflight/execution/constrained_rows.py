@@ -8,6 +8,9 @@ step starts: it may have to wait for the grammar.
 
 Jobs are worked through in order, and write the mask of a row into that row of a buffer. A row's next mask is written
 only after the tokens of the step that uses the last one, so no step ever reads a mask that is being written.
+
+A GPU samples behind all drafts at once. Drafts are known before, so copies of the matchers consume them and fill the
+masks behind them, while the device runs the forward pass. The matchers themselves only see tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -86,11 +90,20 @@ class StepMasks:
     batch: int  # the number of the last native batch that computes some of them; 0: none
     any_first: bool  # whether a row gets its first mask, which may have to wait for its grammar
     native: NativeBatch | None = None  # computes the next masks of these rows
+    # By row, the drafts that its next samples follow; empty: no row samples behind drafts in this step.
+    drafts: list[list[int]] = field(default_factory=list)
+    failed_drafts: dict[int, RequestFailure] = field(default_factory=dict)  # by sample behind a draft
 
     def failures(self) -> dict[int, RequestFailure]:
         """Return why rows got no mask, by sample."""
         rows = zip(self.samples, self.constrained, strict=True)
-        return {sample: row.failure for sample, row in rows if row.failure is not None}
+        return self.failed_drafts | {sample: row.failure for sample, row in rows if row.failure is not None}
+
+    @property
+    def drafted_samples(self) -> list[int]:
+        """The samples behind drafts, in order."""
+        rows = zip(self.samples, self.drafts, strict=True) if self.drafts else ()
+        return [sample for first, drafts in rows for sample in range(first + 1, first + 1 + len(drafts))]
 
 
 class _Submitted(NamedTuple):
@@ -156,8 +169,12 @@ class ConstrainedRows:
         """Whether any row may be constrained."""
         return bool(self._rows)
 
-    def start(self, rows: Sequence[int]) -> StepMasks | None:
-        """Start computing the masks of the constrained rows among these; None if there are none."""
+    def start(self, rows: Sequence[int], drafts: Sequence[int] = ()) -> StepMasks | None:
+        """Start computing the masks of the constrained rows among these; None if there are none.
+
+        `drafts`: the draft that each sample follows, negative at a row's first one; empty: there are none. The masks
+        behind drafts are those that `look_ahead` computes.
+        """
         if self._submitted:
             self._settle()
         if not self._rows:
@@ -166,6 +183,10 @@ class ConstrainedRows:
         if previous is not None and previous.rows == rows:
             return replace(previous, jobs=set(), batch=previous.constrained[0].batch, any_first=False)
         samples = [sample for sample, row in enumerate(rows) if row in self._rows]
+        behind: list[list[int]] = []
+        if drafts:
+            samples = [sample for sample in samples if drafts[sample] < 0]
+            behind = [list(takewhile(_is_draft, drafts[sample + 1 :])) for sample in samples]
         if not samples:
             return None
         constrained = [self._rows[rows[sample]] for sample in samples]
@@ -174,7 +195,10 @@ class ConstrainedRows:
             self._submit(first)
         jobs = {row.job for row in constrained if row.job is not None}
         batch = max(row.batch for row in constrained)
-        return StepMasks(list(rows), samples, constrained, jobs, batch, bool(first))
+        masks = StepMasks(list(rows), samples, constrained, jobs, batch, bool(first))
+        if any(behind):
+            masks.drafts = behind
+        return masks
 
     def expect(
         self, masks: StepMasks, tokens: SampledTokens, arriving: NDArray[np.int32] | None = None
@@ -183,10 +207,12 @@ class ConstrainedRows:
 
         `arriving`: memory into which the device copies the tokens, by sample, which are `UNKNOWN` until then.
         """
-        native = None if arriving is None else masks.native or self._native_batch(masks)
+        native = None
+        if arriving is not None and not masks.drafts:  # compiled threads take one token of each row
+            native = masks.native or self._native_batch(masks)
         if native is None:
             self._previous = None
-            self._submit(masks.constrained, tokens, masks.samples)
+            self._submit(masks.constrained, tokens, masks.samples, masks.drafts)
             return
         assert arriving is not None
         assert self._native is not None
@@ -213,9 +239,8 @@ class ConstrainedRows:
             if row.matcher is not None:
                 row.matcher.state.consume_token(token_ids[sample])
                 row.matcher.fill(self.state.host_masks[row.row])
-        self._apply(
-            rows, [row.row for row in rows if row.matcher is not None and row.matcher.error is not None]
-        )
+        failed = [row.row for row in rows if row.matcher is not None and row.matcher.error is not None]
+        self._apply(rows, failed, self.state.host_masks)
 
     def expect_others(self) -> None:
         """Start computing the next masks of rows that a step with drafts has sampled for the last time."""
@@ -238,6 +263,32 @@ class ConstrainedRows:
                 self._python_times if self._native is None or not masks.batch else self._native.times()
             )
             self.times.append(MaskTimes(*worker_times, wanted_at, ready_at, time.monotonic()))
+
+    def look_ahead(self, masks: StepMasks, ahead: NDArray[np.int32]) -> None:
+        """Fill ahead [num_drafts, words] with the masks of the samples behind drafts, in order.
+
+        The step's other masks are finished. A row whose copied matcher fails behind a draft is left as it is: the
+        failure is that of the sample there, which only counts if the drafts before it are right.
+        """
+        places = {sample: place for place, sample in enumerate(masks.drafted_samples)}
+        rows = [
+            (replace(row, matcher=row.matcher and row.matcher.copy(), outputs=row.outputs[:]), sample, drafts)
+            for row, sample, drafts in zip(masks.constrained, masks.samples, masks.drafts, strict=True)
+            if drafts
+        ]
+        for index in range(max(map(len, masks.drafts))):
+            rows = [(row, sample + 1, drafts) for row, sample, drafts in rows if index < len(drafts)]
+            for row, sample, drafts in rows:
+                row.row = places[sample]
+                row.outputs.append(drafts[index])
+                if row.failure is not None:
+                    row.matcher = None
+                if row.matcher is not None:
+                    row.matcher.consume(drafts[index : index + 1])
+            matched = [(row.matcher, row.row) for row, _, _ in rows if row.matcher is not None]
+            batch = MaskBatch(self._filler, [matcher for matcher, _ in matched], [row for _, row in matched])
+            self._apply([row for row, _, _ in rows], batch.fill(ahead), ahead)
+            masks.failed_drafts |= {sample: row.failure for row, sample, _ in rows if row.failure is not None}
 
     # ---- native batches ----
 
@@ -282,7 +333,7 @@ class ConstrainedRows:
                 for index in done.native.failures():
                     row = done.masks.constrained[index]
                     if self._rows.get(row.row) is row:
-                        self._recover(row)
+                        self._recover(row, self.state.host_masks)
         if any_failed:
             self._previous = None
         return any_failed
@@ -294,12 +345,16 @@ class ConstrainedRows:
             self._native.close()
 
     def _submit(
-        self, rows: list[_Constrained], tokens: SampledTokens | None = None, samples: Sequence[int] = ()
+        self,
+        rows: list[_Constrained],
+        tokens: SampledTokens | None = None,
+        samples: Sequence[int] = (),
+        drafts: Sequence[list[int]] = (),
     ) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "inflight-masks", self.prepare_thread)
         after = 0 if self._native is None else self._native.num_submitted
-        job = self._thread.submit(self._run, rows, tokens, samples, after)
+        job = self._thread.submit(self._run, rows, tokens, samples, drafts, after)
         for row in rows:
             row.job = job
 
@@ -310,11 +365,13 @@ class ConstrainedRows:
         rows: list[_Constrained],
         tokens: SampledTokens | None,
         samples: Sequence[int],
+        drafts: Sequence[list[int]],
         after: int,
     ) -> None:
         """Compute the next masks of some rows, which first sample these tokens, if any.
 
-        `after`: the last native batch that may still write a mask of the request that had a row before.
+        `drafts`: see `StepMasks`. `after`: the last native batch that may still write a mask of the request that had a
+        row before.
         """
         masks = self.state.host_masks
         if after:
@@ -325,27 +382,46 @@ class ConstrainedRows:
         batch = MaskBatch(self._filler, [matcher for _, matcher in matched], places)
         tokens_at = 0.0
         if tokens is not None:
-            self._append(rows, tokens(), samples)
+            token_ids = tokens()
             tokens_at = time.monotonic()
-            batch.advance([row.outputs[-1] for row, _ in matched])
+            if drafts:
+                self._append_runs(rows, token_ids, samples, drafts)
+            else:
+                self._append(rows, token_ids, samples)
+                batch.advance([row.outputs[-1] for row, _ in matched])
         failed = batch.fill(masks)
         self._python_times = tokens_at, time.monotonic()
-        self._apply(rows, failed)
+        self._apply(rows, failed, masks)
 
-    def _apply(self, rows: Sequence[_Constrained], failed: Sequence[int]) -> None:
+    def _apply(self, rows: Sequence[_Constrained], failed: Sequence[int], masks: NDArray[np.int32]) -> None:
         """Let the masks of rows be what their requests and failed matchers allow."""
-        masks = self.state.host_masks
         for row in rows:
             if row.matcher is None:
                 masks[row.row] = 0
             elif failed and row.row in failed:
-                self._recover(row)
+                self._recover(row, masks)
             elif row.allowed is not None:
                 masks[row.row] &= row.allowed
 
     def _append(self, rows: list[_Constrained], token_ids: Sequence[int], samples: Sequence[int]) -> None:
         for row, sample in zip(rows, samples, strict=True):
             row.outputs.append(token_ids[sample])
+
+    def _append_runs(
+        self,
+        rows: list[_Constrained],
+        token_ids: Sequence[int],
+        samples: Sequence[int],
+        drafts: Sequence[list[int]],
+    ) -> None:
+        """Let rows consume what they sampled in a step with drafts, as long as these were right."""
+        for row, sample, drafted in zip(rows, samples, drafts, strict=True):
+            run = [token_ids[sample]]
+            while len(run) <= len(drafted) and run[-1] == drafted[len(run) - 1]:
+                run.append(token_ids[sample + len(run)])
+            row.outputs += run
+            if row.matcher is not None:
+                row.matcher.consume(run)
 
     def _catch_up(self, rows: Iterable[_Constrained]) -> None:
         """Let new matchers consume the outputs so far. Rows whose grammar fails to compile have none."""
@@ -358,7 +434,7 @@ class ConstrainedRows:
                 except Exception as error:
                     row.failure = _compile_failure(error)
 
-    def _recover(self, row: _Constrained) -> None:
+    def _recover(self, row: _Constrained, masks: NDArray[np.int32]) -> None:
         """Replace a matcher that failed because its shared lexer is full, and fill its mask.
 
         Any other failure is the request's own.
@@ -376,11 +452,15 @@ class ConstrainedRows:
                 return
             row.matcher = row.grammar.matcher()
             row.matcher.advance(row.outputs)
-            MaskBatch(self._filler, [row.matcher], [row.row]).fill(self.state.host_masks)
+            MaskBatch(self._filler, [row.matcher], [row.row]).fill(masks)
         if row.matcher.error is not None:
             row.failure = _failure(row.matcher.error)
         if row.allowed is not None:
-            self.state.host_masks[row.row] &= row.allowed
+            masks[row.row] &= row.allowed
+
+
+def _is_draft(token_id: int) -> bool:
+    return token_id >= 0
 
 
 def _compile_failure(error: Exception) -> RequestFailure:

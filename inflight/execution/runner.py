@@ -61,6 +61,7 @@ class Rows:
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
         self.tokens = torch.empty(max_rows, max_len, dtype=torch.int32)
+        self._token_ids: Ints = self.tokens.numpy()  # the same memory
         # [num_tables, max_rows, max_blocks]: entries past a row's last block, and those before a table's window, are
         # meaningless.
         self.block_tables = torch.empty(num_tables, max_rows, max_blocks, dtype=torch.int32)
@@ -75,9 +76,7 @@ class Rows:
             self.tables[table, row, first : first + len(block_ids)] = block_ids
         for entry, draft in batch.drafts.items():
             first = batch.starts[entry] + 1
-            self.tokens[batch.rows[entry], first : first + len(draft)] = torch.tensor(
-                draft, dtype=torch.int32
-            )
+            self._token_ids[batch.rows[entry], first : first + len(draft)] = draft
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
         """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""

@@ -147,9 +147,11 @@ def _buffers(
     """Return about as many bytes as a GPU's runner keeps for requests, besides KV blocks and recurrent states."""
     tokens = 4 * rows * (context + len(layout.windows) * context // layout.block_size)
     # For each token of the vocabulary, a row has a count in 16 bits and two bits of masks, and a sample the adjusted
-    # logit in float32 and a 64th of four numbers.
+    # logit in float32 and a 64th of four numbers. A sample that may follow a draft has a mask.
     most = samples or rows
-    sampling = int(shard.whole.vocab_size * (rows * (2 + 1 / 4) + most * (4 + 4 * 4 / 64)))
+    sampling = int(
+        shard.whole.vocab_size * (rows * (2 + 1 / 4) + (samples or 0) / 8 + most * (4 + 4 * 4 / 64))
+    )
     mixers = [mixer for mixer in shard.spec.mixers if mixer]
     decoding = max((mixer.decode_values(PROCESSORS) for mixer in mixers), default=0)
     kept = dtype.itemsize * (samples or 0) * sum(mixer.kept_values for mixer in mixers)

@@ -58,7 +58,9 @@ class Constraints(Protocol):
 NUM_FIRST_STEPS = 4  # steps
 NUM_TRIES = 2  # steps after which a size is known
 STEP_WEIGHT = 0.1  # of a step among all
-OWN_WEIGHT = 0.03  # of a step among those of its size, besides
+OWN_WEIGHT = 0.03  # of a step among those of its size, besides, and for each step since the last of them
+MAX_OWN_WEIGHT = 0.5
+MAX_CHANGE = 0.3  # by which a step differs from what was expected, as far as it counts
 
 
 class StepCosts:
@@ -69,12 +71,18 @@ class StepCosts:
         self._counts: dict[int, int] = {}  # of the steps observed
         self._tried: list[int] = []  # the sizes of which any step was observed, in order
         self._known: list[int] = []  # those of which NUM_TRIES were
+        self._num_steps = 0
+        self._last: dict[int, int] = {}  # when each size was observed
+        self._bounds: list[float] = []  # of each known size: what it, or any larger one, takes at least
 
     def observe(self, num_tokens: int, seconds: float, weight: float = STEP_WEIGHT) -> float:
         """Take in how long a step took. Return by what factor this changed the costs of all steps."""
         size = _size_class(num_tokens)
+        self._bounds.clear()
         before = self._seconds.get(size, seconds)
         count = self._counts[size] = self._counts.get(size, 0) + 1
+        self._num_steps += 1
+        num_since, self._last[size] = self._num_steps - self._last.get(size, 0), self._num_steps
         if count == 1:
             insort(self._tried, size)
         if count == NUM_TRIES:
@@ -82,13 +90,18 @@ class StepCosts:
         if count <= NUM_FIRST_STEPS:  # first steps are often slow
             self._seconds[size] = min(seconds, before)
             return 1.0
-        change = min(max(seconds / before, 0.5), 2.0)  # one slow step says little
-        factor = 1 + weight * (change - 1)
-        self.scale(factor)  # contexts and the machine's load change all of them
-        self._seconds[size] *= 1 + OWN_WEIGHT * (change - 1)
+        own_weight = min(OWN_WEIGHT * num_since, MAX_OWN_WEIGHT)
+        # One of many steps says little: on a busy machine, some are slow.
+        most = MAX_CHANGE if max(weight, own_weight) < MAX_OWN_WEIGHT else 1.0
+        change = 1 + min(max(seconds / before - 1, -most / (1 + most)), most)
+        # Contexts and the machine's load change all of them. But a size that is seldom observed may just be wrong.
+        factor = 1 + weight * (1 - own_weight) * (change - 1)
+        self.scale(factor)
+        self._seconds[size] *= 1 + own_weight * (change - 1)
         return factor
 
     def scale(self, factor: float) -> None:
+        self._bounds.clear()
         for size in self._tried:
             self._seconds[size] *= factor
 
@@ -108,7 +121,8 @@ class StepCosts:
     def estimate(self, num_tokens: int) -> float:
         """Return about how long a step takes: a straight line between known sizes, and on behind them.
 
-        A size that is hardly known seems no slower than that, so it is tried until it is known.
+        A size that is hardly known seems no slower than that, so it is tried until it is known. No size seems slower
+        than a larger one.
         """
         sizes, seconds = self._known or self._tried, self._seconds
         if len(sizes) < 2:
@@ -118,13 +132,21 @@ class StepCosts:
         slope = (seconds[above] - seconds[below]) / (above - below)
         if num_tokens < below or num_tokens > above:
             slope = max(slope, 0.0)
-        return seconds[below] + (num_tokens - below) * slope
+        line = seconds[below] + (num_tokens - below) * slope
+        if num_tokens > above:
+            return line
+        if not self._bounds:
+            self._bounds = [*accumulate((seconds[size] for size in reversed(sizes)), min)][::-1]
+        return min(line, self._bounds[index])
 
 
 def _size_class(num_tokens: int) -> int:
     """Return the number of tokens to within an eighth, so that few sizes cover all steps."""
     grain = 1 << max(0, num_tokens.bit_length() - 4)
     return num_tokens // grain * grain
+
+
+PRIOR = 4.0  # how many observations an expectation is worth
 
 
 @dataclass(slots=True)
@@ -144,16 +166,22 @@ class HitRate:
         self.hits -= self.hits * share
         self.tries -= self.tries * share
 
-    def estimate(self, expected: float) -> float:
-        return (self.hits + PRIOR * expected) / (self.tries + PRIOR)
+    def estimate(self, expected: float, prior: float = PRIOR) -> float:
+        return (self.hits + prior * expected) / (self.tries + prior)
 
 
 # While steps have drafts, each waits for the results of the one before it, which drafts continue. After some steps
 # without, they no longer wait, but for one of many: maybe drafts pay again.
 PATIENCE, PROBE_INTERVAL = 4, 32
+LIKELY, POSSIBLE = 0.5, 0.25  # all tokens, and the one, that are drafted then even if they do not seem to pay
 WAIT_WEIGHT = 0.1  # of the last wait
-PRIOR = 4.0  # how many observations an expectation is worth
-FIRST_PROBABILITY = 0.5  # of drafts, before any was verified
+FIRST_PROBABILITY, FIRST_PRIOR = 0.7, 12.0  # of drafts, before any was verified
+WORTH_A_GUESS = 0.5  # of the probability from which tokens pay
+# Guessing takes time, too, which small models notice. Requests whose guesses gain less are asked now and then.
+MIN_GAIN = 1.04  # how many times as fast a step with drafts must seem
+GUESS_SECONDS = 40e-6
+ASK_INTERVAL = 8
+WORTH_MEMORY = 50.0  # guesses
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
 RECOVERY = 0.002  # share of the record of a drafter that is forgotten with every token that it does not draft
 
@@ -172,6 +200,8 @@ class DraftRecord:
         self.rates = [HitRate(30.0) for _ in range(num_drafters)]  # how often each drafter was right
         self.parts: list[_Part] = []  # of the draft that is being verified
         self.has_ended = False
+        self.worth: float | None = None  # about how many tokens a guess gains; None: as for others
+        self.num_unasked = 0  # steps without a guess that could have had one
         self._kept: dict[Any, Any] = {}
 
     def kept(self, drafter: object, create: Callable[[], Kept]) -> Kept:
@@ -217,6 +247,7 @@ class AdaptiveSpeculation:
         self._is_allowed = [drafter is constraints for drafter in whole]  # whether a grammar made its guesses
         self._waited = 0.0  # about how many seconds steps with drafts wait for those before them
         self._num_plain = 0  # steps since the last one with drafts
+        self._guess_worth = 1.0  # about how many tokens a guess gains, of all requests
         self._most = most  # drafts of a request in a step
         self._costs = StepCosts()
         # Of all requests lately: by drafter, and by place in what it proposed.
@@ -239,48 +270,86 @@ class AdaptiveSpeculation:
         if room <= 0 or not num_decodes or not costs.knows(num_tokens):
             return
         seconds = costs.estimate(num_tokens)
-        # How likely a token must be: one more makes the step this much longer for all of them.
-        break_even = max(MIN_PROBABILITY, num_decodes * (costs.estimate(num_tokens + 1) / seconds - 1))
+        # How likely a token must be: it makes the step this much longer for all of them. One for each is less uncertain
+        # than a single one.
+        break_even = max(MIN_PROBABILITY, costs.estimate(num_tokens + num_decodes) / seconds - 1)
+        tries = self._num_plain % PROBE_INTERVAL == 0  # whether likely drafts still cost what they did
+        if tries:
+            break_even = min(break_even, POSSIBLE)
+        if break_even >= 1:
+            return
         drafts: dict[int, _Draft] = {}
         slots: list[tuple[float, int]] = []  # how likely a drafted token is returned, and its entry
-        for entry, draft in self._drafts(step, room, break_even):
+        gain_needed = GUESS_SECONDS * num_decodes / seconds
+        for entry, draft in self._drafts(step, room, break_even, gain_needed):
             drafts[entry] = draft
             slots += [(probability, entry) for probability in draft.probabilities]
         slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
-        returned, best, num_drafted = float(num_decodes), num_decodes / seconds, 0
+        returned, best, num_drafted = float(num_decodes), MIN_GAIN * num_decodes / seconds, 0
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
             # Fewer tokens are never slower.
             rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + self._waited)
             if rate > best:
                 best, num_drafted = rate, number
+        if tries and not num_drafted:
+            num_likely = sum(probability >= LIKELY for probability, _ in slots[:room])
+            num_drafted = num_likely or int(bool(slots) and slots[0][0] >= POSSIBLE)
         self._num_plain *= not num_drafted
-        for entry, length in Counter(entry for _, entry in slots[:num_drafted]).items():
-            record_of(step.requests[entry]).parts = drafts[entry].parts
-            yield entry, drafts[entry].token_ids[:length]
+        lengths = Counter(entry for _, entry in slots[:num_drafted])
+        for entry, draft in drafts.items():
+            record, length = record_of(step.requests[entry]), lengths[entry]
+            gain = sum(draft.probabilities[:length]) - length * break_even
+            worth = self._guess_worth if record.worth is None else record.worth
+            record.worth = worth + (gain - worth) / ASK_INTERVAL
+            self._guess_worth += (gain - self._guess_worth) / WORTH_MEMORY
+            if length:
+                record.parts = draft.parts
+                yield entry, draft.token_ids[:length]
 
-    def _drafts(self, step: ScheduledStep, room: int, break_even: float) -> Iterator[tuple[int, _Draft]]:
+    def _drafts(
+        self, step: ScheduledStep, room: int, break_even: float, gain_needed: float
+    ) -> Iterator[tuple[int, _Draft]]:
         """Yield the drafts of entries for which one may pay."""
-        places = [[place.estimate(FIRST_PROBABILITY) for place in places] for places in self._places]
+        firsts = [places[0].estimate(FIRST_PROBABILITY, FIRST_PRIOR) for places in self._places]
+        places: list[list[float]] = []  # as far as each drafter's tokens may pay
         for entry in range(step.batch.num_decodes):
             request = step.requests[entry]
             most = min(self._most, request.max_total - request.num_tokens, room)
             has_outputs = request.num_computed > request.num_prompt_tokens
             if not has_outputs or request.num_in_flight > 1 or most <= 0:
                 continue
-            rates = record_of(request, len(places)).rates
+            record = record_of(request, len(firsts))
+            if (self._guess_worth if record.worth is None else record.worth) < gain_needed:
+                record.num_unasked += 1
+                if record.num_unasked % ASK_INTERVAL:
+                    continue
             paying = []  # drafters
-            for drafter, rate in enumerate(rates):
-                if rate.estimate(places[drafter][0]) > break_even:
+            for drafter, rate in enumerate(record.rates):
+                if rate.estimate(firsts[drafter]) > break_even:
                     paying.append(drafter)
                 else:
                     rate.fade(RECOVERY)
                     self._places[drafter][0].fade(RECOVERY / step.batch.num_decodes)
-            if paying and (draft := self._draft(request, most, places, paying)).token_ids:
-                yield entry, draft
+            if not paying:
+                continue
+            places = places or [self._estimates(drafter, break_even) for drafter in range(len(firsts))]
+            yield entry, self._draft(request, most, places, paying, WORTH_A_GUESS * break_even)
 
-    def _draft(self, request: Request, most: int, places: list[list[float]], paying: list[int]) -> _Draft:
+    def _estimates(self, drafter: int, break_even: float) -> list[float]:
+        """Return how often a drafter's tokens are right by their place, up to that from which none is likely to pay."""
+        estimates, reached = [], 1.0
+        for place in self._places[drafter]:
+            estimates.append(place.estimate(FIRST_PROBABILITY, FIRST_PRIOR))
+            reached *= min(1.0, estimates[-1])
+            if reached < WORTH_A_GUESS * break_even:
+                break
+        return estimates
+
+    def _draft(
+        self, request: Request, most: int, places: list[list[float]], paying: list[int], least: float
+    ) -> _Draft:
         """Let that drafter begin which is expected to be right for most tokens.
 
         Where a grammar refuses its next token, or where nothing is left of its guess, others may know how to go on.
@@ -288,13 +357,14 @@ class AdaptiveSpeculation:
         draft, rates = _Draft([], [], []), record_of(request).rates
         is_constrained = request.params.structured_outputs is not None
         reached = 1.0
-        while (room := most - len(draft.token_ids)) > 0 and reached >= MIN_PROBABILITY:
+        while (room := most - len(draft.token_ids)) > 0 and reached >= least:
             best, best_length = None, 0.0
             probabilities: list[float] = []
             for drafter in paying:
                 if draft.parts and draft.parts[-1].drafter == drafter:
                     continue  # it had no more to say
-                guess = self._drafters[drafter].propose(request, draft.token_ids, room)
+                count = min(room, len(places[drafter]))
+                guess = self._drafters[drafter].propose(request, draft.token_ids, count)
                 if is_constrained and guess.token_ids and not self._is_allowed[drafter]:
                     guess = self._cut(request, draft.token_ids, guess)
                 estimates = map(rates[drafter].estimate, places[drafter])

@@ -79,6 +79,8 @@ class Matching:
         best = NO_GUESS
         for match in sorted({match for match, _ in matches}, reverse=True):
             limit = int(min(most, match * self.factor))
+            if limit <= expected_length(best):  # shorter matches make no longer drafts
+                break
             draft = self._walk(index.tokens, [place for other, place in matches if other >= match], limit)
             best = max(best, draft, key=expected_length)
         return best
@@ -88,7 +90,7 @@ class Matching:
         token_ids: list[int] = []
         probabilities: list[float] = []
         reached = 1.0
-        while places and len(token_ids) < limit:
+        while len(places) > 1 and len(token_ids) < limit:
             counts: dict[int, int] = {}
             for place in places:
                 if place < len(tokens):
@@ -104,6 +106,11 @@ class Matching:
             token_ids.append(token_id)
             probabilities.append(share)
             places = [place + 1 for place in places if place < len(tokens) and tokens[place] == token_id]
+        if len(places) == 1:  # it goes on like this
+            rest = tokens[places[0] : places[0] + limit - len(token_ids)]
+            rest = rest[: rest.index(SEPARATOR)] if SEPARATOR in rest else rest
+            token_ids += rest
+            probabilities += [1.0] * len(rest)
         return Guess(token_ids, probabilities)
 
     def tail(self, token_ids: list[int], ahead: list[int]) -> list[int]:

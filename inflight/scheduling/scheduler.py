@@ -8,7 +8,6 @@ admitted. A policy may reserve part of the step for waiting requests, which are 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -232,11 +231,6 @@ class Scheduler:
             limits.max_samples - len(step),
         )
         for entry, token_ids in self.speculation.choose(step, room):
-            if (
-                limits.max_samples < sys.maxsize
-                and step.requests[entry].params.structured_outputs is not None
-            ):
-                continue  # so far, GPUs have one mask for each row
             num_others = len(self.pool.running)  # which may each need a block for the next step
             count = min(len(token_ids), MAX_DRAFTS)
             count, updates = blocks.make_room_for_drafts(step.requests[entry], count, num_others)

@@ -33,6 +33,7 @@ class Oracle:
     rng: random.Random
     odds: float
     answers: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)  # by prompt
+    lies: Sequence[int] = range(VOCAB_SIZE)  # tokens to say instead
 
     def learn(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -47,7 +48,7 @@ class Oracle:
             (answer for answer in self.answers[tuple(prompt)] if answer[: len(outputs)] == outputs), outputs
         )
         ids = [
-            token if self.rng.random() < self.odds else self.rng.randrange(VOCAB_SIZE)
+            token if self.rng.random() < self.odds else self.rng.choice(self.lies)
             for token in whole[len(outputs) : len(outputs) + self.rng.randint(0, most)]
         ]
         return Guess(ids, [1.0] * len(ids))

@@ -59,6 +59,38 @@ def follow(
     return masks, {}
 
 
+def follow_drafting(
+    rows: ConstrainedRows, state: Masks, regex: str, token_ids: Sequence[int], generator: random.Random
+) -> tuple[list[bytes], dict[int, RequestFailure]]:
+    """The same with drafts, of which some are wrong. The last token is sampled without."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex=regex), max_tokens=len(token_ids))
+    rows.admit([Admission(0, Request.create("r", [1], params, len(token_ids)).current_spec())])
+    masks: list[bytes] = []
+    while len(masks) < len(token_ids):
+        rest = list(token_ids[len(masks) :])
+        drafts = [
+            token_id if generator.random() < 0.8 else piece(generator.choice("abc"))
+            for token_id in rest[: generator.randint(0, min(4, len(rest) - 1))]
+        ]
+        step = rows.start([0] * (1 + len(drafts)), [-1, *drafts])
+        assert step is not None
+        rows.finish(step)
+        masks.append(state.latest.tobytes())
+        ahead = np.zeros((len(drafts), state.host_masks.shape[1]), dtype=np.int32)
+        if drafts:
+            rows.look_ahead(step, ahead)
+        failures = step.failures()
+        for sample, (draft, token_id) in enumerate(zip(drafts, rest, strict=False)):
+            if draft != token_id or sample in failures:
+                break
+            masks.append(ahead[sample].tobytes())
+        sample = len(masks) - 1 - len(token_ids) + len(rest)  # the last one that is taken
+        if sample in failures:
+            return masks, {0: failures[sample]}
+        expect(rows, step, rest[: 1 + len(drafts)])
+    return masks, {}
+
+
 def expect(rows: ConstrainedRows, step: StepMasks, token_ids: list[int]) -> None:
     """Let a step sample these tokens, which arrive a moment later if masks are computed natively."""
     if not any(isinstance(row.matcher and row.matcher.state, NativeState) for row in step.constrained):
@@ -108,6 +140,23 @@ def test_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarComp
     _, failures = follow(rows, state, HUNGRY, token_ids)
     assert "too many states" in failures[0].message
     assert not follow(rows, state, HUNGRY, letters(0))[1]
+
+
+def test_masks_behind_drafts_are_those_without(compiler: GrammarCompiler) -> None:
+    """Also where the lexer is full: behind a draft, or because of drafts that were refused."""
+    state, generator = Masks(), random.Random(0)
+    rows = ConstrainedRows(state, compiler)
+    alone = ConstrainedRows(Masks(), GrammarCompiler(vocabulary))
+    for seed in range(20):
+        masks, failures = follow_drafting(rows, state, HUNGRY, letters(seed), generator)
+        assert not failures
+        assert masks == follow(alone, alone.state, HUNGRY, letters(seed))[0]  # type: ignore[arg-type]
+    token_ids = [letter for seed in range(60) for letter in letters(seed)]
+    masks, failures = follow_drafting(rows, state, HUNGRY, token_ids, generator)
+    assert "too many states" in failures[0].message
+    assert len(masks) == len(follow(rows, state, HUNGRY, token_ids)[0])
+    rows.close()
+    alone.close()
 
 
 @pytest.mark.parametrize("native", [False])  # native matchers share no states

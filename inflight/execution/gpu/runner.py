@@ -210,7 +210,7 @@ class GpuRunner:
         samples: PendingSamples | None = None
         if sampling is not None and step.sampling_entries:
             if masks is not None:
-                sampling.constrained.finish(masks)
+                sampling.finish_masks(masks)
                 self.sampling_steps.run(shape)
             samples = sampling.fetch(step, shape, masks)
             handle.results.append(samples)

@@ -16,7 +16,7 @@ from inflight.constraints.native_matcher import UNKNOWN
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.gpu.device import to_host
-from inflight.execution.gpu.parts import Section, StepPart, put
+from inflight.execution.gpu.parts import Section, StepPart, put, staging
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.sampling.triton.rows import TritonSamplingRows
@@ -110,8 +110,8 @@ class DeviceSampling(StepPart):
         self._rows = rows
         self._verifies = max_samples is not None
         max_rows, device = len(rows.tokens), rows.device
+        self.state = TritonSamplingRows(max_rows, vocab_size, device, max_samples or 0)
         max_samples = max_samples or max_rows
-        self.state = TritonSamplingRows(max_rows, vocab_size, device)
         self.constrained = ConstrainedRows(self.state, grammars, partial(_use_device, device))
         self.workspace = SamplingWorkspace.allocate(max_samples, vocab_size, device)
         self._sampled = torch.zeros(2 * max_samples, dtype=torch.int32, device=device)
@@ -119,6 +119,7 @@ class DeviceSampling(StepPart):
         self._logprobs = torch.zeros(max_samples * 3 * (1 + MAX_LOGPROBS), dtype=torch.int32, device=device)
         # By sample of the last step, negative where no log-probabilities are wanted; None: nowhere.
         self._logprob_counts: Ints | None = None
+        self._drafted: list[int] = []  # samples of constrained rows behind the last step's drafts
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         sampling = [admission for admission in admissions if admission.request.max_tokens]
@@ -135,7 +136,12 @@ class DeviceSampling(StepPart):
             )
 
     def sections(self, shape: StepShape) -> dict[str, Section]:
-        drafts = {"sample_drafts": Section(shape.num_samples, -1)} if self._verifies else {}
+        drafts = {}
+        if self._verifies:
+            drafts = {
+                "sample_drafts": Section(shape.num_samples, -1),
+                "sample_masks": Section(shape.num_samples, -1),
+            }
         return drafts | {
             "sample_rows": Section(shape.num_samples, -1),
             "sample_lengths": Section(shape.num_samples),
@@ -149,6 +155,9 @@ class DeviceSampling(StepPart):
         put(sections["sample_lengths"], step.sample_lengths)
         if (drafts := step.sample_drafts) is not None:
             put(sections["sample_drafts"], drafts)
+        if self._drafted:
+            count = len(self._drafted)
+            sections["sample_masks"][self._drafted] = self.state.draft_masks_at + np.arange(count)
         counts = self._logprob_counts = self.state.logprob_counts(step.sampling_rows)
         if counts is not None:
             put(sections["logprob_counts"], counts)
@@ -157,7 +166,22 @@ class DeviceSampling(StepPart):
 
     def start_masks(self, step: HostStep) -> StepMasks | None:
         """Start computing the masks of the step's constrained rows; None if there are none."""
-        return self.constrained.start(step.sampling_rows.tolist() if self.constrained.any else [])
+        if not self.constrained.any:
+            self._drafted = []
+            return None
+        drafts = step.sample_drafts
+        masks = self.constrained.start(step.sampling_rows.tolist(), () if drafts is None else drafts.tolist())
+        self._drafted = [] if masks is None else masks.drafted_samples
+        return masks
+
+    def finish_masks(self, masks: StepMasks) -> None:
+        """Wait for the masks, compute those behind drafts, and pass all to the device."""
+        self.constrained.finish(masks)
+        if masks.drafts:
+            device_masks = self.state.mask[self.state.draft_masks_at :][: len(masks.drafted_samples)]
+            pinned, array = staging(device_masks.numel(), self._rows.device)
+            self.constrained.look_ahead(masks, array.reshape(device_masks.shape))
+            device_masks.copy_(pinned.view(device_masks.shape), non_blocking=True)
 
     def sample(self, logits: Tensor, shape: StepShape, sections: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Enqueue the choice of a token for each row of logits [S, vocab_size].
@@ -167,7 +191,8 @@ class DeviceSampling(StepPart):
             sections["logprob_counts"], sections["logprob_places"], sections["logprob_width"], self._logprobs
         )
         ids, bad = self.sampled(shape)
-        batch = SamplingBatch(sections["sample_rows"], sections["sample_lengths"], ids, bad, logprobs)
+        rows, masks = sections["sample_rows"], sections.get("sample_masks")
+        batch = SamplingBatch(rows, sections["sample_lengths"], ids, bad, logprobs, masks)
         drafts = sections["sample_drafts"] if shape.places > 1 else None
         sample_tokens(logits, batch, self.state, self._rows.tokens, self.workspace, drafts, shape.places)
         return ids, bad

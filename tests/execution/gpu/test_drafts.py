@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution import platforms
 from inflight.layers.attention.triton import rope_write
+from inflight.loading import load
 from inflight.outputs import RequestOutput
 from inflight.request import Request
+from inflight.scheduling.drafts import AdaptiveSpeculation
 from inflight.scheduling.model_drafts import ModelDrafter
 from tests.e2e.test_speculation import Oracle
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.scheduling.guessing import Eager, EagerModel
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.predictors import write_eagle, write_with_predictor
 
-# Padding is computed from whatever was in memory, and its results are dropped.
+# Padding is computed from whatever was in memory, as are samples behind refused drafts. The results are dropped.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
 PROMPTS = [[*range(40, 65)], [9, 8], [*range(20, 33)], [*range(40, 43)], [7, 7, 7]]
@@ -86,6 +92,11 @@ def test_drafts_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     outputs, num_drafted, num_accepted = answer(folder, oracle, dtype="float32")
+    check_same(outputs, expected)
+    assert 0 < num_accepted < num_drafted
+
+
+def check_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
     for output, whole in zip(outputs, expected, strict=True):
         for ours, theirs in zip(output.outputs, whole.outputs, strict=True):
             assert ours.token_ids == theirs.token_ids
@@ -95,7 +106,6 @@ def test_drafts_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest
                 assert [[*position] for position in ours.logprobs] == [
                     [*position] for position in theirs.logprobs
                 ]
-    assert 0 < num_accepted < num_drafted
 
 
 class Recorder(ModelDrafter):
@@ -158,3 +168,55 @@ def test_model_guesses_as_on_a_cpu(
     assert {known: on_gpu.guesses[known] for known in shared} == {
         known: on_cpu.guesses[known] for known in shared
     }
+
+
+LETTERS = range(68, 73)  # the tokens of a to e
+
+
+def constrained(regex: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"max_tokens": 16, "temperature": 0} | fields, structured_outputs=StructuredOutputs(regex=regex)
+    )
+
+
+CONSTRAINED = (
+    constrained("(ab|cd)*e{3,9}[a-z ]*", logprobs=1),
+    constrained("the quick (brown fox|cat)", temperature=1.0, seed=3),  # ends inside a draft
+    constrained("[ab]{2,4}", ignore_eos=True, max_tokens=8),  # goes on behind its end
+    constrained("[a-d]{16}", allowed_token_ids=[*range(4, 200)], logprobs=2),
+    constrained("[a-c]{16}", repetition_penalty=1.3, frequency_penalty=0.5, logprobs=0),
+    SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_drafts_of_constrained_requests_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    folder = write_tokenizer(write_checkpoint(tmp_path, "qwen3", num_hidden_layers=1))
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 100}
+    options: dict[str, Any] = {"show_progress": False, **sizes}
+    prompts = [*PROMPTS, [5, 6]]
+    with LLM(folder, device="cpu", **options) as llm:
+        expected = llm.generate(prompts, CONSTRAINED, use_tqdm=False)
+    oracle = Oracle(random.Random(0), 0.6, lies=LETTERS)
+    oracle.learn(expected)
+    drafts: Counter[str] = Counter()  # of constrained requests that went on
+
+    def count(_: Eager, request: Request, num_drafted: int, num_accepted: int) -> None:
+        if request.params.structured_outputs is not None:
+            drafts.update(accepted=num_accepted, refused=num_drafted - num_accepted)
+
+    monkeypatch.setattr(Eager, "_learn", count)
+    monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    monkeypatch.setattr(load, "GrammarCompiler", lambda vocabulary, **_: GrammarCompiler(vocabulary, native))
+    with LLM(folder, dtype="float32", speculative_config={"method": "grammar"}, **options) as llm:
+        scheduler = llm._engine.core.scheduler
+        assert isinstance(scheduler.speculation, AdaptiveSpeculation)
+        scheduler.speculation = Eager([oracle], 3, scheduler.speculation._constraints)
+        outputs = llm.generate(prompts, CONSTRAINED, use_tqdm=False)
+        assert llm.stats().kv.num_used == 0
+    check_same(outputs, expected)
+    assert drafts["accepted"] > 10
+    assert drafts["refused"] > 5

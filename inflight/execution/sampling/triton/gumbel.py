@@ -143,7 +143,8 @@ def special_gumbel_kernel(
     rows,
     lengths,
     table,
-    mask,  # [max_rows, words] int32
+    mask_rows,  # [S] int32, negative: that of the row
+    mask,  # [at least max_rows, words] int32
     forbidden,  # [max_rows, words] int32
     seen,  # [max_rows, padded(V)] int16
     changed,  # [S, V] float32: modified logits
@@ -181,7 +182,9 @@ def special_gumbel_kernel(
             store_chunk(x, top, place, raw_tops, raw_masses, raw_group_tops, GROUPS)
         if flags & ADJUSTS:
             ids = tl.minimum(token_ids, vocab_size - 1)
-            x = adjusted(x, ids, flags, row, table, mask, forbidden, seen, vocab_size)
+            mask_row = tl.load(mask_rows + entry)
+            mask_row = tl.where(mask_row < 0, row, mask_row)
+            x = adjusted(x, ids, flags, row, table, mask_row, mask, forbidden, seen, vocab_size)
             x = tl.where(token_ids < vocab_size, x, -float("inf"))
             top = tl.where(top == float("inf"), top, tl.max(x))
             tl.store(changed + entry.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)

@@ -86,14 +86,14 @@ def padded(vocab_size):
 
 
 @triton.jit
-def adjusted(x, token_ids, flags, row, table, mask, forbidden, seen, vocab_size):
+def adjusted(x, token_ids, flags, row, table, mask_row, mask, forbidden, seen, vocab_size):
     """Return x, the logits of `token_ids` in any shape, with the row's rules applied.
 
     The caller must clamp ids past the vocabulary.
     """
     num_words = padded(vocab_size) // 32
     if flags & MASK:
-        x = tl.where(_bit(mask, row, token_ids, num_words), x, -float("inf"))
+        x = tl.where(_bit(mask, mask_row, token_ids, num_words), x, -float("inf"))
     if flags & FORBID:
         x = tl.where(_bit(forbidden, row, token_ids, num_words), -float("inf"), x)
     if flags & BIAS:

@@ -39,13 +39,17 @@ class _Lists:
 class TritonSamplingRows:
     """Permanent rows for the kernels of this package. Nothing here waits for the device."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str, max_draft_masks: int = 0
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         words = -(-vocab_size // WORD)
         # [max_rows, WORDS]: see `row_table.py`.
         self.table = torch.zeros(max_rows, WORDS.value, dtype=torch.int32, device=self.device)
-        self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
+        # The masks of rows, then those of samples behind drafts.
+        self.draft_masks_at = max_rows
+        self.mask = torch.zeros(max_rows + max_draft_masks, words, dtype=torch.int32, device=self.device)
         self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.seen = torch.zeros(max_rows, words * WORD, dtype=torch.int16, device=self.device)
         self._sent_masks = torch.zeros(

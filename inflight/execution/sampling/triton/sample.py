@@ -129,7 +129,7 @@ class SamplingBatch:
 
     rows [S] int32; a negative row is padding and writes nothing. lengths [S] int32: the number of tokens in each row
     before the new one. ids [S] int32. bad [S] int32: 0, or why sampling failed; the token is then arbitrary, but one of
-    the vocabulary.
+    the vocabulary. masks [S] int32: where each mask is in `TritonSamplingRows.mask`; None or negative: at its row.
     """
 
     rows: Tensor
@@ -137,6 +137,7 @@ class SamplingBatch:
     ids: Tensor
     bad: Tensor
     logprobs: LogprobBuffers | None  # None: the tokens are only guesses, which become no part of their rows
+    masks: Tensor | None = None
 
 
 def read_logprobs(results: Tensor, counts: Sequence[int], width: int) -> list[PositionLogprobs]:
@@ -250,6 +251,7 @@ def _launch_gumbel(
         batch.rows,
         batch.lengths,
         state.table,
+        batch.rows if batch.masks is None else batch.masks,
         state.mask,
         state.forbidden,
         state.seen,
