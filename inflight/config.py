@@ -149,7 +149,8 @@ class SpeculationConfig:
     """How tokens are guessed. Fields and their names are those of vLLM's `speculative_config`."""
 
     method: str  # auto, mtp, eagle3, draft_model, suffix, ngram or grammar
-    # A checkpoint that drafts, a folder or a hub id. Without a method, it is a draft model or, if it says so, EAGLE-3.
+    # A checkpoint that drafts, a folder or a hub id. Without a method, it is a draft model unless
+    # its config says that it is EAGLE-3 or an assistant.
     model: str | None = None
     # The most drafts of a request in a step; None: 3 if a model drafts, otherwise 16.
     num_speculative_tokens: int | None = None

@@ -368,10 +368,15 @@ class ModelRunner:
             following = (first.positions + 1).clamp_(max=tokens.shape[1] - 1)
             token_ids = tokens[torch.from_numpy(inputs.host.token_rows), following].long()
         last = first.query_starts.long()[entries] + torch.tensor(counts)[entries] - 1
+        rows, positions = first.rows[entries].long(), first.positions[last]
+        lengths = positions + 2 - read_ahead
         # What follows refused drafts, or the end of a request, may be anything.
         token_ids.clamp_(0, decoder.spec.vocab_size - 1)
-        x = decoder.predict(token_ids, states, caches, first, last)
-        rows, lengths = first.rows[entries].long(), first.positions[last] + 2 - read_ahead
+        if predictor.keeps_tokens:
+            x = decoder.predict(token_ids, states, caches, first, last)
+        elif entries:
+            at_ends = self._single_tokens(rows, positions, ahead=1)
+            x = decoder.predict(token_ids[last], states[last], caches, at_ends)
         masks = self.constrained.start(rows.tolist())
         if masks is not None:
             self.constrained.finish(masks)
@@ -389,12 +394,13 @@ class ModelRunner:
                 self.sampler.state.lift_masks([row.row for row in masks.constrained])
                 masks = None
             entries, token_ids = [entries[i] for i in kept], torch.tensor(sampled.token_ids)[kept]
-            rows, lengths = rows[kept], lengths[kept] + 1
+            rows, lengths, positions = rows[kept], lengths[kept] + 1, positions[kept]
             if entries:
                 states = predictor.next_states(x[kept])
-                x = decoder.predict(
-                    token_ids, states, caches, self._single_tokens(rows, lengths - 2 + read_ahead)
-                )
+                if predictor.keeps_tokens:
+                    positions = positions + 1
+                single = self._single_tokens(rows, positions, ahead=not predictor.keeps_tokens)
+                x = decoder.predict(token_ids, states, caches, single)
 
     def _draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the predictor's logits [S, vocab_size], in which rare tokens may have none."""
@@ -405,11 +411,11 @@ class ModelRunner:
         num_rare = decoder.spec.vocab_size - logits.shape[1]
         return logits if not num_rare else F.pad(logits, (0, num_rare), value=NEVER)
 
-    def _single_tokens(self, rows: Tensor, positions: Tensor) -> AttentionInputs:
-        """Return the inputs of attention for one token of each row."""
+    def _single_tokens(self, rows: Tensor, positions: Tensor, ahead: int) -> AttentionInputs:
+        """Return the inputs of attention for one token of each row, which is rotated as if it were so many ahead."""
         size, tables = self._block_size, self.rows.block_tables
         return AttentionInputs(
-            positions=positions,
+            positions=positions + ahead,
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
             context_lens=positions.int() + 1,
             rows=rows.int(),

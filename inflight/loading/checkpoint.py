@@ -16,6 +16,7 @@ from inflight.checkpoint.fields import Fields
 from inflight.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.models.decoders.assistant import assistant_spec, is_assistant
 from inflight.models.decoders.draft_model import DraftModelSpec, draft_model_spec
 from inflight.models.decoders.eagle import eagle_spec, is_eagle
 from inflight.models.decoders.families import decoder_spec, mtp_spec
@@ -129,6 +130,8 @@ def with_predictor(
         stored = read_headers(draft.weight_files)
         if method == "eagle3" or is_eagle(draft.config):
             return replace(spec, predictor=eagle_spec(draft.config, stored, spec))
+        if is_assistant(draft.config):
+            return replace(spec, predictor=assistant_spec(draft.config, spec))
         return replace(spec, predictor=draft_model_spec(decoder_spec(draft.config).as_stored(stored), spec))
     if method not in ("auto", "mtp"):
         return spec

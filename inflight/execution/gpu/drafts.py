@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.errors import ConfigError
 from inflight.execution.gpu.attention import DeviceAttention
 from inflight.execution.gpu.device import to_host
 from inflight.execution.gpu.parts import Section, StepPart, put
@@ -86,6 +87,10 @@ class DeviceDrafts(StepPart):
         self._max_guesses = max_guesses
         predictor = decoder.predictor
         assert predictor is not None
+        if not predictor.keeps_tokens:
+            raise ConfigError(
+                "speculative_config: so far, models draft from the keys and values of another on CPUs only"
+            )
         self._predictor = predictor
         self._singles = attention.single_tokens(predictor.attention_layers)
         dtype, hidden_size = decoder.kernels.compute_dtype, decoder.spec.hidden_size

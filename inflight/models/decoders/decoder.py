@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.kv.layout import KVPlace, LayerKV
+from inflight.kv.layout import LayerKV
 from inflight.layers.attention.backend import AttentionBackend, AttentionLayer, KVShape, LayerCache
 from inflight.layers.kernels import FusableLayer, FusedLayers, Kernels, Linear, Residual
 from inflight.layers.recurrent import DeltaNetLayer, LayerStates, blocks_per_snapshot
@@ -25,16 +25,9 @@ from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.layer_inputs import LayerInputs
 from inflight.models.decoders.mlps import ExpertsMlp
 from inflight.models.decoders.predictor import Predictor
-from inflight.models.decoders.spec import DecoderSpec, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec, KVCaches, Shard, whole_shard
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.heads import Head
-
-
-class KVBehind(NamedTuple):
-    """Where a decoder keeps its keys and values, if not alone: behind the caches of another one, in its blocks."""
-
-    num_caches: int = 0
-    places: Sequence[KVPlace] = ()  # of each layer that keeps some
 
 
 class Decoder:
@@ -54,7 +47,7 @@ class Decoder:
         device: torch.device,
         max_position: int | None = None,
         shard: Shard | None = None,
-        behind: KVBehind | None = None,
+        kv_caches: KVCaches | None = None,
     ) -> None:
         self.shard = shard = whole_shard(spec) if shard is None else shard
         self.spec = spec = shard.spec
@@ -63,13 +56,13 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self._max_position = max_position or spec.default_context
-        self._behind = behind or KVBehind()
+        # By layer. A decoder that drafts for another one has them among those of the other.
+        self._caches = self._own_caches() if kv_caches is None else kv_caches
         builders = list(self._builders())
         self.layers = [Layer.build(layer) for layer in builders[: len(shard.layers)]]
         self.predictor: Predictor | None = None  # guesses the token after the next
         if shard.whole.predictor is not None and len(builders) > len(shard.layers):
-            first, places = builders[-1].cache, self.kv_shape(1).places
-            self.predictor = shard.whole.predictor.build(shard.whole, builders[-1], places[first:])
+            self.predictor = shard.whole.predictor.build(shard.whole, builders[-1], self._caches)
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
         if spec.has_lm_head and shard.is_last:
@@ -94,14 +87,22 @@ class Decoder:
     def generates(self) -> bool:
         return self.spec.has_lm_head
 
+    def _own_caches(self) -> KVCaches:
+        """Return where the layers of this stage keep keys and values, and behind them those of the predictor."""
+        shard = self.shard
+        num_further = 0 if shard.predictor is None else len(shard.predictor.whole.kv_layers)
+        further = range(shard.whole.num_layers, shard.whole.num_layers + num_further * shard.is_last)
+        kept = [*(index for index in shard.whole.kv_layers if index in shard.layers), *further]
+        places = self.kv_shape(1).places
+        return {index: (cache, places[cache].table) for cache, index in enumerate(kept)}
+
     def _builders(self) -> Iterator[LayerBuilder]:
-        """Yield what creates each layer, the predictor's last, and knows where the layer keeps its memory."""
+        """Yield what creates each layer, the predictor's first one last, and knows where the layer keeps its memory."""
         shard, whole = self.shard, self.shard.whole
-        places, first = self._behind.places or self.kv_shape(1).places, self._behind.num_caches
-        kept = [index for index in whole.kv_layers if index in shard.layers]
         rotary_tables: dict[Rope, Tensor] = {}
 
-        def builder(part: Shard, index: int, cache: int | None, state: int) -> LayerBuilder:
+        def builder(part: Shard, index: int, source: int, state: int) -> LayerBuilder:
+            cache, table = self._caches.get(source, (0, 0))
             return LayerBuilder(
                 part,
                 index,
@@ -110,8 +111,8 @@ class Decoder:
                 self.dtype,
                 self.device,
                 self._max_position,
-                0 if cache is None else places[cache].table,
-                first + (cache or 0),
+                table,
+                cache,
                 state,
                 rotary_tables,
             )
@@ -120,17 +121,16 @@ class Decoder:
         for index in shard.layers:
             mixer = whole.mixers[index]
             source = index if mixer is None or mixer.kv_source is None else mixer.kv_source
-            yield builder(shard, index, kept.index(source) if source in kept else None, num_states)
+            yield builder(shard, index, source, num_states)
             num_states += mixer is not None and mixer.state_size > 0
         if shard.predictor is not None and shard.is_last:
-            yield builder(shard.predictor, 0, len(kept), num_states)
+            yield builder(shard.predictor, 0, whole.num_layers, num_states)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the shape of the memory for keys and values, and for snapshots of recurrent states."""
-        shard, predictor = self.shard, self.shard.whole.predictor
-        kv_layers = self.shard.whole.kv_layers
-        further = () if predictor is None else predictor.kept  # behind the others
-        kv_layers.update(enumerate(further, shard.whole.num_layers))
+        shard, kv_layers = self.shard, self.shard.whole.kv_layers
+        further = [] if shard.predictor is None else [*shard.predictor.whole.kv_layers.values()]
+        kv_layers.update(enumerate(further, shard.whole.num_layers))  # behind the others
         kept = [self._kept(mixer.shard(shard).kv) for mixer in kv_layers.values()]
         layers = range(shard.layers.start, shard.layers.stop + shard.is_last * len(further))
         before = sum(index < layers.start for index in kv_layers)
@@ -208,7 +208,7 @@ class Decoder:
         if self._fused is not None:
             last = min(self._fused.count, max(0, last_mixing))
             for end in (*(index for index in read if index < last), last):
-                x = self._fused.run(x, caches[self._behind.num_caches :], inputs, num_fused, end)
+                x = self._fused.run(x, caches[self._first_cache :], inputs, num_fused, end)
                 num_fused = end
                 if inner is not None and end < last:
                     inner.append(x.clone())
@@ -272,6 +272,10 @@ class Decoder:
         if predictor.inner_layers:
             return predictor.first_states(torch.cat(list(inner), dim=1))
         return predictor.first_states(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps))
+
+    @property
+    def _first_cache(self) -> int:
+        return min((cache for cache, _ in self._caches.values()), default=0)
 
     @property
     def _last_mixing(self) -> int:

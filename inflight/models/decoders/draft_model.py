@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.kv.layout import KVPlace
 from inflight.layers.attention.backend import AttentionLayer
-from inflight.models.decoders.decoder import Decoder, KVBehind
+from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.predictor import NEVER
-from inflight.models.decoders.spec import DecoderSpec, MixerSpec, shard_of
+from inflight.models.decoders.spec import DecoderSpec, KVCaches, shard_of
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 
 
@@ -23,10 +21,6 @@ class DraftModelSpec:
 
     decoder: DecoderSpec
     vocab_size: int  # of the model that it drafts for; vocabularies may be padded differently
-
-    @property
-    def kept(self) -> Sequence[MixerSpec]:
-        return tuple(self.decoder.kv_layers.values())
 
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:  # noqa: ARG002
         return self.decoder
@@ -38,8 +32,9 @@ class DraftModelSpec:
         )
         return replace(self, decoder=replace(self.decoder, mixers=tuple(mixers)))
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> DraftModel:  # noqa: ARG002
-        return DraftModel(self, layer, places)
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, caches: KVCaches) -> DraftModel:
+        kept = enumerate(self.decoder.kv_layers, decoder.num_layers)
+        return DraftModel(self, layer, {index: caches[behind] for behind, index in kept})
 
 
 def draft_model_spec(draft: DecoderSpec, decoder: DecoderSpec) -> DraftModelSpec:
@@ -66,8 +61,9 @@ class DraftModel:
 
     inner_layers = ()
     reads_tokens = True
+    keeps_tokens = True
 
-    def __init__(self, spec: DraftModelSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> None:
+    def __init__(self, spec: DraftModelSpec, layer: LayerBuilder, caches: KVCaches) -> None:
         shard = shard_of(spec.decoder, layer.shard.rank, layer.shard.size, collective=layer.shard.collective)
         self.decoder = Decoder(
             spec.decoder,
@@ -77,7 +73,7 @@ class DraftModel:
             layer.device,
             layer.max_position,
             shard,
-            KVBehind(layer.cache, places),
+            caches,
         )
         self.final_norm, self.eps = self.decoder.final_norm, spec.decoder.norm_eps
         self._vocab_size = spec.vocab_size

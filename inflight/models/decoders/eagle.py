@@ -6,7 +6,7 @@ residual before some of the decoder's layers, and then the layer's own output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from inflight.checkpoint.fields import Fields
 from inflight.errors import ConfigError
-from inflight.kv.layout import KVPlace
 from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.attention import AttentionSpec, SelfAttention
@@ -23,7 +22,7 @@ from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.mlps import DenseMlp
 from inflight.models.decoders.predictor import NEVER
-from inflight.models.decoders.spec import DecoderSpec, MixerSpec
+from inflight.models.decoders.spec import DecoderSpec, KVCaches
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.decoders.weight_names import LLAMA
 from inflight.models.tensors import NormWeight, Target, whole_rows, whole_tensor
@@ -45,17 +44,13 @@ class EagleSpec:
     has_embedding: bool  # whether it has its own
     has_head: bool
 
-    @property
-    def kept(self) -> Sequence[MixerSpec]:
-        return (self.mixer,)
-
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:  # noqa: ARG002
         return replace(self.layer, mixers=(self.mixer,))
 
     def with_quantized_kv(self, dtype: str) -> EagleSpec:
         return replace(self, mixer=self.mixer.with_quantized_kv(dtype))
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Eagle:  # noqa: ARG002
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, caches: KVCaches) -> Eagle:  # noqa: ARG002
         return Eagle(self, decoder, layer)
 
 
@@ -138,6 +133,7 @@ class Eagle:
     """Implements `Predictor`."""
 
     reads_tokens = False
+    keeps_tokens = True
 
     def __init__(self, spec: EagleSpec, whole: DecoderSpec, builder: LayerBuilder) -> None:
         hidden, dtype, kernels = builder.spec.hidden_size, builder.dtype, builder.kernels

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.kv.layout import KVPlace
 from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.layer import Layer
-from inflight.models.decoders.spec import DecoderSpec, MixerSpec, MlpSpec, WeightNames
+from inflight.models.decoders.spec import DecoderSpec, KVCaches, MixerSpec, MlpSpec, WeightNames
 from inflight.models.decoders.sublayers import LayerBuilder, MixerStep
 from inflight.models.tensors import NormWeight, Target, whole_rows
 
@@ -41,6 +40,10 @@ class Predictor(Protocol):
     @property
     def reads_tokens(self) -> bool:
         """Whether it reads only tokens, no states: each at its own position, of which it is about the next."""
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether it keeps keys and values; otherwise it reads the decoder's, and only what precedes a guess."""
 
     def first_states(self, hidden: Tensor) -> Tensor:
         """Return the states for the decoder's normalised hidden states [T, hidden_size], or for the inner ones, side by
@@ -83,10 +86,6 @@ class MtpSpec:
     mlp: MlpSpec
     names: MtpNames
 
-    @property
-    def kept(self) -> Sequence[MixerSpec]:
-        return (self.mixer,)
-
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
         return replace(
             decoder,
@@ -101,7 +100,7 @@ class MtpSpec:
     def with_quantized_kv(self, dtype: str) -> MtpSpec:
         return replace(self, mixer=self.mixer.with_quantized_kv(dtype))
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Mtp:  # noqa: ARG002
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, caches: KVCaches) -> Mtp:  # noqa: ARG002
         return Mtp(self, decoder, layer)
 
 
@@ -110,6 +109,7 @@ class Mtp:
 
     inner_layers = ()
     reads_tokens = False
+    keeps_tokens = True
 
     def __init__(self, spec: MtpSpec, whole: DecoderSpec, builder: LayerBuilder) -> None:
         hidden = whole.hidden_size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.kv.layout import KVPlace, LayerKV
+from inflight.kv.layout import LayerKV
 from inflight.layers.formats.schemes import Scheme, common_scheme
 from inflight.layers.formats.weight_format import PLAIN_FORMAT, PlainFormat, WeightFormat
 from inflight.layers.rotary import Rope
@@ -145,22 +145,22 @@ class LayerInputsSpec:
         return scale
 
 
+# By layer: the number of its keys and values in `MixerStep.caches`, and the block table that leads to them.
+KVCaches = Mapping[int, tuple[int, int]]
+
+
 class PredictorSpec(Protocol):
     """Further layers that guess tokens beyond the next (`predictor.py`, `eagle.py`, `draft_model.py`)."""
 
-    @property
-    def kept(self) -> Sequence[MixerSpec]:
-        """The mixers that keep keys and values, which are behind those of the decoder."""
-
     def layer_of(self, decoder: DecoderSpec) -> DecoderSpec:
-        """Return its layers as a decoder."""
+        """Return its layers as a decoder. Their keys and values are behind those of the other."""
 
     def with_quantized_kv(self, dtype: str) -> PredictorSpec:
         """Return the same with keys and values in "fp8" or "int8"."""
 
-    def build(self, decoder: DecoderSpec, layer: LayerBuilder, places: Sequence[KVPlace]) -> Predictor:
-        """Return a rank's part with empty weights. The first layer's keys and values are at the first of these places,
-        and so on."""
+    def build(self, decoder: DecoderSpec, layer: LayerBuilder, caches: KVCaches) -> Predictor:
+        """Return a rank's part with empty weights. Its layers that keep keys and values are numbered behind those of
+        the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class Shard:
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Raise if the model cannot be split across `size` ranks."""
-    further = () if spec.predictor is None else spec.predictor.kept
+    further = () if spec.predictor is None else spec.predictor.layer_of(spec).mixers
     for mixer in dict.fromkeys((*spec.mixers, *further)):
         if mixer is not None:
             mixer.check_split(size)

@@ -17,6 +17,7 @@ from inflight.layers.attention.backend import AttentionBackend
 from inflight.layers.formats.weight_format import PLAIN_FORMAT
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
+from inflight.models.decoders.assistant import Assistant
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.draft_model import DraftModel
 from inflight.models.decoders.eagle import Eagle
@@ -84,8 +85,9 @@ def placements(
     predictor = decoder.predictor
     if isinstance(predictor, Mtp) or (dummy and isinstance(predictor, Eagle)):
         yield from _predictor(predictor, decoder, predictor_layout, dummy)
-    elif dummy and isinstance(predictor, DraftModel):
+    elif dummy and isinstance(predictor, DraftModel | Assistant):
         yield from placements(predictor.decoder, dummy=True)
+        yield from _beside(predictor)
 
 
 def _layer(
@@ -112,15 +114,22 @@ def _predictor(predictor: Mtp | Eagle, decoder: Decoder, layout: int, dummy: boo
         yield from target.placements(prefix + module, weights.quantizing() if dummy else weights)
 
 
-def _fill_separate(predictor: Eagle | DraftModel, decoder: Decoder, draft: Checkpoint) -> None:
+def _beside(predictor: DraftModel | Assistant) -> Iterator[Placement]:
+    if isinstance(predictor, Assistant):
+        for module, target in predictor.targets():
+            yield from target.placements(module)
+
+
+def _fill_separate(predictor: Eagle | DraftModel | Assistant, decoder: Decoder, draft: Checkpoint) -> None:
     """Load a predictor from another checkpoint, after checking that it holds exactly its tensors."""
     stored = read_headers(draft.weight_files)
-    if isinstance(predictor, DraftModel):
-        names = check_files(predictor.decoder.shard, stored)
-        needed = list(placements(predictor.decoder, *names))
-    else:
+    if isinstance(predictor, Eagle):
         needed = list(_predictor(predictor, decoder, 0, False))
         check_tensors(needed, stored, predictor.names.ignored)
+    else:
+        names, beside = check_files(predictor.decoder.shard, stored), list(_beside(predictor))
+        check_tensors(beside, stored, ("",))
+        needed = [*placements(predictor.decoder, *names), *beside]
     fill({placement.name: placement for placement in needed}, stored, None, decoder.device)
 
 
@@ -167,7 +176,7 @@ def load_decoder(
     else:
         needed = placements(decoder, *names)
         fill({placement.name: placement for placement in needed}, stored, progress, device)
-        if draft is not None and isinstance(decoder.predictor, Eagle | DraftModel):
+        if draft is not None and isinstance(decoder.predictor, Eagle | DraftModel | Assistant):
             _fill_separate(decoder.predictor, decoder, draft)
     return decoder
 
