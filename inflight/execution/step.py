@@ -63,6 +63,11 @@ class HostStep:
         return self.sample_rows[: len(self.sampling_entries)]
 
     @property
+    def predicts(self) -> bool:
+        """Whether the model's predictor reads the step's tokens."""
+        return bool(self.batch.wanted_drafts)
+
+    @property
     def sample_drafts(self) -> Ints | None:
         """The draft that each sample follows, -1 where there is none; None: decodes are not split."""
         return None if self.draft_ids is None else self.draft_ids[self.sample_tokens]
