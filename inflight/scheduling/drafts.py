@@ -82,13 +82,13 @@ class HitRate:
 # While steps have drafts, each waits for the results of the one before it, which drafts continue. After some steps
 # without, they no longer wait, but for one of many: maybe drafts pay again.
 PATIENCE, PROBE_INTERVAL = 4, 32
-LIKELY, POSSIBLE = 0.5, 0.25  # all tokens, and the one, that are drafted then even if they do not seem to pay
+POSSIBLE = 0.25  # tokens that are drafted then even if they do not seem to pay: perhaps something was wrong
 WAIT_WEIGHT = 0.1  # of the last wait
 FIRST_PROBABILITY, FIRST_PRIOR = 0.7, 6.0  # of drafts, before any was verified
 WORTH_A_GUESS = 0.5  # of the probability from which tokens pay
 # Guessing takes time, too, which small models notice. Requests whose guesses gain less are asked now and then.
 MIN_GAIN = 1.04  # how many times as fast a step with drafts must seem
-GUESS_SECONDS = 40e-6
+GUESS_SECONDS = 25e-6
 ASK_INTERVAL = 8
 WORTH_MEMORY = 50.0  # guesses
 MIN_PROBABILITY = 0.05  # of a drafted token, however little it seems to cost: on a busy machine, times vary
@@ -182,7 +182,7 @@ class AdaptiveSpeculation:
         # How likely a token must be: it makes the step this much longer for all of them. One for each is less uncertain
         # than a single one.
         break_even = max(MIN_PROBABILITY, costs.estimate(num_tokens + num_decodes) / seconds - 1)
-        tries = self._num_plain % PROBE_INTERVAL == 0  # whether likely drafts still cost what they did
+        tries = self._num_plain % PROBE_INTERVAL == 0  # whether drafts still cost and gain what they did
         if tries:
             break_even = min(break_even, POSSIBLE)
         if break_even >= 1:
@@ -196,16 +196,14 @@ class AdaptiveSpeculation:
         slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
         returned, best, num_drafted = float(num_decodes), MIN_GAIN * num_decodes / seconds, 0
-        extra = self._waited + GUESS_SECONDS * len(drafts)
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
             # Fewer tokens are never slower.
-            rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + extra)
+            rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + self._waited)
             if rate > best:
                 best, num_drafted = rate, number
         if tries and not num_drafted:
-            num_likely = sum(probability >= LIKELY for probability, _ in slots[:room])
-            num_drafted = num_likely or int(bool(slots) and slots[0][0] >= POSSIBLE)
+            num_drafted = sum(probability >= POSSIBLE for probability, _ in slots[:room])
         self._num_plain *= not num_drafted
         lengths = Counter(entry for _, entry in slots[:num_drafted])
         for entry, draft in drafts.items():
