@@ -175,7 +175,7 @@ class HitRate:
 PATIENCE, PROBE_INTERVAL = 4, 32
 LIKELY, POSSIBLE = 0.5, 0.25  # all tokens, and the one, that are drafted then even if they do not seem to pay
 WAIT_WEIGHT = 0.1  # of the last wait
-FIRST_PROBABILITY, FIRST_PRIOR = 0.7, 12.0  # of drafts, before any was verified
+FIRST_PROBABILITY, FIRST_PRIOR = 0.7, 6.0  # of drafts, before any was verified
 WORTH_A_GUESS = 0.5  # of the probability from which tokens pay
 # Guessing takes time, too, which small models notice. Requests whose guesses gain less are asked now and then.
 MIN_GAIN = 1.04  # how many times as fast a step with drafts must seem
@@ -287,10 +287,11 @@ class AdaptiveSpeculation:
         slots = [slot for slot in slots if slot[0] >= MIN_PROBABILITY]
         slots.sort(key=itemgetter(0), reverse=True)  # those of a draft stay in order: each is less likely
         returned, best, num_drafted = float(num_decodes), MIN_GAIN * num_decodes / seconds, 0
+        extra = self._waited + GUESS_SECONDS * len(drafts)
         for number, (probability, _) in enumerate(slots[:room], 1):
             returned += probability
             # Fewer tokens are never slower.
-            rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + self._waited)
+            rate = returned / (max(seconds, costs.estimate(num_tokens + number)) + extra)
             if rate > best:
                 best, num_drafted = rate, number
         if tries and not num_drafted:
