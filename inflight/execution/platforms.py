@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, KVBudgetError, as_gib
@@ -67,6 +67,14 @@ def max_samples(options: SchedulerConfig, defaults: DeviceDefaults) -> int | Non
 
 
 SAMPLES_OF_ROW = 16  # with few rows
+MODEL_DRAFTS = 3  # of a request behind a step, unless configured
+
+
+def max_guesses(options: SchedulerConfig) -> int:
+    """Return how many tokens a model's predictor guesses for a request behind a step, if there is one."""
+    if options.speculative_config is None:
+        return 0
+    return SpeculationConfig.from_options(options.speculative_config).num_speculative_tokens or MODEL_DRAFTS
 
 
 class Platform(Protocol):

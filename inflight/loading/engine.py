@@ -17,7 +17,13 @@ from inflight.engine.core import EngineCore
 from inflight.engine.runner import Runner, asleep
 from inflight.errors import ConfigError, EngineError
 from inflight.execution.parallel.starting import begin_ranks, stage_links
-from inflight.execution.platforms import ModelSleepSupport, Platform, expert_counts, max_samples
+from inflight.execution.platforms import (
+    MODEL_DRAFTS,
+    ModelSleepSupport,
+    Platform,
+    expert_counts,
+    max_samples,
+)
 from inflight.frontend.frontend import Frontend
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.layout import KVLayout
@@ -37,8 +43,7 @@ from inflight.scheduling.scheduler import NoSpeculation, Scheduler, Speculation
 if TYPE_CHECKING:
     from inflight.execution.parallel.rank_processes import RankProcesses
 
-# The most drafts of a request in a step unless configured: of a model's predictor, and of lookups.
-MODEL_DRAFTS, LOOKUP_DRAFTS = 3, 16
+LOOKUP_DRAFTS = 16  # of a request in a step, unless configured
 MODEL_METHODS = ("mtp", "eagle3", "draft_model")
 
 
@@ -67,7 +72,7 @@ def decoder_core(
     )
     if options.speculative_config is not None and limits.num_stages > 1:
         raise ConfigError("speculative_config is set: so far, it works only without pipeline stages")
-    predictor = decoder.predictor if platform.device.type == "cpu" else None
+    predictor = decoder.predictor
     read_ahead = None if predictor is None else int(predictor.reads_tokens)
     speculation = make_speculation(options, grammars, read_ahead)
     blocks = BlockManager(num_blocks, layout, cache)
@@ -102,7 +107,7 @@ def make_speculation(
     if config.method in MODEL_METHODS and read_ahead is None:
         raise ConfigError(
             f"speculative_config: method is {config.method}, but the model was loaded without a layer that predicts "
-            "further tokens, or for a GPU, where it does not run yet"
+            "further tokens"
         )
     constraints = GrammarDrafts(grammars)
     predictions = None if config.method == "grammar" else Predictions(config)

@@ -11,16 +11,15 @@ from inflight.scheduling.drafts import (
     FIRST_PROBABILITY,
     MIN_PROBABILITY,
     NO_GUESS,
-    NUM_FIRST_STEPS,
     PROBE_INTERVAL,
     RECOVERY,
     AdaptiveSpeculation,
     Constraints,
     Drafter,
     Guess,
-    StepCosts,
     record_of,
 )
+from inflight.scheduling.step_costs import NUM_FIRST_STEPS, StepCosts
 
 TRIAL_INTERVAL = 128  # steps until another number of guesses is tried
 TRIAL_WEIGHT = 0.5  # of such a step

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import kv_waste
 from benchmarks.lessons import COLUMNS
-from inflight.bench.compare.report import ROWS
+from inflight.bench.compare.report import Comparison
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "continuous-batching.md").read_text()
 
@@ -32,5 +32,5 @@ def test_kv_waste() -> None:
 
 def test_compare() -> None:
     titles = [line.strip("| ").partition(" |")[0] for line in PAGE.splitlines() if line.startswith("| ")]
-    missing = [title for title, _ in ROWS if title not in titles]
+    missing = [title for title, _ in Comparison.table if title not in titles]
     assert missing == ["GPU utilisation"], "its figures are of a CPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from inflight.bench.compare.measure import Figures, StrategyRun, compute_figures, measure
 from inflight.bench.compare.timeline import (
@@ -32,43 +32,8 @@ class ChatInfo(RequestInfo):
     num_output_tokens: int
 
 
-LEGEND = (
-    LegendEntry(SlotKind.PREFILL, "computing a prompt (prefill)", "prefill"),
-    LegendEntry(SlotKind.DECODE, "producing one token per step (decode)", "decode"),
-    LegendEntry(SlotKind.HELD, "finished, but its slot is not released", "finished, slot held"),
-    LegendEntry(None, "empty slot", ""),
-)
-DEFINITIONS = (
-    ("time to first token, latency", "Time from a request's arrival to its first and its last token."),
-    ("slot use", "Share of slot-steps (steps × slots) that produced a token which the answer keeps."),
-    ("KV waste", "Share of the positions in used KV blocks that hold no token, averaged over steps."),
-    (
-        "the picture",
-        "Each row is a slot and each colour a request. Select a cell for details, zoom in to see single steps, or read "
-        "the text version below.",
-    ),
-)
-
-
 def _seconds(value: float) -> str:
     return f"{value:,.2f} s"
-
-
-ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("total time", lambda figures: _seconds(figures.total_time)),
-    ("output tokens/s", lambda figures: f"{figures.tokens_per_second:,.0f}"),
-    ("time to first token, mean", lambda figures: _seconds(figures.mean_ttft)),
-    ("time to first token, p99", lambda figures: _seconds(figures.p99_ttft)),
-    ("latency, p50", lambda figures: _seconds(figures.p50_latency)),
-    ("latency, p99", lambda figures: _seconds(figures.p99_latency)),
-    ("slot use", lambda figures: f"{figures.slot_use:.1%}"),
-    ("KV waste", lambda figures: f"{figures.kv_waste:.1%}"),
-    ("steps", lambda figures: f"{figures.num_steps:,}"),
-    (
-        "GPU utilisation",
-        lambda figures: "" if figures.gpu_utilization is None else f"{figures.gpu_utilization:.0%}",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -76,9 +41,37 @@ class Comparison(StrategyComparison[Figures, ChatInfo]):
     workload: Workload
     identical_tokens: bool  # whether every request has the same tokens under every strategy
 
-    legend = LEGEND
-    definitions = DEFINITIONS
-    table = ROWS
+    legend = (
+        LegendEntry(SlotKind.PREFILL, "computing a prompt (prefill)", "prefill"),
+        LegendEntry(SlotKind.DECODE, "producing one token per step (decode)", "decode"),
+        LegendEntry(SlotKind.HELD, "finished, but its slot is not released", "finished, slot held"),
+        LegendEntry(None, "empty slot", ""),
+    )
+    definitions = (
+        ("time to first token, latency", "Time from a request's arrival to its first and its last token."),
+        ("slot use", "Share of slot-steps (steps × slots) that produced a token which the answer keeps."),
+        ("KV waste", "Share of the positions in used KV blocks that hold no token, averaged over steps."),
+        (
+            "the picture",
+            "Each row is a slot and each colour a request. Select a cell for details, zoom in to see single steps, or "
+            "read the text version below.",
+        ),
+    )
+    table: ClassVar[tuple[tuple[str, Callable[[Figures], str]], ...]] = (
+        ("total time", lambda figures: _seconds(figures.total_time)),
+        ("output tokens/s", lambda figures: f"{figures.tokens_per_second:,.0f}"),
+        ("time to first token, mean", lambda figures: _seconds(figures.mean_ttft)),
+        ("time to first token, p99", lambda figures: _seconds(figures.p99_ttft)),
+        ("latency, p50", lambda figures: _seconds(figures.p50_latency)),
+        ("latency, p99", lambda figures: _seconds(figures.p99_latency)),
+        ("slot use", lambda figures: f"{figures.slot_use:.1%}"),
+        ("KV waste", lambda figures: f"{figures.kv_waste:.1%}"),
+        ("steps", lambda figures: f"{figures.num_steps:,}"),
+        (
+            "GPU utilisation",
+            lambda figures: "" if figures.gpu_utilization is None else f"{figures.gpu_utilization:.0%}",
+        ),
+    )
     throughput = "produces {} times as many tokens per second as {}"
 
     @property

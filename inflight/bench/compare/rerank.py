@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,21 +31,6 @@ from inflight.timeline.chunks import SlotKind
 from inflight.timeline.steps import RecordedStep
 
 PADDED = "static"  # the strategy whose batches are padded to their longest text
-
-LEGEND = (
-    LegendEntry(SlotKind.PREFILL, "computing a pair", "compute"),
-    LegendEntry(SlotKind.PADDING, "computing padding", "padding"),
-    LegendEntry(None, "empty slot", ""),
-)
-DEFINITIONS = (
-    ("first and last result", "Time from the arrival of the first pair to the first and the last score."),
-    ("latency", "Time from a pair's arrival to its score."),
-    ("padding", "Share of the computed token positions that held no text."),
-    (
-        "the picture",
-        "Each row is a slot and each colour a pair. In a padded step, a bar is as long as its text.",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +65,35 @@ class RerankFigures:
     num_steps: int
 
 
-ROWS: tuple[tuple[str, Callable[[RerankFigures], str]], ...] = (
-    ("total time", lambda figures: f"{figures.total_time:,.2f} s"),
-    ("pairs/s", lambda figures: f"{figures.pairs_per_second:,.0f}"),
-    ("first result", lambda figures: f"{figures.first_result:,.3f} s"),
-    ("last result", lambda figures: f"{figures.last_result:,.3f} s"),
-    ("latency, p50", lambda figures: f"{figures.p50_latency:,.3f} s"),
-    ("latency, p99", lambda figures: f"{figures.p99_latency:,.3f} s"),
-    ("padding", lambda figures: f"{figures.padding:.1%}"),
-    ("steps", lambda figures: f"{figures.num_steps:,}"),
-)
-
-
 @dataclass(frozen=True)
 class RerankComparison(StrategyComparison[RerankFigures, PairInfo]):
     workload: PairWorkload
     identical_scores: bool
 
-    legend = LEGEND
-    definitions = DEFINITIONS
-    table = ROWS
+    legend = (
+        LegendEntry(SlotKind.PREFILL, "computing a pair", "compute"),
+        LegendEntry(SlotKind.PADDING, "computing padding", "padding"),
+        LegendEntry(None, "empty slot", ""),
+    )
+    definitions = (
+        ("first and last result", "Time from the arrival of the first pair to the first and the last score."),
+        ("latency", "Time from a pair's arrival to its score."),
+        ("padding", "Share of the computed token positions that held no text."),
+        (
+            "the picture",
+            "Each row is a slot and each colour a pair. In a padded step, a bar is as long as its text.",
+        ),
+    )
+    table: ClassVar[tuple[tuple[str, Callable[[RerankFigures], str]], ...]] = (
+        ("total time", lambda figures: f"{figures.total_time:,.2f} s"),
+        ("pairs/s", lambda figures: f"{figures.pairs_per_second:,.0f}"),
+        ("first result", lambda figures: f"{figures.first_result:,.3f} s"),
+        ("last result", lambda figures: f"{figures.last_result:,.3f} s"),
+        ("latency, p50", lambda figures: f"{figures.p50_latency:,.3f} s"),
+        ("latency, p99", lambda figures: f"{figures.p99_latency:,.3f} s"),
+        ("padding", lambda figures: f"{figures.padding:.1%}"),
+        ("steps", lambda figures: f"{figures.num_steps:,}"),
+    )
     padded = (PADDED,)
     throughput = "scores {} times as many pairs per second as {}"
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inflight.errors import EngineError
+from inflight.errors import ConfigError, EngineError
 from inflight.execution.gpu.parts import Section, StepPart, put, put_items
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import StepShape
 from inflight.execution.step import HostStep, Ints
-from inflight.layers.attention.backend import KVShape
+from inflight.layers.attention.backend import AttentionLayer, KVShape
 from inflight.layers.attention.triton.backend import TableInputs, TritonAttention
 from inflight.layers.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.layers.attention.triton.planner import AttentionPlanner, DecodeWork
+from inflight.layers.attention.triton.singles import SingleTokens
 from inflight.layers.attention.triton.softmax import AttentionWorkspace, Items
 from inflight.layers.attention.triton.tuning import HeadShape
 from inflight.models.decoders.decoder import Decoder
@@ -50,6 +52,19 @@ class DeviceAttention(StepPart):
         self._slot_mappings = [f"slot_mapping_{table}" for table in range(len(shape.windows))]
         self._decodes: list[DecodeWork] = []  # of the next step, by plan; empty: there are none
         self.tables: tuple[TableInputs | None, ...] = ()  # of the step that is open
+
+    def single_tokens(self, layers: Sequence[AttentionLayer]) -> SingleTokens:
+        """Return what plans single tokens of rows for these layers on the device."""
+        rows, tunings = self._rows, {}
+        for layer in layers:
+            plan = self._planned[layer.table]
+            assert plan is not None
+            if plan.window is not None:
+                raise ConfigError(
+                    "speculative_config: on GPUs, layers that guess tokens cannot have windows so far"
+                )
+            tunings[layer.table] = plan.planner.tuning
+        return SingleTokens(tunings, rows.block_tables, rows.block_size, self.workspace)
 
     def begin(self, step: HostStep) -> None:
         """Plan the decodes."""

@@ -63,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 ShapeT = TypeVar("ShapeT", bound=Hashable)
 ResultT = TypeVar("ResultT")
+OtherT = TypeVar("OtherT", bound=Hashable)
 PartT = TypeVar("PartT")
 
 
@@ -81,7 +82,7 @@ class StepGraphs(Generic[ShapeT, ResultT]):
         self._pool = torch.cuda.graph_pool_handle()
         self._cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def in_same_pool(self, compute: Callable[[ShapeT], PartT]) -> StepGraphs[ShapeT, PartT]:
+    def in_same_pool(self, compute: Callable[[OtherT], PartT]) -> StepGraphs[OtherT, PartT]:
         """Return graphs of another function in the same pool; the two are never replayed at the same time."""
         graphs = StepGraphs(compute)
         graphs._pool, graphs._cuda_stream = self._pool, self._cuda_stream
@@ -119,7 +120,7 @@ class EagerSteps(Generic[ShapeT, ResultT]):
     def __init__(self, compute: Callable[[ShapeT], ResultT]) -> None:
         self.run = self.prepare = compute
 
-    def in_same_pool(self, compute: Callable[[ShapeT], PartT]) -> EagerSteps[ShapeT, PartT]:
+    def in_same_pool(self, compute: Callable[[OtherT], PartT]) -> EagerSteps[OtherT, PartT]:
         return EagerSteps(compute)
 
     def clear(self) -> None:

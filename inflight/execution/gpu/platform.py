@@ -18,7 +18,7 @@ from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import DEFAULTS, EncoderKernels, max_samples
+from inflight.execution.platforms import DEFAULTS, EncoderKernels, max_guesses, max_samples
 from inflight.execution.runner import StageLinks
 from inflight.kv.budget import (
     CONTEXT_MEMORY,
@@ -115,6 +115,7 @@ class CudaPlatform:
             grammars=grammars,
             links=links,
             max_samples=max_samples(options, self.defaults),
+            max_guesses=max_guesses(options),
         )
         if isinstance(runner.steps, StepGraphs):
             shapes = runner.buckets.usual()

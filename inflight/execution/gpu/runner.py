@@ -13,10 +13,11 @@ from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution.constrained_rows import StepMasks
 from inflight.execution.gpu.attention import DeviceAttention
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, wait_for, watched
+from inflight.execution.gpu.drafts import DeviceDrafts, DraftShape
 from inflight.execution.gpu.parts import Layout, PackedUpload, StepPart, merged_sections, overridden
 from inflight.execution.gpu.prompts import PromptScores, PromptVectors
 from inflight.execution.gpu.rows import DeviceRows
-from inflight.execution.gpu.sampling import DeviceSampling
+from inflight.execution.gpu.sampling import DeviceSampling, PendingSamples
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.gpu.states import DeviceStates
 from inflight.execution.runner import StageLinks
@@ -75,8 +76,10 @@ class GpuRunner:
         grammars: GrammarCompiler | None = None,
         links: StageLinks | None = None,
         max_samples: int | None = None,
+        max_guesses: int = 0,
     ) -> None:
-        """`max_samples`: of a step whose decodes have drafts; None: there are none."""
+        """`max_samples`: of a step whose decodes have drafts; None: there are none. `max_guesses`: what the model's
+        predictor guesses for a request behind a step."""
         spec, device, shard = decoder.spec, decoder.device, decoder.shard
         self.decoder = decoder
         self.block_size = block_size
@@ -99,12 +102,21 @@ class GpuRunner:
         if self.samples:
             self.sampling = DeviceSampling(self.rows, spec.vocab_size, grammars, max_samples)
             self.scores = PromptScores(decoder, self.rows, self.scored, self.sampling.workspace)
+        self.drafts: DeviceDrafts | None = None
+        if decoder.predictor is not None and self.sampling is not None:
+            parts = self.rows, self.attention, self.sampling
+            self.drafts = DeviceDrafts(decoder, *parts, self.cache.layers, max_tokens, max_guesses)
         self.parts = self.step_parts()
         self._begin, self._fill, self._results = (
             overridden(self.parts, method) for method in ("begin", "fill", "results")
         )
         self.buckets = Buckets(
-            max_rows, max_tokens, self.attention.short_context_sizes, max_samples, self.states is not None
+            max_rows,
+            max_tokens,
+            self.attention.short_context_sizes,
+            max_samples,
+            has_states=self.states is not None,
+            has_predictor=self.drafts is not None,
         )
         self.upload: PackedUpload[StepShape] = PackedUpload(
             partial(merged_sections, self.parts), self.buckets.largest(), device
@@ -117,6 +129,8 @@ class GpuRunner:
         self.sampling_steps: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
         self.sampling_steps = self.steps.in_same_pool(self._sample_last)
         self._last_hidden: Tensor | None = None  # the input of `_sample_last`
+        self.draft_steps: StepGraphs[DraftShape, Tensor | None] | EagerSteps[DraftShape, Tensor | None]
+        self.draft_steps = self.steps.in_same_pool(self._draft)
         # The last step and what launches its second half, if that is still to be launched.
         self._unfinished: tuple[GpuStepHandle, Callable[[], None]] | None = None
         # The hidden states of the previous stage.
@@ -128,7 +142,7 @@ class GpuRunner:
         """Return the parts of a step, in the order in which they are opened: `rows` gathers the tokens, so a part that
         changes them comes before it."""
         vectors = PromptVectors(self.decoder) if self.decoder.shard.is_last else None
-        parts = self.rows, self.attention, self.states, self.sampling, self.scores, vectors
+        parts = self.rows, self.attention, self.states, self.sampling, self.scores, vectors, self.drafts
         return [part for part in parts if part is not None]
 
     # ---- a step ----
@@ -192,17 +206,20 @@ class GpuRunner:
         self, handle: GpuStepHandle, step: HostStep, shape: StepShape, masks: StepMasks | None
     ) -> None:
         """Launch what follows the forward pass: sampling, if masks had to be waited for, and copies of the results."""
-        sampling = self.sampling
-        if sampling is None or not step.sampling_entries:
-            handle.done = event_on(self.decoder.device)
-            return
-        if masks is not None:
-            sampling.finish_masks(masks)
-            self.sampling_steps.run(shape)
-        samples = sampling.fetch(step, shape, masks)
-        handle.results.append(samples)
+        sampling, drafts = self.sampling, self.drafts
+        samples: PendingSamples | None = None
+        if sampling is not None and step.sampling_entries:
+            if masks is not None:
+                sampling.finish_masks(masks)
+                self.sampling_steps.run(shape)
+            samples = sampling.fetch(step, shape, masks)
+            handle.results.append(samples)
+        if drafts is not None and step.predicts:
+            guesses = self.draft_steps.run(drafts.shape_of(step, shape))
+            if guesses is not None:
+                handle.results.append(drafts.fetch(step, guesses))
         handle.done = event_on(self.decoder.device)
-        if masks is not None:
+        if masks is not None and samples is not None and sampling is not None:
             sampling.expect(masks, samples, handle.wait)
 
     def _compute(self, shape: StepShape) -> Tensor:
@@ -219,8 +236,27 @@ class GpuRunner:
         sections = self.upload.layout(shape).on_device
         for part in self.parts:
             part.open(shape, sections)
+        inputs = self._inputs(shape, sections)
+        decoder, caches = self.decoder, self.cache.layers
+        layer_states = () if self.states is None else self.states.layers
+        some = decoder.shard.is_last and shape.chunks and not (shape.scores or shape.predicts)
+        outputs = sections["sample_tokens"] if some else None
+        if not decoder.shard.is_first:
+            return decoder.run_layers(
+                self._received[: shape.num_tokens], caches, inputs, outputs, layer_states
+            )
+        token_ids = self.rows.token_ids(shape)
+        if self.drafts is None or not shape.predicts:
+            return decoder.forward(token_ids, caches, inputs, outputs, layer_states)
+        inner: list[Tensor] = []
+        hidden = decoder.forward(token_ids, caches, inputs, outputs, layer_states, inner)
+        self.drafts.keep(hidden, inner)
+        return hidden if shape.scores else hidden[sections["sample_tokens"]]
+
+    def _inputs(self, shape: StepShape, sections: dict[str, Tensor]) -> TritonInputs:
+        """Return the step that was opened last, as attention reads it."""
         attention, states = self.attention, self.states
-        inputs = TritonInputs(
+        return TritonInputs(
             sections["positions"],
             sections["token_rows"],
             attention.tables,
@@ -228,13 +264,13 @@ class GpuRunner:
             attention.workspace,
             None if states is None else states.inputs,
         )
-        decoder, caches = self.decoder, self.cache.layers
-        layer_states = () if states is None else states.layers
-        some = decoder.shard.is_last and shape.chunks and not shape.scores
-        outputs = sections["sample_tokens"] if some else None
-        if decoder.shard.is_first:
-            return decoder.forward(self.rows.token_ids(shape), caches, inputs, outputs, layer_states)
-        return decoder.run_layers(self._received[: shape.num_tokens], caches, inputs, outputs, layer_states)
+
+    def _draft(self, shape: DraftShape) -> Tensor | None:
+        """Enqueue the predictor's passes behind a step."""
+        assert self.drafts is not None
+        sections = self.upload.layout(shape.step).on_device
+        self.attention.open(shape.step, sections)
+        return self.drafts.draft(shape, sections, self._inputs(shape.step, sections))
 
     def _sample_last(self, shape: StepShape) -> None:
         assert self._last_hidden is not None
@@ -262,6 +298,9 @@ class GpuRunner:
         pinned, _ = self.upload.stage(self.upload.layout(shape))
         self.upload.send(pinned)
         self.steps.prepare(shape)
+        if self.drafts is not None:
+            for behind in self.drafts.usual(shape):
+                self.draft_steps.prepare(behind)
 
     @torch.inference_mode()
     def warm_up_scoring(self) -> None:
@@ -281,7 +320,7 @@ class GpuRunner:
         wait_for(self.decoder.device)
         if self.sampling is not None:
             self.sampling.constrained.close()
-        for graphs in (self.steps, self.forward_steps, self.sampling_steps):
+        for graphs in (self.steps, self.forward_steps, self.sampling_steps, self.draft_steps):
             graphs.clear()
         self._last_hidden = self._unfinished = None
         if self.states is not None:

@@ -190,7 +190,7 @@ class DeviceSampling(StepPart):
         logprobs = LogprobBuffers(
             sections["logprob_counts"], sections["logprob_places"], sections["logprob_width"], self._logprobs
         )
-        ids, bad = self._results(shape)
+        ids, bad = self.sampled(shape)
         rows, masks = sections["sample_rows"], sections.get("sample_masks")
         batch = SamplingBatch(rows, sections["sample_lengths"], ids, bad, logprobs, masks)
         drafts = sections["sample_drafts"] if shape.places > 1 else None
@@ -201,7 +201,7 @@ class DeviceSampling(StepPart):
         """Start copying the results of the last step to host memory."""
         entries, counts = step.sampling_entries, self._logprob_counts
         samples = PendingSamples(
-            step.batch, entries, to_host(self._results(shape), None if masks is None else UNKNOWN)
+            step.batch, entries, to_host(self.sampled(shape), None if masks is None else UNKNOWN)
         )
         if masks is not None:
             samples.failures = masks.failures()
@@ -221,7 +221,7 @@ class DeviceSampling(StepPart):
 
         self.constrained.expect(masks, token_ids, samples.sampled[0].numpy())
 
-    def _results(self, shape: StepShape) -> Tensor:
+    def sampled(self, shape: StepShape) -> Tensor:
         """Return [2, S] int32: token ids, and 0 or why sampling failed."""
         return self._sampled[: 2 * shape.num_samples].view(2, shape.num_samples)
 

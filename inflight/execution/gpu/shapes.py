@@ -38,6 +38,7 @@ class StepShape:
     short_context: bool = False  # whether all contexts are short, which uses a different tile
     places: int = 1  # samples of a row that are taken one after another: see `HostStep.places`
     runs: bool = False  # whether recurrent layers compute decodes with drafts
+    predicts: bool = False  # whether the model's predictor reads all tokens
 
     @property
     def chunks(self) -> bool:
@@ -54,12 +55,13 @@ class Buckets:
         short_context_sizes: Collection[int] = (),
         max_samples: int | None = None,
         has_states: bool = False,
+        has_predictor: bool = False,
     ) -> None:
         """`short_context_sizes`: numbers of decodes that have a variant for short contexts.
 
         `max_samples`: of a step whose decodes have drafts; None: there are none."""
         self.max_entries = max_entries
-        self._has_states = has_states
+        self._has_states, self._has_predictor = has_states, has_predictor
         self.verifies = max_samples is not None
         self.max_samples = max_samples or max_entries
         self._short_context_sizes = short_context_sizes
@@ -70,6 +72,7 @@ class Buckets:
         """Return the shapes that take the most memory."""
         tokens, samples = self.tokens[-1], self.max_samples
         mixed = self.mixed(tokens, samples, self.max_entries, samples, prefix=True)
+        mixed = replace(mixed, predicts=self._has_predictor)
         return mixed, self.decode(samples, prefix=True, short_context=True)
 
     def usual(self) -> list[StepShape]:
@@ -93,11 +96,16 @@ class Buckets:
             for size in self._samples(tokens)
             if size <= USUAL_SAMPLES or tokens == self.tokens[-1]
         ]
-        return sorted({*decodes, *sharing, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
+        shapes = {*decodes, *sharing, *mixed}
+        if self._has_predictor:
+            shapes |= {replace(shape, predicts=True) for shape in shapes}
+        return sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
     def shape_of(self, step: HostStep) -> StepShape:
         """Return the shape of a step."""
         num_decodes, drafts = step.num_decodes, self._drafts(step.places, step.draft_ids is not None)
+        if step.predicts:
+            drafts["predicts"] = True
         if step.only_decodes:
             return replace(self.decode(num_decodes, step.prefix, step.short_context), **drafts)
         num_chunks, num_samples = len(step.rows) - num_decodes, len(step.sample_tokens)

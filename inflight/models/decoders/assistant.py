@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.checkpoint.fields import Fields
 from inflight.errors import ConfigError
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear
 from inflight.models.decoders.attention import AttentionSpec
 from inflight.models.decoders.decoder import Decoder
@@ -112,6 +113,10 @@ class Assistant:
         if spec.num_centroids:
             self.centroids = kernels.linear(hidden, spec.num_centroids, dtype, False)
             self.order = torch.empty(spec.decoder.vocab_size, dtype=torch.int64, device=layer.device)
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.decoder.attention_layers
 
     def first_states(self, hidden: Tensor) -> Tensor:
         return hidden

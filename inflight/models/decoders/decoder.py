@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -152,9 +152,9 @@ class Decoder:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """The parameters of attention in each layer that attends."""
-        mixers = [layer.mixer for layer in self.layers]
-        return [mixer.heads for mixer in mixers if mixer is not None and mixer.heads is not None]
+        """The parameters of attention in each layer that attends, the predictor's last."""
+        predicting = [] if self.predictor is None else self.predictor.attention_layers
+        return [*chain.from_iterable(layer.attention_layers for layer in self.layers), *predicting]
 
     @property
     def recurrent_layers(self) -> list[DeltaNetLayer]:

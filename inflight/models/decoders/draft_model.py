@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.predictor import NEVER
 from inflight.models.decoders.spec import DecoderSpec, KVCaches, shard_of
@@ -76,6 +77,10 @@ class DraftModel:
         )
         self.final_norm, self.eps = self.decoder.final_norm, spec.decoder.norm_eps
         self._vocab_size = spec.vocab_size
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.decoder.attention_layers
 
     def first_states(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.checkpoint.fields import Fields
 from inflight.errors import ConfigError
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.attention import AttentionSpec, SelfAttention
 from inflight.models.decoders.families import decoder_spec
@@ -157,6 +158,10 @@ class Eagle:
             self.head = kernels.linear(hidden, spec.draft_vocab_size, dtype, False)
         if spec.draft_vocab_size < whole.vocab_size:
             self.offsets = torch.empty(spec.draft_vocab_size, dtype=torch.int64, device=builder.device)
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.layer.attention_layers
 
     def first_states(self, hidden: Tensor) -> Tensor:
         return self.projection(hidden)

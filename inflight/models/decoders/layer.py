@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import FusableLayer
 from inflight.models.decoders.attention import SelfAttention
 from inflight.models.decoders.layer_inputs import InputGate
@@ -42,6 +43,11 @@ class Layer:
         """The norm through which the layer reads the residual."""
         first = self.mixer or self.mlp
         return None if first is None else first.in_norm
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The parameters of attention, if it attends."""
+        return [] if self.mixer is None or self.mixer.heads is None else [self.mixer.heads]
 
     def fusable(self) -> FusableLayer | None:
         """Return the layer as kernels may fuse it, or None if it is not only attention and a dense MLP."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inflight.layers.attention.backend import AttentionLayer
 from inflight.layers.kernels import Linear, Residual
 from inflight.models.decoders.layer import Layer
 from inflight.models.decoders.spec import DecoderSpec, KVCaches, MixerSpec, MlpSpec, WeightNames
@@ -31,6 +32,10 @@ class Predictor(Protocol):
     @property
     def inner_layers(self) -> Sequence[int]:
         """It reads the residual before these layers of the decoder; empty: behind the last."""
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The parameters of attention in each of its layers."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -136,6 +141,10 @@ class Mtp:
         elif not len(output_tokens):
             return residual.x
         return layer.mlp(residual, None, output_tokens).x
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return self.layer.attention_layers
 
     def first_states(self, hidden: Tensor) -> Tensor:
         return hidden

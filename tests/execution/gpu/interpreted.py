@@ -12,7 +12,7 @@ from inflight.config import EngineConfig
 from inflight.constraints.compiler import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
-from inflight.execution.platforms import DEFAULTS, max_samples
+from inflight.execution.platforms import DEFAULTS, max_guesses, max_samples
 from inflight.execution.runner import StageLinks
 from inflight.layers.attention.backend import AttentionBackend
 from inflight.layers.attention.triton.backend import TritonAttention
@@ -66,6 +66,7 @@ class InterpretedPlatform:
                 grammars=grammars,
                 links=links,
                 max_samples=max_samples(options, self.defaults),
+                max_guesses=max_guesses(options),
             )
         )
         return self.runners[-1]

@@ -50,6 +50,7 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (SINKS, {}),
     (RECURRENT, {}),
     (RECURRENT, {"speculative_config": {"method": "suffix"}}),
+    (RECURRENT | {"mtp_num_hidden_layers": 1}, {"speculative_config": {"method": "mtp"}}),
 ]
 STEPS = (1, 2, 16, 64, 512)  # tokens
 SHARED_MEMORY = 227 << 10  # of a program on an H200

@@ -18,10 +18,12 @@ from inflight.loading import load
 from inflight.outputs import RequestOutput
 from inflight.request import Request
 from inflight.scheduling.drafts import AdaptiveSpeculation
+from inflight.scheduling.model_drafts import ModelDrafter
 from tests.e2e.test_speculation import Oracle
 from tests.execution.gpu.interpreted import InterpretedPlatform
-from tests.scheduling.guessing import Eager
+from tests.scheduling.guessing import Eager, EagerModel
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
+from tests.support.predictors import write_eagle, write_with_predictor
 
 # Padding is computed from whatever was in memory, as are samples behind refused drafts. The results are dropped.
 pytestmark = [
@@ -104,6 +106,68 @@ def check_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutpu
                 assert [[*position] for position in ours.logprobs] == [
                     [*position] for position in theirs.logprobs
                 ]
+
+
+class Recorder(ModelDrafter):
+    """Remembers what the model guessed, by the tokens that it follows."""
+
+    def __init__(self) -> None:
+        self.guesses: dict[tuple[int, ...], list[int]] = {}
+
+    def receive(self, request: Request, token_ids: list[int]) -> None:
+        super().receive(request, token_ids)
+        self.guesses[tuple(request.token_ids)] = token_ids
+
+
+def guesses(folder: Path, speculation: dict[str, Any], **options: Any) -> tuple[list[list[int]], Recorder]:
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "block_size": 8,
+        "num_blocks": 200,
+    }
+    params = [
+        SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **PARAMS[index])
+        for index in (0, 1, 3)  # on GPUs, penalties do not count guesses
+    ]
+    options |= {"skip_tokenizer_init": True, "show_progress": False, "speculative_config": speculation}
+    with LLM(folder, **sizes, **options) as llm:
+        recorder = Recorder()
+        read_ahead = llm._engine.core.scheduler.speculation.read_ahead
+        llm._engine.core.scheduler.speculation = EagerModel(3, recorder)
+        llm._engine.core.scheduler.speculation.read_ahead = read_ahead
+        outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], recorder
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("qwen3.5", "mtp"), ("glm4-moe", "mtp"), ("qwen3", "eagle3"), ("qwen3", "draft_model")],
+)
+def test_model_guesses_as_on_a_cpu(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, layers = tmp_path / "model", LAYERS.get(family, {})
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "mtp":
+        write_with_predictor(folder, family, **layers)
+    else:
+        write_checkpoint(folder, family, **layers | {"num_hidden_layers": 3})
+        speculation["model"] = str(tmp_path / "draft")
+    if method == "eagle3":
+        write_eagle(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    elif method == "draft_model":
+        write_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=2)
+    expected, on_cpu = guesses(folder, speculation, device="cpu")
+    monkeypatch.setattr(platforms, "platform", lambda _: InterpretedPlatform())
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    tokens, on_gpu = guesses(folder, speculation, dtype="float32")
+    assert tokens == expected
+    shared = on_cpu.guesses.keys() & on_gpu.guesses.keys()
+    assert len(shared) > 10
+    assert {known: on_gpu.guesses[known] for known in shared} == {
+        known: on_cpu.guesses[known] for known in shared
+    }
 
 
 LETTERS = range(68, 73)  # the tokens of a to e

@@ -91,6 +91,7 @@ def choose_kernel(
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups per iteration
     CANDIDATES: tl.constexpr,
+    GUESSES: tl.constexpr,  # whether the tokens are only guesses, which become no part of their rows
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -143,17 +144,18 @@ def choose_kernel(
     tl.store(out_ids + entry, token_id)
     not_finite = (top == float("inf")) | ((flags & ADJUSTS) == 0)
     tl.store(out_bad + entry, tl.where(bad, tl.where(not_finite, _IS_NOT_FINITE, _HAS_NO_TOKEN), 0))
-    _append(
-        token_id,
-        row,
-        length,
-        flags,
-        table,
-        tokens + row.to(tl.int64) * tokens_stride,
-        forbidden,
-        seen,
-        vocab_size,
-    )
+    if not GUESSES:
+        _append(
+            token_id,
+            row,
+            length,
+            flags,
+            table,
+            tokens + row.to(tl.int64) * tokens_stride,
+            forbidden,
+            seen,
+            vocab_size,
+        )
 
 
 @triton.jit

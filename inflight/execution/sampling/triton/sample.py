@@ -136,7 +136,7 @@ class SamplingBatch:
     lengths: Tensor
     ids: Tensor
     bad: Tensor
-    logprobs: LogprobBuffers
+    logprobs: LogprobBuffers | None  # None: the tokens are only guesses, which become no part of their rows
     masks: Tensor | None = None
 
 
@@ -176,7 +176,8 @@ def sample_tokens(
             _take_turns(batch, drafts, state, active[(place + 1) % 2], part.rows, place)
             _launch_gumbel(logits, part, state, workspace, pdl=False)
             _choose(logits, part, state, tokens, workspace, pdl=False)
-    _write_logprobs(logits, batch.ids, batch.logprobs, workspace, pdl)
+    if batch.logprobs is not None:
+        _write_logprobs(logits, batch.ids, batch.logprobs, workspace, pdl)
 
 
 TURNS_SIZE = 256
@@ -296,6 +297,7 @@ def _choose(
         logits.stride(0),
         tokens.stride(0),
         CHUNK=GROUPS_OF_CHUNK,
+        GUESSES=batch.logprobs is None,
         PDL=pdl,
         **workspace.searches(),
         **launch_options(pdl),

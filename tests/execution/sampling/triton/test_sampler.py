@@ -119,6 +119,7 @@ class KernelBench:
         return batch, torch.from_numpy(logits).to(DEVICE), counts
 
     def results(self, batch: SamplingBatch, counts: list[int]) -> Results:
+        assert batch.logprobs is not None
         return Results(
             batch.ids.tolist(), batch.bad.tolist(), self.tokens.cpu(), unpack(batch.logprobs, counts)
         )
