@@ -11,15 +11,15 @@ from inflight.scheduling.drafts import (
     FIRST_PROBABILITY,
     MIN_PROBABILITY,
     NO_GUESS,
-    NUM_FIRST_STEPS,
+    PROBE_INTERVAL,
     RECOVERY,
     AdaptiveSpeculation,
     Constraints,
     Drafter,
     Guess,
-    StepCosts,
     record_of,
 )
+from inflight.scheduling.step_costs import NUM_FIRST_STEPS, StepCosts
 
 TRIAL_INTERVAL = 128  # steps until another number of guesses is tried
 TRIAL_WEIGHT = 0.5  # of such a step
@@ -87,6 +87,8 @@ class ModelSpeculation(AdaptiveSpeculation):
             turn, rest = divmod(self._num_steps, TRIAL_INTERVAL)
             if not rest and turn % (self._most + 1) < len(worth):
                 number = turn % (self._most + 1)
+            if rest and self._num_plain > PROBE_INTERVAL:  # whatever the model guesses, it is not verified
+                number = self._num_wanted = 0
         self._costs = self._by_number[number]
         return number
 

@@ -9,8 +9,9 @@ from inflight.constraints.drafts import GrammarDrafts
 from inflight.kv.layout import KVLayout
 from inflight.request import Request
 from inflight.scheduling.batch import ScheduledStep
-from inflight.scheduling.drafts import AdaptiveSpeculation, Constraints, Drafter, Guess, StepCosts
+from inflight.scheduling.drafts import AdaptiveSpeculation, Constraints, Drafter, Guess
 from inflight.scheduling.model_drafts import ModelDrafter, ModelSpeculation
+from inflight.scheduling.step_costs import StepCosts
 from tests.support.fake_runner import PLAIN, expected_tokens
 
 

@@ -14,9 +14,10 @@ from inflight.kv.layout import KVLayout
 from inflight.loading.engine import make_speculation
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
-from inflight.scheduling.drafts import AdaptiveSpeculation, Guess, StepCosts, record_of
+from inflight.scheduling.drafts import AdaptiveSpeculation, Guess, record_of
 from inflight.scheduling.lookup import SEPARATOR, Lookup, Predictions, TokenIndex
 from inflight.scheduling.scheduler import NoSpeculation
+from inflight.scheduling.step_costs import StepCosts
 from tests.constraints.walking import compiler
 from tests.scheduling.guessing import FreeSteps, Guesser
 from tests.support.fake_runner import PLAIN, expected_tokens
