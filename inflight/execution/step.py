@@ -111,11 +111,11 @@ def host_step(batch: Batch, tables: Ints, block_size: int, split_decodes: bool =
     slot_mapping = tables[:, token_rows, positions // block_size] * block_size + positions % block_size
     sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
     if entries is not None:
-        sampling = [entry for entry, origin in enumerate(entries) if batch.samples[origin]]
+        (taken,) = np.array(batch.samples)[entries].nonzero()
         sample_tokens, sample_rows, sample_lengths = (
-            column[sampling] for column in (sample_tokens, sample_rows, sample_lengths)
+            column[taken] for column in (sample_tokens, sample_rows, sample_lengths)
         )
-        sampling = entries[sampling].tolist()
+        sampling = entries[taken].tolist()
     elif batch.drafts:
         sampling, behind = _samples_of_drafts(batch)
         sample_rows = rows[sampling]
@@ -161,8 +161,8 @@ def _split(batch: Batch, rows: Ints, starts: Ints, counts: Ints) -> tuple[Ints, 
     ends = parts.cumsum(dtype=np.int32)
     offsets = np.arange(len(entries), dtype=np.int32) - (ends - parts)[entries]
     draft_ids = np.full(batch.num_tokens, -1, dtype=np.int32)
-    for entry, draft in batch.drafts.items():
-        draft_ids[ends[entry] - len(draft) : ends[entry]] = draft
+    in_order = (token_id for entry in sorted(batch.drafts) for token_id in batch.drafts[entry])
+    draft_ids[: len(offsets)][offsets > 0] = np.fromiter(in_order, dtype=np.int32, count=batch.num_drafts)
     whole = entries >= batch.num_decodes
     return entries, rows[entries], starts[entries] + offsets, np.where(whole, counts[entries], 1), draft_ids
 

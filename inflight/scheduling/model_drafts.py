@@ -11,6 +11,7 @@ from inflight.scheduling.drafts import (
     FIRST_PROBABILITY,
     MIN_PROBABILITY,
     NO_GUESS,
+    PROBE_INTERVAL,
     RECOVERY,
     AdaptiveSpeculation,
     Constraints,
@@ -86,6 +87,8 @@ class ModelSpeculation(AdaptiveSpeculation):
             turn, rest = divmod(self._num_steps, TRIAL_INTERVAL)
             if not rest and turn % (self._most + 1) < len(worth):
                 number = turn % (self._most + 1)
+            if rest and self._num_plain > PROBE_INTERVAL:  # whatever the model guesses, it is not verified
+                number = self._num_wanted = 0
         self._costs = self._by_number[number]
         return number
 

@@ -177,9 +177,6 @@ def test_predictors_that_know_are_always_right(family: str, reads: str, tmp_path
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     stats = llm.stats()
     assert stats.num_draft_tokens == stats.num_accepted_tokens > 80
-    llm = LLM(folder, speculative_config=MTP)  # and the engine finds out that it pays
-    llm.generate(prompts * 2, params * 2)
-    assert llm.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "glm4-moe"])

@@ -121,6 +121,26 @@ def test_right_guesses_of_a_model_are_accepted() -> None:
     assert request.record.num_accepted_tokens > 60
 
 
+class Counting(ModelSpeculation):
+    """Counts the steps in which the model guesses."""
+
+    num_steps = num_guessing = 0
+
+    def observe(self, batch: Batch, seconds: float, waited: float = 0.0) -> None:
+        super().observe(batch, seconds, waited)
+        self.num_steps += 1
+        self.num_guessing += bool(batch.wanted_drafts)
+
+
+def test_model_stops_guessing_what_is_never_verified() -> None:
+    """Steps of the fake engine take no time, so asking drafters never pays."""
+    speculation = Counting(ModelDrafter(), 3)
+    engine = FakeEngine(num_blocks=400, speculation=speculation)
+    engine.add(make_request([1], 600))
+    engine.run()
+    assert 0 < speculation.num_guessing < 100 < speculation.num_steps
+
+
 def test_method_decides_who_drafts() -> None:
     def of(method: str, predicts: bool) -> object:
         return make_speculation(

@@ -26,8 +26,8 @@ from inflight.execution.gpu.shapes import DECODE_STEPS, StepShape, round_up, siz
 from inflight.execution.sampling.triton.guesses import (
     Cursor,
     Guessing,
-    SampledTokens,
-    StepTokens,
+    StepSamples,
+    TokenPlaces,
     find_last,
     following_tokens,
     go_on,
@@ -156,7 +156,7 @@ class DeviceDrafts(StepPart):
         if capacity:
             guessing = (sections[f"guess_{name}"] for name in ("rows", "samples", "counts", "wanted"))
             samples = (sections[f"sample_{name}"] for name in ("tokens", "lengths", "drafts"))
-            sampled = SampledTokens(*samples, *self._sampling.sampled(step))
+            sampled = StepSamples(*samples, *self._sampling.sampled(step))
             find_last(Guessing(*guessing), sampled, cursor, int(predictor.reads_tokens))
         states = self._states[: step.num_tokens]
         if (
@@ -168,7 +168,7 @@ class DeviceDrafts(StepPart):
                     cursor.sampled, states, self._singles.plan(cursor.rows, cursor.positions)
                 )
         else:
-            step_tokens = StepTokens(sections["token_rows"], sections["positions"])
+            step_tokens = TokenPlaces(sections["token_rows"], sections["positions"])
             hidden = self._predict(following_tokens(step_tokens, rows.tokens), states, inputs, cursor.last)
         if not capacity:
             return None

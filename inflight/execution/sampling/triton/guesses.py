@@ -13,7 +13,7 @@ from torch import Tensor
 PROGRAM_SIZE = 128
 
 
-class StepTokens(NamedTuple):
+class TokenPlaces(NamedTuple):
     """The rows and positions of a step's tokens, [T] int32; negative rows are padding."""
 
     rows: Tensor
@@ -29,7 +29,7 @@ class Guessing(NamedTuple):
     wanted: Tensor  # guesses
 
 
-class SampledTokens(NamedTuple):
+class StepSamples(NamedTuple):
     """The samples of a step, [S] int32 each."""
 
     tokens: Tensor  # the step's token that each follows
@@ -54,7 +54,7 @@ class Cursor:
         return cls(*torch.zeros(5, capacity, dtype=torch.int32, device=device))
 
 
-def following_tokens(step: StepTokens, tokens: Tensor) -> Tensor:
+def following_tokens(step: TokenPlaces, tokens: Tensor) -> Tensor:
     """Return the token behind each of the step's, [T] int32. tokens [max_rows, max_len] int32."""
     ids = torch.empty_like(step.rows)
     _following[(triton.cdiv(len(ids), PROGRAM_SIZE),)](
@@ -63,7 +63,7 @@ def following_tokens(step: StepTokens, tokens: Tensor) -> Tensor:
     return ids
 
 
-def find_last(guessing: Guessing, sampled: SampledTokens, cursor: Cursor, read_ahead: int) -> None:
+def find_last(guessing: Guessing, sampled: StepSamples, cursor: Cursor, read_ahead: int) -> None:
     """Set the cursor to each row's last right token, or `read_ahead` tokens behind it."""
     capacity = len(cursor.rows)
     _find_last[(triton.cdiv(capacity, PROGRAM_SIZE),)](
