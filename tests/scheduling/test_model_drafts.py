@@ -133,9 +133,9 @@ class Counting(ModelSpeculation):
 
 
 def test_model_stops_guessing_what_is_never_verified() -> None:
-    """Steps of the fake engine take no time, so asking drafters never pays."""
+    """Steps have no room for drafts."""
     speculation = Counting(ModelDrafter(), 3)
-    engine = FakeEngine(num_blocks=400, speculation=speculation)
+    engine = FakeEngine(num_blocks=400, max_num_batched_tokens=1, speculation=speculation)
     engine.add(make_request([1], 600))
     engine.run()
     assert 0 < speculation.num_guessing < 100 < speculation.num_steps
