@@ -48,6 +48,7 @@ def unusual(item: Field[Any]) -> Any:
         "params": SamplingParams(temperature=0.3, max_tokens=9),
         "max_tokens": 9,
         "num_prompt_tokens": 3,
+        "prediction_ids": array("q", [8, 9]),
         "kind": "generate",  # the only kind with outputs
         "origin": RequestOrigin("chatcmpl-1", 1, "team", "/v1/chat/completions", "Hello"),
     }

@@ -64,6 +64,7 @@ PARAMETERS: list[tuple[str, list[Any]]] = [
         [[5], {"x": 1}, {-1: 1.0}, {5: 1000.0}, {5: float("nan")}, {5: "a"}, {5: True}, {True: 1.0}],
     ),
     ("structured_outputs", ["json", {}, {"regex": 5}, {"regex": "a", "json_object": True}, {"jsn": {}}]),
+    ("prediction", [5, ["x"], b"x"]),
 ]
 
 
