@@ -96,7 +96,7 @@ RECOVERY = 0.002  # share of the record of a drafter that is forgotten with ever
 
 
 class _Part(NamedTuple):
-    """What one drafter adds to a draft."""
+    """The tokens that one drafter adds to a draft."""
 
     drafter: int
     guess: Guess

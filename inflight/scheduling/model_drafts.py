@@ -27,7 +27,7 @@ TRIAL_WEIGHT = 0.5  # of such a step
 
 @dataclass(slots=True)
 class _Predicted:
-    """What a step guessed."""
+    """The guesses of a step for one request."""
 
     num_tokens: int = 0  # of the request, which the guesses follow
     token_ids: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What steps cost: how long they take by their number of tokens, from those observed."""
+"""The costs of steps: how long they take by their number of tokens, from those observed."""
 
 from __future__ import annotations
 
